@@ -1,0 +1,132 @@
+"""The backend interface: what a framework must do to run stages (the paper's execution plane).
+
+Decides nothing about jobs, networks or time. Implementations: `backends.torch`, `backends.null`. One conformance suite
+runs on each. All calls are blocking and made from one thread at a time. Tensors come and go as `HostTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from fusionai.ir.schema import Graph
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import Mode, StageOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Which microbatch a call is about. Dropout is keyed by (seed of the job, step, microbatch, node id)."""
+
+    mode: Mode
+    step: int
+    microbatch: int
+    """Global index within the step, over all replicas."""
+    replica: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What a backend measured of its device, one run of a few seconds (`Backend.probe`)."""
+
+    backend: str
+    backend_version: str
+    device: str
+    device_name: str
+    flops_per_s: float
+    """Sustained float32 matrix-product speed with the allowed threads."""
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    threads: int
+    fingerprint: str
+    """Hash of versions, instruction set, threads and the exact bits of a probe computation: equal fingerprints give
+    bit-equal results."""
+
+
+class StageProgram(Protocol):
+    """One loaded stage with its parameters, contexts of microbatches in flight and partial gradient sums.
+
+    State entries: `model/<key>` and `optimizer/<key>/<slot>`, keys as in `ParamSpec.key`.
+    """
+
+    def initialise(self) -> tuple[str, ...]:
+        """Set every parameter from (options.seed, key). Returns state entries that have no initialisation rule and
+        must be imported."""
+        ...
+
+    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        """Overwrite state. Raises `ExecutionError` on an unknown entry, a wrong shape or dtype."""
+        ...
+
+    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
+        """Stream state in canonical (sorted) order. The bytes are copies: a later `apply` does not change them."""
+        ...
+
+    def forward(
+        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
+    ) -> dict[str, HostTensor]:
+        """Values of `wanted` (graph output meanings; None: all). In mode `train` the context is kept until
+        `backward`; in other modes nothing is kept. Sizes are checked against the graph's symbols before anything is
+        allocated."""
+        ...
+
+    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+        """Add this microbatch's parameter gradients to the sums; return gradients of the inputs in `grad_inputs`.
+
+        `gradients`: graph output meaning -> gradient; outputs not named get none."""
+        ...
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Euclidean norm per trainable parameter key of the summed gradient, exact bits of the float32 norm.
+        A parameter without gradient is absent."""
+        ...
+
+    def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]: ...
+
+    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+        """Replace (or add to) the sums of these parameters: tied weights, replicas."""
+        ...
+
+    def apply(self, *, scale: float, learning_rate: float) -> None:
+        """Scale the sums, take one optimizer step, clear the sums."""
+        ...
+
+    def discard(self) -> None:
+        """Drop contexts and partial sums; state stays."""
+        ...
+
+    @property
+    def resident_bytes(self) -> int:
+        """Parameters, optimizer state and gradients held now."""
+        ...
+
+
+class Backend(Protocol):
+    """A framework on a device."""
+
+    name: str
+    device: str
+
+    def probe(self) -> DeviceReport: ...
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        """Those of `ops` this backend can't run, sorted."""
+        ...
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> StageProgram:
+        """Prepare a stage of a *validated* graph. Every value's size at the symbols' largest values is computed
+        (without allocating) and checked against the graph's declaration and the limit: `ExecutionError` otherwise."""
+        ...
+
+    def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
+        """(total norm, scale) exactly as `torch.nn.utils.clip_grad_norm_` computes them from per-parameter norms in
+        `model.parameters()` order."""
+        ...

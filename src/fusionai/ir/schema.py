@@ -1,0 +1,154 @@
+"""The IR: an operator DAG as plain data. Decides the closed grammar of a graph and its JSON; executes nothing.
+
+A `Graph` is op-level, framework-neutral and content-hashed. Nodes stand in topological order. Every value has one
+producer: an input, a parameter or a node. Nodes with several results list all of them in `outputs`, so a result can
+never be cut away from its producer. Ops are functional; `aten.view` never appears (`aten.reshape` does).
+
+Neighbours: `ir.validate` says whether a graph may be executed, `ir.partition` cuts it, `ir.cost` prices it, `capture`
+makes graphs, `backends` run them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, Literal
+
+import msgspec
+
+IR_VERSION: Final = 1
+
+
+class Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="v"):
+    """A value by name."""
+
+    name: str
+
+
+class DTypeArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="dtype"):
+    """A dtype by its name in `primitives.tensors`."""
+
+    name: str
+
+
+class DeviceArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="device"):
+    """The device of the stage, whatever it is where the stage runs."""
+
+
+class MemoryFormatArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="memory_format"):
+    """A hint backends may ignore: `contiguous`, `channels_last` or `preserve`."""
+
+    name: Literal["contiguous", "channels_last", "preserve"]
+
+
+class FloatArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="float"):
+    """A float that JSON can't spell."""
+
+    name: Literal["inf", "-inf", "nan"]
+
+
+class ListArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="list"):
+    """A list of arguments."""
+
+    items: tuple[
+        Ref | DTypeArg | DeviceArg | MemoryFormatArg | FloatArg | ListArg | bool | int | float | str | None, ...
+    ]
+
+
+Arg = Ref | DTypeArg | DeviceArg | MemoryFormatArg | FloatArg | ListArg | bool | int | float | str | None
+"""The closed grammar of an argument."""
+
+Dim = int | str
+"""A size: a number, or an expression over the graph's symbols in the grammar of `ir.shapes` (`b`, `b*s`, `s//2+1`)."""
+
+
+class ValueSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`dtype` is a name of `primitives.tensors`, or `symint` for a size computed in the graph (shape `()`)."""
+
+    shape: tuple[Dim, ...]
+    dtype: str
+
+
+class InitOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step of a parameter's initialisation, applied in order to a tensor of the parameter's shape.
+
+    `fill` (value), `normal` (mean, std), `uniform` (low, high) overwrite; `mul`, `add` (value), `erfinv` (),
+    `clamp` (low, high) transform; `fill_row` (row, value) overwrites one row of the first dimension.
+    """
+
+    op: Literal["fill", "normal", "uniform", "mul", "add", "erfinv", "clamp", "fill_row"]
+    args: tuple[float, ...] = ()
+
+
+class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A parameter, buffer or constant the graph reads.
+
+    `key` is its canonical state-dict name, `aliases` the further names of the same tensor (ties). `init` is the
+    declarative initialisation from (seed, key); None means that the bytes come from the job owner. `trainable` is
+    False for buffers and constants. `order` is its place in `model.parameters()` (clipping sums norms in that order).
+    `decay` says whether weight decay applies when a recipe decays matrices only.
+    """
+
+    key: str
+    kind: Literal["parameter", "buffer", "constant"]
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = False
+    order: int = 0
+    aliases: tuple[str, ...] = ()
+    init: tuple[InitOp, ...] | None = None
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One operator call. `id` is unique in the graph *and stable under cutting* (dropout keys depend on it).
+
+    `op` is a name of `ir.operators`. `path` is the module path it came from, `block` the number of the block it
+    belongs to: 0 before the first repeated layer, 1..L the layers, L+1 after them, L+2 the loss.
+    """
+
+    id: int
+    op: str
+    args: tuple[Arg, ...] = ()
+    kwargs: dict[str, Arg] = {}
+    outputs: tuple[str, ...] = ()
+    path: str = ""
+    block: int = 0
+
+
+class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An operator DAG, whole or a stage's part of it.
+
+    `symbols`: name -> (smallest, largest) size. `inputs`: value names fed from outside, e.g. `input_ids`,
+    `position_ids`, `labels`. `outputs`: meaning -> value name, e.g. `logits`, `loss`; in a stage's graph every
+    boundary value is listed under its own name. `values`: spec of every value. `params`: value name -> what it is.
+    `state_writes`: value name -> key of the buffer that takes this value after a training microbatch (BatchNorm).
+    """
+
+    ir: int = IR_VERSION
+    name: str = ""
+    symbols: dict[str, tuple[int, int]] = {}
+    inputs: tuple[str, ...] = ()
+    outputs: dict[str, str] = {}
+    values: dict[str, ValueSpec] = {}
+    params: dict[str, ParamSpec] = {}
+    state_writes: dict[str, str] = {}
+    nodes: tuple[Node, ...] = ()
+
+
+_ENCODER: Final = msgspec.json.Encoder(order="deterministic")
+_DECODER: Final = msgspec.json.Decoder(Graph)
+
+
+def encode(graph: Graph) -> bytes:
+    """Canonical JSON: the same graph gives the same bytes."""
+    return _ENCODER.encode(graph)
+
+
+def decode(data: bytes | memoryview) -> Graph:
+    """Parse JSON into the closed grammar. Raises `msgspec.ValidationError`/`DecodeError`; call through `ir.validate`
+    for anything received."""
+    return _DECODER.decode(data)
+
+
+def content_hash(graph: Graph) -> str:
+    """SHA-256 of the canonical JSON, hex."""
+    return hashlib.sha256(encode(graph)).hexdigest()

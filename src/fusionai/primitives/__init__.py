@@ -1,0 +1,1 @@
+"""Words every package shares: ids, errors, units, clocks, host tensors, environment. Knows nothing above it."""

@@ -1,0 +1,43 @@
+"""Where time comes from. Decisions take `now_s` as an argument; only shells read a clock, through this interface."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """`now_s` is monotonic seconds for durations; `wall_s` is seconds since 1970 for expiry dates."""
+
+    def now_s(self) -> float: ...
+
+    def wall_s(self) -> float: ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        return time.time()
+
+
+class VirtualClock:
+    """A clock that moves only when told to, for tests and the simulator."""
+
+    def __init__(self, start_s: float = 0.0, wall_offset_s: float = 1_700_000_000.0) -> None:
+        self._now_s = start_s
+        self._wall_offset_s = wall_offset_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def wall_s(self) -> float:
+        return self._now_s + self._wall_offset_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"a clock never goes back (asked for {seconds} s)")
+        self._now_s += seconds

@@ -1,0 +1,28 @@
+"""The one file that reads environment variables.
+
+FUSION_HOME    where this machine keeps its key, pool membership and runs (default: the platform's data directory)
+FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+
+def fusion_home() -> Path:
+    """The directory of this machine's identity and state; not created here."""
+    configured = os.environ.get("FUSION_HOME")
+    return Path(configured).expanduser() if configured else Path(platformdirs.user_data_dir("fusionai"))
+
+
+def log_level() -> str:
+    """Level name for the process log."""
+    return os.environ.get("FUSION_LOG", "warning").upper()
+
+
+def inherited() -> dict[str, str]:
+    """A copy of the environment, for child processes this program starts."""
+    return dict(os.environ)

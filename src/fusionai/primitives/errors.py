@@ -1,0 +1,93 @@
+"""The exception tree. Decides what is the user's mistake (exit 2) and what is a failure (exit 1).
+
+FusionError                  exit 1, something failed
+├── UsageError               exit 2, wrong flag, file, recipe, address, invitation
+│   ├── RecipeError          a recipe or configuration file
+│   ├── ModelError           a model that can't be loaded or captured
+│   └── DataError            a data set that can't be read
+├── GraphError               a graph outside the closed grammar or its caps
+├── PlanError                no plan satisfies the constraints
+├── WireError                a frame or message that breaks the protocol
+├── TransportError           a connection could not be made or was lost
+│   └── ChannelClosed        the other side closed, orderly or not
+├── TrustError               an identity, invitation, ticket or signature that does not hold
+├── RefusedError             the other side answered with a refusal
+├── ExecutionError           a backend could not run what it was given
+└── StorageError             disk full, torn file, wrong hash
+
+Neighbours: everything raises these; `cli` turns them into one sentence and an exit code.
+"""
+
+from __future__ import annotations
+
+
+class FusionError(Exception):
+    """Base. `message` says what was expected, what came and which entity; `hint` says what to do next."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message} {self.hint}"
+
+
+class UsageError(FusionError):
+    """The user can mend this: exit 2."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe or configuration file that does not say what it should."""
+
+
+class ModelError(UsageError):
+    """A model that can't be loaded or captured."""
+
+
+class DataError(UsageError):
+    """A data set that can't be read."""
+
+
+class GraphError(FusionError):
+    """A graph outside the closed grammar, the operator allow-list or its caps."""
+
+
+class PlanError(FusionError):
+    """No plan satisfies the constraints; the message names the tightest one."""
+
+
+class WireError(FusionError):
+    """A frame or message that breaks the protocol."""
+
+
+class TransportError(FusionError):
+    """A connection could not be made or was lost."""
+
+
+class ChannelClosed(TransportError):
+    """The other side closed the channel, orderly or not."""
+
+
+class TrustError(FusionError):
+    """An identity, invitation, ticket or signature that does not hold."""
+
+
+class RefusedError(FusionError):
+    """The other side answered with a refusal; `code` is one of `wire.messages.RefusalCode`."""
+
+    def __init__(self, message: str, *, code: str = "refused", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class ExecutionError(FusionError):
+    """A backend could not run what it was given."""
+
+
+class StorageError(FusionError):
+    """Disk full, torn file, wrong hash."""

@@ -1,0 +1,95 @@
+"""Quantities as people write them: `8GB`, `20Mbit`, `50%`, `90s`. Decides the spelling; never guesses a unit."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from fusionai.primitives.errors import UsageError
+
+_QUANTITY: Final = re.compile(r"^\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z%/]*)\s*$")
+
+_BYTES: Final = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_BITS: Final = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_SECONDS: Final = {"s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_bytes(text: str) -> int:
+    """`8GB` -> 8_000_000_000, `512MiB` -> 536_870_912."""
+    number, unit = _split(text, "a size such as 8GB or 512MiB")
+    if unit.lower() not in _BYTES:
+        raise UsageError(f"expected a size such as 8GB or 512MiB, got {text!r}.")
+    return int(number * _BYTES[unit.lower()])
+
+
+def parse_bandwidth_bytes_per_s(text: str) -> float:
+    """`20Mbit` -> 2_500_000.0 bytes per second (an optional `/s` is accepted)."""
+    number, unit = _split(text, "a bandwidth such as 20Mbit")
+    plain = unit.lower().removesuffix("/s")
+    if plain not in _BITS:
+        raise UsageError(f"expected a bandwidth such as 20Mbit or 1Gbit, got {text!r}.")
+    return number * _BITS[plain] / 8
+
+
+def parse_share(text: str) -> float:
+    """`50%` or `0.5` -> 0.5. The result is in (0, 1]."""
+    number, unit = _split(text, "a share such as 50%")
+    if unit not in ("", "%"):
+        raise UsageError(f"expected a share such as 50%, got {text!r}.")
+    share = number / 100 if unit == "%" else number
+    if not 0 < share <= 1:
+        raise UsageError(f"expected a share above 0% and at most 100%, got {text!r}.")
+    return share
+
+
+def parse_seconds(text: str) -> float:
+    """`90s`, `5min`, `24h` -> seconds."""
+    number, unit = _split(text, "a duration such as 90s or 24h")
+    if unit.lower() not in _SECONDS:
+        raise UsageError(f"expected a duration such as 90s, 5min or 24h, got {text!r}.")
+    return number * _SECONDS[unit.lower()]
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, three significant digits: `1.23 GB`."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """`134M`, `1.2B`, `950`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`340 us`, `12.3 ms`, `4.56 s`, `3 min 20 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _split(text: str, expected: str) -> tuple[float, str]:
+    match = _QUANTITY.match(text)
+    if match is None:
+        raise UsageError(f"expected {expected}, got {text!r}.")
+    return float(match["number"]), match["unit"]

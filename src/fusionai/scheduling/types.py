@@ -1,0 +1,157 @@
+"""The planner's types: problem in, immutable plan and certificate out. Decides names and units; computes nothing.
+
+Neighbours: `scheduling.planner` solves, `ir.cost` fills `BlockCost`, backends and transport measure profiles, `broker`
+versions plans, `execution` and `training` obey them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base: immutable, strict, keyword-only."""
+
+
+class Link(_Data, kw_only=True):
+    """A directed pair or an access link."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+class PeerProfile(_Data, kw_only=True):
+    """What a peer can do, measured, and what its provider allows."""
+
+    peer: str
+    name: str = ""
+    backend: str = "torch"
+    backend_version: str = ""
+    device: str = "cpu"
+    device_name: str = ""
+    flops_per_s: float
+    """Measured float32 speed with `threads` threads, before `share`."""
+    memory_bandwidth_bytes_per_s: float = 0.0
+    memory_bytes: int
+    """What the provider lends (`--max-memory`), at most what is there."""
+    threads: int = 1
+    share: float = 1.0
+    """Part of the time the provider lends, in (0, 1]."""
+    fingerprint: str = ""
+    uplink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    downlink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    unsupported_ops: tuple[str, ...] = ()
+    roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
+    power_w: float | None = None
+
+    @property
+    def effective_flops_per_s(self) -> float:
+        return self.flops_per_s * self.share
+
+
+class BlockCost(_Data, kw_only=True):
+    """One block of the graph (or a role's nodes) for one microbatch, at the job's batch and sequence sizes."""
+
+    block: int
+    forward_flops: float
+    backward_flops: float
+    parameter_bytes: int
+    """Storage of the parameters held by this block (a tied parameter counts in each block that holds it)."""
+    trainable_bytes: int
+    activation_bytes: int
+    """Kept from forward to backward per microbatch."""
+    workspace_bytes: int = 0
+    output_bytes: int
+    """What crosses a cut *after* this block, forward."""
+    gradient_bytes: int
+    """What comes back over that cut, backward."""
+    ops: tuple[str, ...] = ()
+
+
+class RolePlacement(_Data, kw_only=True):
+    """`feed` and `loss` are placed by the plan, by default with the job owner."""
+
+    role: Literal["feed", "loss"]
+    place: Literal["owner", "pool"] = "owner"
+
+
+class Problem(_Data, kw_only=True):
+    """What to plan. `blocks` in order; the last entry is the loss block if `loss` is placed with the owner it is not
+    offered to the pool's peers."""
+
+    task: Literal["train", "serve"] = "train"
+    graph_hash: str
+    blocks: tuple[BlockCost, ...]
+    peers: tuple[PeerProfile, ...]
+    owner: PeerProfile | None = None
+    roles: tuple[RolePlacement, ...] = (RolePlacement(role="feed"), RolePlacement(role="loss"))
+    stages: int | None = None
+    """Exactly so many pool stages; None lets the planner choose."""
+    microbatches: int
+    microbatch_tokens: int
+    optimizer_bytes_per_trainable_byte: float = 2.0
+    """AdamW in float32 keeps two float32 slots per parameter."""
+    links: dict[str, Link] = {}
+    """Exceptions to the access-link model: `"<from>><to>"` -> link."""
+    replicas: int = 1
+    excluded: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    incumbent: Plan | None = None
+    spares_wanted: int | None = None
+
+
+class StagePlacement(_Data, kw_only=True):
+    """One stage on one peer. Block ranges are half-open and contiguous."""
+
+    stage: int
+    peer: str
+    blocks: tuple[int, int]
+    roles: tuple[Literal["feed", "loss", "stage"], ...] = ("stage",)
+    replica: int = 0
+    in_flight: int = 1
+    compute_s: float = 0.0
+    """Predicted forward + backward of one microbatch."""
+    send_s: float = 0.0
+    """Predicted transfer of one microbatch's activation and gradient over the link to the next stage."""
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+
+
+class Excluded(_Data, kw_only=True):
+    peer: str
+    reason: str
+
+
+class Certificate(_Data, kw_only=True):
+    """How good the plan is: `optimality_gap` = bound / predicted - 1 of tokens per second, 0.0 when proven optimal."""
+
+    method: str
+    exact: bool
+    bound_tokens_per_s: float
+    optimality_gap: float
+    explored: int = 0
+
+
+class Plan(_Data, kw_only=True):
+    """Partition + placement + schedule. Immutable; `version` 0 until the broker mints one.
+
+    `stages` in pipeline order; a stage of the job owner (the loss, by default) is the last, with its peer id.
+    """
+
+    version: int = 0
+    task: Literal["train", "serve"] = "train"
+    graph_hash: str
+    stages: tuple[StagePlacement, ...]
+    feed: str
+    """Peer id of the data feed."""
+    spares: tuple[str, ...] = ()
+    microbatches: int
+    step_time_s: float
+    tokens_per_s: float
+    single_peer_tokens_per_s: float | None = None
+    bottleneck: str = ""
+    excluded: tuple[Excluded, ...] = ()
+    warnings: tuple[str, ...] = ()
+    certificate: Certificate

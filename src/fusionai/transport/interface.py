@@ -1,0 +1,95 @@
+"""The transport interface: framed messages with tensors between identified machines. Decides nothing about jobs.
+
+Implementations: `transport.memory` (tests, simulator) and `transport.tcp` (mutual TLS 1.3). One conformance suite runs
+on both. Neighbours: `wire` gives frames and messages; `execution`, `broker`, `client`, `peer` use channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import Message, Stream
+
+Role = Literal["broker", "member", "stranger"]
+"""Who a certificate says the other side is; a stranger showed none (it may only ask to join)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """The authenticated other side. `peer` is None for a stranger."""
+
+    peer: PeerId | None
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message and the tensors named in its `tensors` field, by name, in order. Their memory is the receiver's."""
+
+    message: Message
+    tensors: dict[str, HostTensor]
+
+
+@dataclass(slots=True)
+class ChannelStats:
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_frames: int = 0
+    received_frames: int = 0
+
+
+class Channel(Protocol):
+    """An ordered, reliable, encrypted connection. After a loss every call raises `ChannelClosed`."""
+
+    remote: Remote
+    stream: Stream
+    stats: ChannelStats
+
+    async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
+        """Queue a frame; returns when the buffers may be reused and the sending side is below its high-water mark.
+
+        `message.tensors` must describe `tensors`. Whole frames never interleave."""
+        ...
+
+    async def receive(self) -> Envelope:
+        """Next frame. Raises `ChannelClosed` at the end, `WireError` (and closes) on anything malformed."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and close; idempotent."""
+        ...
+
+    @property
+    def closed(self) -> bool: ...
+
+
+class Listener(Protocol):
+    """An open door. `addresses` are candidates others may dial, e.g. `tcp://192.168.1.7:4711`."""
+
+    addresses: tuple[str, ...]
+
+    async def close(self) -> None: ...
+
+
+Accept = Callable[[Channel], Awaitable[None]]
+"""Called once per accepted channel, in its own task; the channel is closed when it returns."""
+
+
+class Transport(Protocol):
+    """Makes channels. A transport holds this machine's identity."""
+
+    async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> Listener:
+        """`port` 0 picks a free one. With `strangers`, connections without a client certificate are let in as such."""
+        ...
+
+    async def dial(
+        self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
+    ) -> Channel:
+        """Try the candidates, first success wins. `expect` None means "the broker of my pool".
+
+        Raises `TransportError` (nobody answered), `TrustError` (somebody else answered), `RefusedError`."""
+        ...

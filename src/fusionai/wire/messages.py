@@ -1,0 +1,575 @@
+"""Every message that crosses a network, as a schema. Decides fields, units and bounds; sends nothing.
+
+A message travels in one frame (`wire.frame`): a 16-byte header, this struct as msgpack, then the raw bytes of the
+tensors it carries. Fields typed `msgspec.Raw` hold a type of a higher package (a profile or a plan of `scheduling`),
+decoded there against its own schema. Sizes are bounded here, before anything is allocated for them.
+
+Neighbours: `coordination` takes these as events and gives them as commands, `transport` moves them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL_VERSION: Final = 1
+OLDEST_PROTOCOL_VERSION: Final = 1
+
+Name = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Blob = Annotated[bytes, Meta(max_length=65_536)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Index = Annotated[int, Meta(ge=0, le=2**40)]
+StepIndex = Annotated[int, Meta(ge=-1, le=2**40)]
+"""A step; -1 means "before the first"."""
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Address = Annotated[str, Meta(max_length=256)]
+"""`tcp://host:port`; other schemes are other transports."""
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=32)]
+Peer = Annotated[str, Meta(max_length=64)]
+Job = Annotated[str, Meta(max_length=128, pattern=r"^[a-z0-9][a-z0-9-]*$")]
+Stream = Literal["control", "tensors", "state"]
+"""Separate connections: a control message must overtake a tensor that is held back."""
+Mode = Literal["train", "eval", "infer"]
+RefusalCode = Literal[
+    "protocol_version",
+    "not_authorised",
+    "bad_invitation",
+    "bad_ticket",
+    "expired_ticket",
+    "stale_fence",
+    "unknown_job",
+    "unknown_peer",
+    "unsupported_operator",
+    "bad_graph",
+    "out_of_memory",
+    "bad_message",
+    "busy",
+    "leaving",
+    "failed",
+]
+REFUSAL_SENTENCES: Final[dict[str, str]] = {
+    "protocol_version": "The two sides speak different protocol versions; update the older one.",
+    "not_authorised": "This identity may not do that in this pool.",
+    "bad_invitation": "The invitation is unknown, used up or expired; ask the broker's owner for a new one.",
+    "bad_ticket": "The ticket does not name this peer, job or plan, or its signature does not hold.",
+    "expired_ticket": "The ticket has expired; the job owner must ask the broker for a new one.",
+    "stale_fence": "The message belongs to an older plan version or attempt.",
+    "unknown_job": "No such job in this pool.",
+    "unknown_peer": "No such peer in this pool.",
+    "unsupported_operator": "This peer's backend can't run an operator of its stage.",
+    "bad_graph": "The graph breaks the grammar, the allow-list or a cap.",
+    "out_of_memory": "The stage needs more memory than this peer lends.",
+    "bad_message": "The message does not fit the schema or comes at the wrong moment.",
+    "busy": "This peer already runs a stage of another job.",
+    "leaving": "This peer is leaving the pool.",
+    "failed": "The stage failed; the message says how.",
+}
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
+    """Base of all messages; the tag is the class name."""
+
+
+class Fence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True, array_like=True):
+    """(plan version, driver incarnation, attempt), compared in that order. Peers act only on exactly their own."""
+
+    plan_version: Count
+    incarnation: Count
+    attempt: Count
+
+
+class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Name, dtype and shape of one tensor whose bytes follow in the body, in this order, unpadded."""
+
+    name: Name
+    dtype: Annotated[str, Meta(max_length=16)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+
+
+# ---------------------------------------------------------------------------------------------------- handshake
+
+
+class Hello(_Message, kw_only=True, tag="hello"):
+    """First message of the dialling side. `stream` says what this connection is for."""
+
+    oldest_version: Count = OLDEST_PROTOCOL_VERSION
+    newest_version: Count = PROTOCOL_VERSION
+    stream: Stream = "control"
+    software: Name = ""
+
+
+class Welcome(_Message, kw_only=True, tag="welcome"):
+    """The listening side accepts and names the version both speak."""
+
+    version: Count
+    software: Name = ""
+
+
+class Refused(_Message, kw_only=True, tag="refused"):
+    """No, and why. May answer anything; after a handshake it ends the connection."""
+
+    code: RefusalCode
+    reason: Text = ""
+
+
+class Done(_Message, kw_only=True, tag="done"):
+    """Yes, nothing more to say."""
+
+
+# ------------------------------------------------------------------------------------------------ with the broker
+
+
+class JoinRequest(_Message, kw_only=True, tag="join"):
+    """A stranger with an invitation asks for a certificate. Sent on a connection without a client certificate."""
+
+    token: Annotated[bytes, Meta(max_length=64)]
+    public_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    purpose: Literal["provider", "owner"]
+
+
+class JoinGranted(_Message, kw_only=True, tag="joined"):
+    """DER certificates: the newcomer's own and the pool's authority."""
+
+    peer: Peer
+    certificate: Blob
+    authority: Blob
+    pool: Name
+
+
+class Register(_Message, kw_only=True, tag="register"):
+    """A provider offers itself. `boot` differs at each start of the process. `profile` is `scheduling.PeerProfile`."""
+
+    boot: Count
+    profile: msgspec.Raw
+    addresses: Addresses
+
+
+class Registered(_Message, kw_only=True, tag="registered"):
+    lease_s: Seconds
+    heartbeat_s: Seconds
+    pool: Name
+
+
+class Heartbeat(_Message, kw_only=True, tag="heartbeat"):
+    boot: Count
+    jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
+
+
+class HeartbeatAck(_Message, kw_only=True, tag="heartbeat_ack"):
+    lease_s: Seconds
+
+
+class Leave(_Message, kw_only=True, tag="leave"):
+    """This machine's peer leaves the pool: after its work is handed over (`drain`), or at once."""
+
+    drain: bool = True
+
+
+class LeaveNotice(_Message, kw_only=True, tag="leave_notice"):
+    """The broker tells a peer's process that its machine's owner asked it to leave."""
+
+    drain: bool = True
+
+
+class PoolQuery(_Message, kw_only=True, tag="pool_query"):
+    """Who is in the pool?"""
+
+
+class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    peer: Peer
+    state: Name
+    boot: Count
+    addresses: Addresses
+    profile: msgspec.Raw
+    job: Name = ""
+    stages: Annotated[tuple[Count, ...], Meta(max_length=1024)] = ()
+    last_heard_s: Seconds = 0.0
+
+
+class PoolView(_Message, kw_only=True, tag="pool_view"):
+    pool: Name
+    members: Annotated[tuple[MemberView, ...], Meta(max_length=100_000)] = ()
+
+
+class JobRequest(_Message, kw_only=True, tag="job_request"):
+    """A job owner asks for a plan to be made real: leases, a plan version, tickets. `plan` is `scheduling.Plan`."""
+
+    job: Job
+    title: Name
+    plan: msgspec.Raw
+    steps: Count = 0
+
+
+class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A signed ticket (`transport.tickets`) and whom it is for."""
+
+    peer: Peer
+    ticket: Blob
+
+
+class JobGranted(_Message, kw_only=True, tag="job_granted"):
+    """`plan` with its version; one ticket per member and one for the driver; where each member listens."""
+
+    job: Job
+    plan: msgspec.Raw
+    tickets: Annotated[tuple[TicketFor, ...], Meta(max_length=4096)]
+    members: Annotated[tuple[MemberView, ...], Meta(max_length=4096)]
+
+
+class JobReport(_Message, kw_only=True, tag="job_report"):
+    """The driver says how its job stands. No text, token or tensor of the job passes here."""
+
+    job: Job
+    state: Literal["starting", "running", "stopping", "done", "failed"]
+    step: StepIndex = -1
+    detail: Text = ""
+
+
+class JobQuery(_Message, kw_only=True, tag="job_query"):
+    """Which jobs are there? With `job`, only that one and its story."""
+
+    job: Name = ""
+
+
+class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    job: Job
+    title: Name
+    owner: Peer
+    state: Name
+    step: StepIndex
+    steps: Count
+    plan_version: Count
+    started_at_s: Seconds
+    story: Annotated[tuple[Text, ...], Meta(max_length=10_000)] = ()
+
+
+class JobList(_Message, kw_only=True, tag="job_list"):
+    jobs: Annotated[tuple[JobView, ...], Meta(max_length=10_000)] = ()
+
+
+class JobStop(_Message, kw_only=True, tag="job_stop"):
+    """End this job cleanly. Allowed to its owner and to the broker's owner."""
+
+    job: Job
+
+
+class StopNotice(_Message, kw_only=True, tag="stop_notice"):
+    """The broker tells a job's driver that somebody entitled asked it to stop."""
+
+    job: Job
+
+
+class InviteRequest(_Message, kw_only=True, tag="invite_request"):
+    """The broker's owner asks for a new invitation."""
+
+    uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    lifetime_s: Seconds = 86_400.0
+
+
+class Invited(_Message, kw_only=True, tag="invited"):
+    invitation: Text
+
+
+# ------------------------------------------------------------------------------------------------- within a job
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Optimizer of a job. Learning rates come with each commit."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay_vectors: bool = False
+    """Whether weight decay also touches parameters of rank below two (norms, biases)."""
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
+class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a stage runs, the same for all stages of a job."""
+
+    seed: Count = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`bf16`: matrix products in bfloat16 by autocast, parameters and reductions in float32."""
+    optimizer: OptimizerSpec | None = None
+    microbatches: Count = 1
+    in_flight: Count = 1
+    """Microbatches this stage may have forwarded and not yet sent back (its credit)."""
+    takeover: Literal["exact", "tolerant"] = "exact"
+
+
+class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a stage of the job lives. Stage numbers are the plan's; the job owner's own stages have its peer id."""
+
+    stage: Count
+    peer: Peer
+    addresses: Addresses
+
+
+class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What makes a step official, as journalled by the driver before it is sent. All floats are exact binary64."""
+
+    step: Count
+    scale: float
+    """What gradients are multiplied by (clipping)."""
+    learning_rate: float
+    total_norm: float
+    norms_hash: Name
+    """SHA-256 over the canonical list of (parameter, norm): replay must reproduce it."""
+    data_cursor: Count
+    fence: Fence
+    loss: float
+
+
+class OpenJob(_Message, kw_only=True, tag="open_job"):
+    """First message on a connection between members of a job: the dialling side shows its ticket."""
+
+    job: Job
+    fence: Fence
+    ticket: Blob
+
+
+class Attach(_Message, kw_only=True, tag="attach"):
+    """Driver -> member: adopt this (higher) fence, drop partial sums, keep what is prepared.
+
+    Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `partition` names the boundary:
+    for each stage value its routes (`ir.partition.StageGraph` less the graph), decoded by `execution`.
+    """
+
+    fence: Fence
+    job: Job
+    stage: Count
+    stages: Count
+    graph_hash: Name
+    boundary: msgspec.Raw
+    options: StageOptions
+    neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)]
+    ticket: Blob
+    """The receiver's own ticket, for the connections it dials."""
+    tensors: tuple[TensorHeader, ...] = ()
+
+
+class Status(_Message, kw_only=True, tag="status"):
+    """Member -> driver: where I am. `applied` is the number of steps applied, -1 without any state."""
+
+    fence: Fence
+    stage: Count
+    applied: StepIndex
+    prepared: StepIndex
+    fingerprint: Name
+    clock_s: Seconds
+
+
+class Resume(_Message, kw_only=True, tag="resume"):
+    """Driver -> member: get to `committed` applied steps. `keep` what you have, applying `record` if you missed it;
+    `initialise` from the seed; `import` the state that follows on the state stream (of step `base`)."""
+
+    fence: Fence
+    committed: Count
+    source: Literal["keep", "initialise", "import"]
+    base: Count = 0
+    record: CommitRecord | None = None
+
+
+class StateChunk(_Message, kw_only=True, tag="state_chunk"):
+    """Some entries of a stage's state, in either direction. Entry names: `model/<key>`, `optimizer/<key>/<slot>`."""
+
+    fence: Fence
+    stage: Count
+    step: Count
+    last: bool
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
+
+
+class Ready(_Message, kw_only=True, tag="ready"):
+    """Member -> driver: my stage is at `applied`, its links are up, its program answered a probe."""
+
+    fence: Fence
+    stage: Count
+    applied: Count
+
+
+class Forward(_Message, kw_only=True, tag="forward"):
+    """Activations (or job inputs) for one microbatch. `producer` is a stage number, or -1 for the data feed."""
+
+    fence: Fence
+    mode: Mode
+    step: Count
+    replica: Count
+    microbatch: Index
+    producer: Annotated[int, Meta(ge=-1, le=2**20)]
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
+
+
+class Backward(_Message, kw_only=True, tag="backward"):
+    """Gradients for values the receiver produced, from stage `consumer`."""
+
+    fence: Fence
+    step: Count
+    replica: Count
+    microbatch: Index
+    consumer: Count
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
+
+
+class Output(_Message, kw_only=True, tag="output"):
+    """Stage -> driver: job outputs (`loss`, `logits`) of one microbatch, under their meaning."""
+
+    fence: Fence
+    mode: Mode
+    step: Count
+    replica: Count
+    microbatch: Index
+    stage: Count
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
+
+
+class SharedGradient(_Message, kw_only=True, tag="shared_gradient"):
+    """Gradient of parameters that two stages hold (tied weights): `partial` to the home stage, `total` back."""
+
+    fence: Fence
+    step: Count
+    stage: Count
+    phase: Literal["partial", "total"]
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A piece of work on the sender's monotonic clock, for the Gantt chart."""
+
+    kind: Literal["forward", "backward", "apply", "send", "wait"]
+    microbatch: Index
+    start_s: Seconds
+    end_s: Seconds
+
+
+class Prepared(_Message, kw_only=True, tag="prepared"):
+    """Stage -> driver: all microbatches of `step` are summed; one gradient norm per parameter (exact binary64)."""
+
+    fence: Fence
+    stage: Count
+    step: Count
+    norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
+    spans: Annotated[tuple[Span, ...], Meta(max_length=100_000)] = ()
+    peak_memory_bytes: Count = 0
+
+
+class Commit(_Message, kw_only=True, tag="commit"):
+    """Driver -> stages: apply. `line`: retained tensors of steps below it may be discarded."""
+
+    fence: Fence
+    record: CommitRecord
+    line: Count
+
+
+class Applied(_Message, kw_only=True, tag="applied"):
+    fence: Fence
+    stage: Count
+    step: Count
+
+
+class Export(_Message, kw_only=True, tag="export"):
+    """Driver -> stage: stream your state of `step` applied steps on the state stream."""
+
+    fence: Fence
+    step: Count
+    parts: Annotated[tuple[Literal["model", "optimizer"], ...], Meta(max_length=2)] = ("model", "optimizer")
+
+
+class Detach(_Message, kw_only=True, tag="detach"):
+    """Driver -> member: the job is over for you; forget it."""
+
+    fence: Fence
+    reason: Text = ""
+
+
+class StageFailed(_Message, kw_only=True, tag="stage_failed"):
+    """Member -> driver: my stage can't go on."""
+
+    fence: Fence
+    stage: Count
+    code: RefusalCode
+    reason: Text
+
+
+class Ping(_Message, kw_only=True, tag="ping"):
+    """Liveness and round-trip time between members, any stream."""
+
+    sequence: Count
+    sent_at_s: Seconds
+
+
+class Pong(_Message, kw_only=True, tag="pong"):
+    sequence: Count
+    sent_at_s: Seconds
+
+
+class Probe(_Message, kw_only=True, tag="probe"):
+    """Bulk bytes to measure a link's bandwidth; answered by `Pong` when the last byte has arrived."""
+
+    sequence: Count
+    sent_at_s: Seconds
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | Done
+    | JoinRequest
+    | JoinGranted
+    | Register
+    | Registered
+    | Heartbeat
+    | HeartbeatAck
+    | Leave
+    | LeaveNotice
+    | PoolQuery
+    | PoolView
+    | JobRequest
+    | JobGranted
+    | JobReport
+    | JobQuery
+    | JobList
+    | JobStop
+    | StopNotice
+    | InviteRequest
+    | Invited
+    | OpenJob
+    | Attach
+    | Status
+    | Resume
+    | StateChunk
+    | Ready
+    | Forward
+    | Backward
+    | Output
+    | SharedGradient
+    | Prepared
+    | Commit
+    | Applied
+    | Export
+    | Detach
+    | StageFailed
+    | Ping
+    | Pong
+    | Probe
+)
+"""Everything that may arrive."""
+
+_DECODER: Final = msgspec.msgpack.Decoder(Message)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """Raises `msgspec.ValidationError`/`DecodeError`; `wire.frame` turns them into `WireError`."""
+    return _DECODER.decode(data)
