@@ -369,6 +369,7 @@ class Resume(_Message, kw_only=True, tag="resume"):
     `initialise` from the seed; `import` the state that follows on the state stream (of step `base`)."""
 
     fence: Fence
+    stage: Count
     committed: Count
     source: Literal["keep", "initialise", "import"]
     base: Count = 0
@@ -402,17 +403,19 @@ class Forward(_Message, kw_only=True, tag="forward"):
     replica: Count
     microbatch: Index
     producer: Annotated[int, Meta(ge=-1, le=2**20)]
+    consumer: Count
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
 class Backward(_Message, kw_only=True, tag="backward"):
-    """Gradients for values the receiver produced, from stage `consumer`."""
+    """Gradients for values that stage `producer` (the receiver) made, from stage `consumer`."""
 
     fence: Fence
     step: Count
     replica: Count
     microbatch: Index
     consumer: Count
+    producer: Count
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
@@ -433,7 +436,8 @@ class SharedGradient(_Message, kw_only=True, tag="shared_gradient"):
 
     fence: Fence
     step: Count
-    stage: Count
+    sender: Count
+    receiver: Count
     phase: Literal["partial", "total"]
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
@@ -462,6 +466,7 @@ class Commit(_Message, kw_only=True, tag="commit"):
     """Driver -> stages: apply. `line`: retained tensors of steps below it may be discarded."""
 
     fence: Fence
+    stage: Count
     record: CommitRecord
     line: Count
 
@@ -476,12 +481,13 @@ class Export(_Message, kw_only=True, tag="export"):
     """Driver -> stage: stream your state of `step` applied steps on the state stream."""
 
     fence: Fence
+    stage: Count
     step: Count
     parts: Annotated[tuple[Literal["model", "optimizer"], ...], Meta(max_length=2)] = ("model", "optimizer")
 
 
 class Detach(_Message, kw_only=True, tag="detach"):
-    """Driver -> member: the job is over for you; forget it."""
+    """Driver -> member: the job is over for you; forget it (all its stages here)."""
 
     fence: Fence
     reason: Text = ""

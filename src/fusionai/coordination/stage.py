@@ -1,0 +1,540 @@
+"""The machine of one training stage: which piece of work comes next, and when a step may change its state.
+
+It decides the order of forward and backward work (1F1B with credit), when a step is prepared, when a commit is applied,
+what is held back, what is retained for neighbours. It never touches a tensor, a clock or a connection: `execution`
+feeds it events and performs its commands, the simulator does the same with virtual time.
+
+Rules kept here (numbers of the recovery protocol, docs/recovery.md): only exactly the stage's own fence counts (1); a
+step is applied only on commit, and only once (3); what is prepared survives an attach (4); partial sums die with the
+fence (6); a tensor of step n+1 waits until commit n is applied (8); retained tensors go only below the line (10).
+
+Neighbours: `coordination.driver` is the other side; `wire.messages` has the fence and the commit record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Literal
+
+from fusionai.wire.messages import CommitRecord, Fence, Mode
+
+
+class StagePhase(Enum):
+    DETACHED = "detached"
+    ATTACHED = "attached"
+    RESTORING = "restoring"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageShape:
+    """What the machine must know of its stage's place in the pipeline."""
+
+    stage: int
+    microbatches: int
+    in_flight: int
+    producers: Mapping[Mode, frozenset[int]]
+    """Who must deliver before a forward may run, per mode; -1 is the data feed."""
+    consumers: frozenset[int]
+    """Who must return gradients before a backward may run; empty: the backward follows its forward at once."""
+    shares_with: frozenset[int] = frozenset()
+    """Other stages holding a parameter this stage holds (tied weights)."""
+    shared_home: bool = True
+    """Whether this stage sums the shared gradients."""
+
+
+# ------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    committed: int
+    source: Literal["keep", "initialise", "import"]
+    base: int
+    record: CommitRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateArrived:
+    """The last chunk of an imported state, taken after `step` steps, is in place."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardArrived:
+    mode: Mode
+    step: int
+    microbatch: int
+    producer: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardArrived:
+    step: int
+    microbatch: int
+    consumer: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedArrived:
+    step: int
+    sender: int
+    phase: Literal["partial", "total"]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    record: CommitRecord
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportAsked:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    reason: str
+
+
+StageEvent = (
+    Attached
+    | Resumed
+    | StateArrived
+    | ForwardArrived
+    | BackwardArrived
+    | SharedArrived
+    | Committed
+    | ExportAsked
+    | WorkDone
+    | Detached
+)
+
+# ----------------------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One piece of work for the compute thread. `record` only for `apply`."""
+
+    kind: Literal["initialise", "forward", "backward", "share", "total", "norms", "apply", "export"]
+    step: int = 0
+    microbatch: int = 0
+    mode: Mode = "train"
+    record: CommitRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run this now; at most one is under way. Answer with `WorkDone`."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStatus:
+    applied: int
+    prepared: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReady:
+    applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPrepared:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportApplied:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropSums:
+    """Forget contexts and partial gradient sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropRetained:
+    """Boundary tensors of steps below `line` are needed by nobody any more."""
+
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropHeld:
+    """Forget tensors that arrived and were not used (their fence is gone)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """This event can't be obeyed; the driver must know."""
+
+    reason: str
+
+
+StageCommand = (
+    Compute | ReportStatus | ReportReady | ReportPrepared | ReportApplied | DropSums | DropRetained | DropHeld | Refuse
+)
+
+
+@dataclass(slots=True)
+class StageMachine:
+    """See the module. `handle` takes an event, returns commands; `accepts` is the fence check for every message."""
+
+    shape: StageShape
+    phase: StagePhase = StagePhase.DETACHED
+    fence: Fence | None = None
+    applied: int = -1
+    """Steps applied to the state; -1 without a state."""
+    prepared: int = -1
+    line: int = 0
+    dropped: int = 0
+    """Tensors refused because they belong to no step this stage can still run."""
+    story: list[str] = field(default_factory=list)
+    _busy: Work | None = None
+    _forwarded: int = 0
+    _returned: int = 0
+    _summed: bool = False
+    _shared_partials: set[int] = field(default_factory=set)
+    _shared_total: bool = False
+    _shared_sent: bool = False
+    _arrived: dict[tuple[Mode, int, int], set[int]] = field(default_factory=dict)
+    _gradients: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    _commit: CommitRecord | None = None
+    _exports: list[int] = field(default_factory=list)
+    _initialise: bool = False
+    _target: int = 0
+
+    # ------------------------------------------------------------------------------------------------ interface
+
+    def accepts(self, fence: Fence) -> bool:
+        """Exactly this stage's fence, nothing older or newer (rule 1)."""
+        return self.fence == fence
+
+    def handle(self, event: StageEvent) -> list[StageCommand]:
+        """Apply one event. A pair (phase, event) outside the table is refused, never ignored."""
+        transition = TABLE.get((self.phase, type(event)))
+        self.story.append(f"{self.phase.value}: {_brief(event)}")
+        del self.story[:-STORY_LENGTH]
+        if transition is None:
+            return [Refuse(f"stage {self.shape.stage} is {self.phase.value} and can't take {_brief(event)}")]
+        commands = transition.act(self, event)
+        assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
+        return [*commands, *self._next()]
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches forwarded and not yet returned: what the credit bounds."""
+        return self._forwarded - self._returned
+
+    # ------------------------------------------------------------------------------------------- what comes next
+
+    def _next(self) -> list[StageCommand]:
+        """The next piece of work, if the compute thread is free: backward before forward, never beyond the credit."""
+        if self._busy is not None or self.phase not in (StagePhase.RESTORING, StagePhase.RUNNING):
+            return []
+        work = self._restoring_work() if self.phase is StagePhase.RESTORING else self._running_work()
+        if work is None:
+            return []
+        self._busy = work
+        return [Compute(work)]
+
+    def _restoring_work(self) -> Work | None:
+        if self._initialise:
+            return Work("initialise")
+        if self._commit is not None:
+            return Work("apply", step=self._commit.step, record=self._commit)
+        return None
+
+    def _running_work(self) -> Work | None:
+        step = self.applied
+        if self._commit is not None:
+            return Work("apply", step=step, record=self._commit)
+        if self._exports and self._exports[0] == step and self._forwarded == 0:
+            return Work("export", step=step)
+        if self._returned < self._forwarded and self.shape.consumers <= self._gradients.get(
+            (step, self._returned), set()
+        ):
+            return Work("backward", step=step, microbatch=self._returned)
+        if self._returned == self.shape.microbatches and self.prepared < step:
+            return self._closing_work(step)
+        if (side := self._side_forward(step)) is not None:
+            return side
+        if self._forwarded < self.shape.microbatches and self.in_flight < self.shape.in_flight:
+            needed = self.shape.producers["train"]
+            if needed <= self._arrived.get(("train", step, self._forwarded), set()):
+                return Work("forward", step=step, microbatch=self._forwarded)
+        return None
+
+    def _closing_work(self, step: int) -> Work | None:
+        """All microbatches are summed: reduce what is shared, then take norms."""
+        if self.shape.shares_with and not self._shared_total:
+            if self.shape.shared_home:
+                return Work("total", step=step) if self._shared_partials >= self.shape.shares_with else None
+            return None if self._shared_sent else Work("share", step=step)
+        return None if self._summed else Work("norms", step=step)
+
+    def _side_forward(self, step: int) -> Work | None:
+        """Evaluation and inference of exactly this state, oldest first; they leave no trace in it."""
+        for (mode, at_step, microbatch), arrived in self._arrived.items():
+            if mode != "train" and at_step == step and self.shape.producers[mode] <= arrived:
+                return Work("forward", step=step, microbatch=microbatch, mode=mode)
+        return None
+
+    # ----------------------------------------------------------------------------------------------- transitions
+
+    def _attach(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, Attached)
+        if self.fence is not None and event.fence <= self.fence:
+            return [Refuse(f"stage {self.shape.stage} already obeys fence {tuple_of(self.fence)}")]
+        self.fence = event.fence
+        self.phase = StagePhase.ATTACHED
+        keep_prepared = self.prepared == self.applied and self.prepared >= 0
+        self._clear_step(keep_sums=keep_prepared)
+        drop: list[StageCommand] = [] if keep_prepared else [DropSums()]
+        return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared)]
+
+    def _resume(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, Resumed)
+        self._target = event.committed
+        self.phase = StagePhase.RESTORING
+        match event.source:
+            case "initialise":
+                self._forget_state()
+                self._initialise = True
+                return [DropSums()]
+            case "import":
+                self._forget_state()
+                return [DropSums()]
+            case "keep":
+                return self._resume_keeping(event)
+
+    def _resume_keeping(self, event: Resumed) -> list[StageCommand]:
+        if self.applied == event.committed:
+            self.prepared = self.applied - 1
+            return [DropSums(), *self._restored()]
+        missed = self.applied == event.committed - 1 and self.prepared == self.applied
+        if missed and event.record is not None and event.record.step == self.applied:
+            self._commit = event.record
+            return []
+        self.phase = StagePhase.ATTACHED
+        return [
+            Refuse(
+                f"stage {self.shape.stage} has applied {self.applied} steps and prepared {self.prepared}; "
+                f"it can't keep its state and be at {event.committed}"
+            )
+        ]
+
+    def _state_arrived(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, StateArrived)
+        if event.step != self._target:
+            self.phase = StagePhase.ATTACHED
+            return [Refuse(f"expected the state of step {self._target}, got that of step {event.step}")]
+        self.applied = event.step
+        self.prepared = event.step - 1
+        return self._restored()
+
+    def _restored(self) -> list[StageCommand]:
+        self.phase = StagePhase.RUNNING
+        self._clear_step(keep_sums=False)
+        return [ReportReady(self.applied)]
+
+    def _forward_arrived(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, ForwardArrived)
+        ahead = event.step - self.applied
+        over = event.mode == "train" and (
+            ahead > 1 or event.microbatch >= self.shape.microbatches or (ahead == 0 and self._is_past(event.microbatch))
+        )
+        if ahead < 0 or over or event.producer not in self.shape.producers[event.mode]:
+            self.dropped += 1
+            return []
+        self._arrived.setdefault((event.mode, event.step, event.microbatch), set()).add(event.producer)
+        return []
+
+    def _is_past(self, microbatch: int) -> bool:
+        return microbatch < self._forwarded
+
+    def _backward_arrived(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, BackwardArrived)
+        expected = self._returned <= event.microbatch < self._forwarded and event.consumer in self.shape.consumers
+        if event.step != self.applied or not expected:
+            self.dropped += 1
+            return []
+        self._gradients.setdefault((event.step, event.microbatch), set()).add(event.consumer)
+        return []
+
+    def _shared_arrived(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, SharedArrived)
+        if event.step != self.applied or event.sender not in self.shape.shares_with:
+            self.dropped += 1
+            return []
+        if event.phase == "partial":
+            self._shared_partials.add(event.sender)
+        else:
+            self._shared_total = True
+        return []
+
+    def _committed(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, Committed)
+        if event.record.step < self.applied:
+            return []
+        if event.record.step != self.applied or self.prepared != self.applied:
+            return [
+                Refuse(
+                    f"stage {self.shape.stage} prepared step {self.prepared} and has applied {self.applied} steps; "
+                    f"it can't apply a commit of step {event.record.step}"
+                )
+            ]
+        self._commit = event.record
+        if event.line <= self.line:
+            return []
+        self.line = event.line
+        return [DropRetained(self.line)]
+
+    def _export_asked(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, ExportAsked)
+        if event.step < self.applied or (event.step == self.applied and self._forwarded > 0):
+            return [Refuse(f"state of step {event.step} is gone: stage {self.shape.stage} is at {self.applied}")]
+        self._exports.append(event.step)
+        self._exports.sort()
+        return []
+
+    def _work_done(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, WorkDone)
+        work = event.work
+        self._busy = None
+        match work.kind:
+            case "initialise":
+                self._initialise = False
+                self.applied, self.prepared = 0, -1
+                return self._restored()
+            case "forward":
+                arrived_key = (work.mode, work.step, work.microbatch)
+                self._arrived.pop(arrived_key, None)
+                self._forwarded += work.mode == "train"
+            case "backward":
+                self._gradients.pop((work.step, work.microbatch), None)
+                self._returned += 1
+            case "share":
+                self._shared_sent = True
+            case "total":
+                self._shared_total = True
+            case "norms":
+                self._summed = True
+                self.prepared = work.step
+                return [ReportPrepared(work.step)]
+            case "apply":
+                return self._apply_done(work)
+            case "export":
+                self._exports.remove(work.step)
+        return []
+
+    def _stale_work_done(self, event: StageEvent) -> list[StageCommand]:
+        """Work that was under way when the fence changed: its result is void, but an apply did happen."""
+        assert isinstance(event, WorkDone)
+        self._busy = None
+        if event.work.kind == "apply":
+            self.applied = event.work.step + 1
+            self._commit = None
+        return [DropSums()] if event.work.kind != "apply" and self.prepared != self.applied else []
+
+    def _apply_done(self, work: Work) -> list[StageCommand]:
+        self.applied = work.step + 1
+        restoring = self.phase is StagePhase.RESTORING
+        self._clear_step(keep_sums=False)
+        return self._restored() if restoring else [ReportApplied(work.step)]
+
+    def _detach(self, event: StageEvent) -> list[StageCommand]:
+        assert isinstance(event, Detached)
+        self.phase = StagePhase.DETACHED
+        self._forget_state()
+        return [DropSums(), DropHeld(), DropRetained(2**62)]
+
+    # -------------------------------------------------------------------------------------------------- clearing
+
+    def _clear_step(self, *, keep_sums: bool) -> None:
+        """Counters of the step under way start over; what has arrived for it stays only within one fence."""
+        attached_anew = self.phase is StagePhase.ATTACHED
+        if attached_anew:
+            self._arrived.clear()
+            self._exports.clear()
+            self._initialise = False
+        self._gradients.clear()
+        self._commit = None
+        self._forwarded = self._returned = self.shape.microbatches if keep_sums else 0
+        self._summed = keep_sums
+        self._shared_partials.clear()
+        self._shared_total = self._shared_sent = keep_sums
+
+    def _forget_state(self) -> None:
+        self.applied = self.prepared = -1
+        self._clear_step(keep_sums=False)
+
+
+STORY_LENGTH: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class StageTransition:
+    """One row of the table: what an event does in a phase, and where it may lead."""
+
+    act: Callable[[StageMachine, StageEvent], list[StageCommand]]
+    targets: frozenset[StagePhase]
+
+
+def _row(act: Callable[[StageMachine, StageEvent], list[StageCommand]], *targets: StagePhase) -> StageTransition:
+    return StageTransition(act, frozenset(targets))
+
+
+_D, _A, _R, _G = StagePhase.DETACHED, StagePhase.ATTACHED, StagePhase.RESTORING, StagePhase.RUNNING
+
+TABLE: Final[dict[tuple[StagePhase, type[StageEvent]], StageTransition]] = {
+    (_D, Attached): _row(StageMachine._attach, _D, _A),
+    (_A, Attached): _row(StageMachine._attach, _A),
+    (_R, Attached): _row(StageMachine._attach, _R, _A),
+    (_G, Attached): _row(StageMachine._attach, _G, _A),
+    (_A, Resumed): _row(StageMachine._resume, _R, _G, _A),
+    (_R, StateArrived): _row(StageMachine._state_arrived, _G, _A),
+    (_R, WorkDone): _row(StageMachine._work_done, _R, _G),
+    (_A, WorkDone): _row(StageMachine._stale_work_done, _A),
+    (_D, WorkDone): _row(StageMachine._stale_work_done, _D),
+    (_G, WorkDone): _row(StageMachine._work_done, _G),
+    (_R, ForwardArrived): _row(StageMachine._forward_arrived, _R),
+    (_G, ForwardArrived): _row(StageMachine._forward_arrived, _G),
+    (_G, BackwardArrived): _row(StageMachine._backward_arrived, _G),
+    (_G, SharedArrived): _row(StageMachine._shared_arrived, _G),
+    (_G, Committed): _row(StageMachine._committed, _G),
+    (_G, ExportAsked): _row(StageMachine._export_asked, _G),
+    (_D, Detached): _row(StageMachine._detach, _D),
+    (_A, Detached): _row(StageMachine._detach, _D),
+    (_R, Detached): _row(StageMachine._detach, _D),
+    (_G, Detached): _row(StageMachine._detach, _D),
+}
+"""(phase, event) -> transition. What is not here is refused."""
+
+
+def tuple_of(fence: Fence) -> tuple[int, int, int]:
+    """For messages to people."""
+    return (fence.plan_version, fence.incarnation, fence.attempt)
+
+
+def _brief(event: StageEvent) -> str:
+    return repr(event) if not isinstance(event, Committed) else f"Committed(step={event.record.step})"
