@@ -1,0 +1,58 @@
+# The repository's commands. Each works in a fresh clone; `setup` makes the `.venv` they run in.
+#
+#   make demo       the whole story on this machine
+#   make test       everything but the tests of many minutes
+#   make check      lint, types, import contracts, quick tests
+#   make test-long  the tests of many minutes
+#   make bench      side-by-side measurements
+#   make docs       regenerate the generated pages
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+# One thread per process: tests and peers are many processes, and results depend on the number of threads.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONWARNDEFAULTENCODING=
+
+.PHONY: setup demo check lint types contracts test test-long bench docs
+.DEFAULT_GOAL := check
+
+setup: $(STAMP)
+
+# torch comes first and alone: the rest then accepts the build that is there instead of choosing one.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; name one: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/fusion demo $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/basedpyright
+
+contracts: setup
+	$(BIN)/lint-imports --no-cache
+
+check: lint types contracts
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long" $(ARGS)
+
+test: lint types contracts
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not long" $(ARGS)
+
+test-long: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
+
+bench: setup
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs: setup
+	$(BIN)/python docs/generate.py

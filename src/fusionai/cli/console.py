@@ -1,0 +1,63 @@
+"""What people read: tables and lines on a terminal, plain text elsewhere. Decides no content.
+
+Text that came from other machines (names, titles, reasons) passes `printable`: a stranger's name must not move the
+cursor or colour the terminal. Neighbours: every command prints through this; `dashboard` draws the live views.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+def line(text: str = "") -> None:
+    """One line to standard output."""
+    click.echo(text)
+
+
+def error(message: str, hint: str | None = None) -> None:
+    """What failed and what to do next, to standard error."""
+    click.echo(f"error: {printable(message)}", err=True)
+    if hint:
+        click.echo(printable(hint), err=True)
+
+
+def warning(message: str) -> None:
+    """Something the user should know although the command goes on, to standard error."""
+    click.echo(f"warning: {printable(message)}", err=True)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()) -> None:
+    """A table: framed on a terminal, aligned columns and nothing shortened elsewhere. `right`: columns of numbers."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        framed = Table(title=title or None, title_justify="left", header_style="bold")
+        for place, header in enumerate(headers):
+            framed.add_column(header, justify="right" if place in right else "left", overflow="fold")
+        for row in cells:
+            framed.add_row(*(Text(cell) for cell in row))
+        Console().print(framed)
+        return
+    if title:
+        line(title)
+    widths = [max(len(row[place]) for row in [list(headers), *cells]) for place in range(len(headers))]
+    for row in [list(headers), *cells]:
+        padded = (
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        line("  ".join(padded).rstrip())
+
+
+def printable(text: str) -> str:
+    """`text` with every control character replaced; line breaks and tabs become spaces."""
+    flat = text.replace("\n", " ").replace("\t", " ")
+    return "".join(character if character.isprintable() else _REPLACEMENT for character in flat)

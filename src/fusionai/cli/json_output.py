@@ -1,0 +1,71 @@
+"""`--json FILE`: one object with `"schema": "fusionai.<command>/1"`, written whole or not at all.
+
+Decides the file's form, not its content. A path that can't be written is refused before the work begins, not after.
+Neighbours: every command that has figures to hand on.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from fusionai.primitives.errors import StorageError, UsageError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def json_option(function: _Function) -> _Function:
+    """Give a click command the parameter `json_file: Path | None`."""
+    return click.option(
+        "--json",
+        "json_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=lambda _context, _parameter, path: None if path is None else _checked(path),
+        help="Also write the figures to FILE, as one JSON object.",
+        metavar="FILE",
+    )(function)
+
+
+def write_json(path: Path, command: str, figures: Mapping[str, object]) -> None:
+    """Write `figures` under the schema of `command`. Not-a-number and infinities become null: JSON has neither.
+
+    Raises `StorageError` when the file can't be written; an older file then stays as it was."""
+    encoded = msgspec.json.encode({"schema": f"fusionai.{command}/1", **figures}, enc_hook=_encode)
+    write_atomically(path, msgspec.json.format(encoded, indent=2) + b"\n")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step. Raises `StorageError`."""
+    partial: str | None = None
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    except OSError as failure:
+        if partial is not None:
+            Path(partial).unlink(missing_ok=True)
+        raise StorageError(f"can't write {path}: {failure.strerror or failure}.") from failure
+
+
+def _checked(path: Path) -> Path:
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"can't write {path}: there is no directory {folder}.", hint="Create it or name another file.")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"can't write {path}: {folder} is not writable.", hint="Name a file elsewhere.")
+    return path
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,0 +1,187 @@
+"""The `fusion` command: which commands there are, and what becomes of their errors.
+
+Decides exit codes (0 done, 1 failed, 2 wrong use, 130 interrupted) and that nobody but a developer (`--debug`) ever
+sees a traceback. Commands load when called, so that `fusion --help` stays quick. Neighbours: one module per command
+beside this one, `cli.console` prints, `primitives.errors` says whose mistake it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import click
+
+from fusionai import __version__
+from fusionai.cli import console
+from fusionai.primitives import environment
+from fusionai.primitives.errors import FusionError, UsageError
+
+EXIT_DONE: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_WRONG_USE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """Where a command is (`module:attribute`) and its line in the list of commands."""
+
+    target: str
+    summary: str
+
+    def load(self) -> click.Command:
+        module, _, attribute = self.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{self.target} is not a command")
+        return command
+
+
+COMMANDS: Final[dict[str, LazyCommand]] = {
+    "demo": LazyCommand("fusionai.cli.demo:demo", "The whole story on this machine, nothing to download."),
+    "broker": LazyCommand("fusionai.cli.broker:broker", "Keep a pool: who is there, what they can do, who stands by."),
+    "invite": LazyCommand("fusionai.cli.broker:invite", "Print a new invitation to the pool this machine keeps."),
+    "join": LazyCommand("fusionai.cli.join:join", "Enter a pool with an invitation and lend this machine."),
+    "pool": LazyCommand("fusionai.cli.pool:pool", "Who is in the pool, and what they are doing."),
+    "leave": LazyCommand("fusionai.cli.pool:leave", "Take this machine out of the pool."),
+    "train": LazyCommand("fusionai.cli.train:train", "Train a model on the pool, as a recipe says; resumes by itself."),
+    "jobs": LazyCommand("fusionai.cli.jobs:jobs", "The pool's jobs and how far they are."),
+    "logs": LazyCommand("fusionai.cli.jobs:logs", "The story of one job."),
+    "stop": LazyCommand("fusionai.cli.jobs:stop", "End a job cleanly."),
+    "check": LazyCommand("fusionai.cli.check:check", "Does this model fit: operators, blocks, parameters."),
+    "plan": LazyCommand("fusionai.cli.plan:plan", "How a model would be cut over a pool, and how fast it would run."),
+    "doctor": LazyCommand(
+        "fusionai.cli.doctor:doctor", "What this machine can do, and what to do about what it can't."
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when the command is called, not before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature, here and below
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        lazy = COMMANDS.get(cmd_name)
+        return None if lazy is None else lazy.load()
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(COMMANDS)}."
+            raise click.UsageError(f"No such command {name!r}.{meant}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, lazy.summary) for name, lazy in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="fusion")
+@click.option("--debug", is_flag=True, help="Show tracebacks and the process log in full.")
+def fusion(debug: bool) -> None:
+    """Pool machines across homes and networks to train and serve neural networks together."""
+    level = "DEBUG" if debug else environment.log_level()
+    known = ("DEBUG", "INFO", "WARNING", "ERROR")
+    if level not in known:
+        expected = ", ".join(name.lower() for name in known)
+        raise UsageError(f"FUSION_LOG is {level.lower()!r}; expected one of {expected}.")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Never raises, except with `--debug`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given[: _first_command(given)]
+    try:
+        result = fusion.main(args=given, prog_name="fusion", standalone_mode=False)
+    except BaseException as error:  # The process boundary: every error becomes a sentence and a code.
+        if debug and isinstance(error, Exception) and not isinstance(error, click.ClickException):
+            raise
+        return _explain(error)
+    return result if isinstance(result, int) else EXIT_DONE
+
+
+def _first_command(given: Sequence[str]) -> int:
+    return next((place for place, word in enumerate(given) if not word.startswith("-")), len(given))
+
+
+def _explain(error: BaseException) -> int:
+    """Say on stderr what went wrong; the exit code says whose turn it is."""
+    match error:
+        case click.exceptions.Exit():
+            return error.exit_code
+        case click.ClickException():
+            error.show()
+            return error.exit_code
+        case FusionError():
+            console.error(error.message, error.hint)
+            return error.exit_code
+        case click.Abort() | KeyboardInterrupt():
+            console.error("interrupted.")
+            return EXIT_INTERRUPTED
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else EXIT_FAILED
+        case BrokenPipeError():
+            # The reader of our output went away (`fusion pool | head`); nothing is left to tell anybody. Without a
+            # sink in its place the interpreter would complain while flushing at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_DONE
+        case BaseExceptionGroup():
+            # Concurrent tasks fail together; the first of ours is the cause, the others its consequences.
+            leaves = _leaves(error)
+            ours = next((leaf for leaf in leaves if isinstance(leaf, FusionError)), leaves[0])
+            return _explain(ours)
+        case OSError() if error.errno in _SYSTEM_SENTENCES:
+            where = f" ({error.filename})" if error.filename else ""
+            sentence, hint = _SYSTEM_SENTENCES[error.errno or 0]
+            console.error(f"{sentence}{where}.", hint)
+            return EXIT_FAILED
+        case MemoryError():
+            console.error("this machine ran out of memory.", "Lend less with --max-memory, or use a smaller batch.")
+            return EXIT_FAILED
+        case _:
+            console.error(f"internal error: {type(error).__name__}: {error}.", _record(error))
+            return EXIT_FAILED
+
+
+_SYSTEM_SENTENCES: Final[dict[int, tuple[str, str]]] = {
+    errno.ENOSPC: ("the disk is full", "Free some space and start the command again; it takes up where it was."),
+    errno.EDQUOT: ("the disk quota is used up", "Free some space and start the command again."),
+    errno.EROFS: ("the file system is read-only", "Choose another directory with FUSION_HOME or --home."),
+    errno.EACCES: ("permission denied", "Choose a file or directory you may write to."),
+    errno.EADDRINUSE: ("the address is already in use", "Choose another --port, or 0 for any free one."),
+    errno.EMFILE: ("too many open files", "Raise the limit (`ulimit -n`) and start the command again."),
+}
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for child in group.exceptions:
+        found.extend(_leaves(child) if isinstance(child, BaseExceptionGroup) else [child])
+    return found
+
+
+def _record(error: BaseException) -> str:
+    """Write the traceback where its reader can find it; the sentence that says where."""
+    place = environment.fusion_home() / "errors" / f"{os.getpid()}.txt"
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError:
+        return "Run it again as `fusion --debug ...` to see where it happened."
+    return f"Please report it with the traceback in {place}."
