@@ -210,6 +210,7 @@ class StageMachine:
     """Tensors refused because they belong to no step this stage can still run."""
     story: list[str] = field(default_factory=list)
     _busy: Work | None = None
+    _deferred: list[StageEvent] = field(default_factory=list)
     _forwarded: int = 0
     _returned: int = 0
     _summed: bool = False
@@ -231,6 +232,15 @@ class StageMachine:
 
     def handle(self, event: StageEvent) -> list[StageCommand]:
         """Apply one event. A pair (phase, event) outside the table is refused, never ignored."""
+        if self._busy is not None and isinstance(event, Attached | Detached):
+            self._deferred.append(event)  # the work under way ends first: its result belongs to the old fence
+            return []
+        commands = self._transition(event)
+        while self._deferred and self._busy is None:
+            commands = self._transition(self._deferred.pop(0))  # reports made under the old fence die with it
+        return [*commands, *self._next()]
+
+    def _transition(self, event: StageEvent) -> list[StageCommand]:
         transition = TABLE.get((self.phase, type(event)))
         self.story.append(f"{self.phase.value}: {_brief(event)}")
         del self.story[:-STORY_LENGTH]
@@ -238,7 +248,7 @@ class StageMachine:
             return [Refuse(f"stage {self.shape.stage} is {self.phase.value} and can't take {_brief(event)}")]
         commands = transition.act(self, event)
         assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
-        return [*commands, *self._next()]
+        return commands
 
     @property
     def in_flight(self) -> int:
@@ -301,7 +311,7 @@ class StageMachine:
 
     # ----------------------------------------------------------------------------------------------- transitions
 
-    def _attach(self, event: StageEvent) -> list[StageCommand]:
+    def on_attached(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, Attached)
         if self.fence is not None and event.fence <= self.fence:
             return [Refuse(f"stage {self.shape.stage} already obeys fence {tuple_of(self.fence)}")]
@@ -312,7 +322,7 @@ class StageMachine:
         drop: list[StageCommand] = [] if keep_prepared else [DropSums()]
         return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared)]
 
-    def _resume(self, event: StageEvent) -> list[StageCommand]:
+    def on_resumed(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, Resumed)
         self._target = event.committed
         self.phase = StagePhase.RESTORING
@@ -343,7 +353,7 @@ class StageMachine:
             )
         ]
 
-    def _state_arrived(self, event: StageEvent) -> list[StageCommand]:
+    def on_state_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, StateArrived)
         if event.step != self._target:
             self.phase = StagePhase.ATTACHED
@@ -357,7 +367,7 @@ class StageMachine:
         self._clear_step(keep_sums=False)
         return [ReportReady(self.applied)]
 
-    def _forward_arrived(self, event: StageEvent) -> list[StageCommand]:
+    def on_forward_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ForwardArrived)
         ahead = event.step - self.applied
         over = event.mode == "train" and (
@@ -372,7 +382,7 @@ class StageMachine:
     def _is_past(self, microbatch: int) -> bool:
         return microbatch < self._forwarded
 
-    def _backward_arrived(self, event: StageEvent) -> list[StageCommand]:
+    def on_backward_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, BackwardArrived)
         expected = self._returned <= event.microbatch < self._forwarded and event.consumer in self.shape.consumers
         if event.step != self.applied or not expected:
@@ -381,7 +391,7 @@ class StageMachine:
         self._gradients.setdefault((event.step, event.microbatch), set()).add(event.consumer)
         return []
 
-    def _shared_arrived(self, event: StageEvent) -> list[StageCommand]:
+    def on_shared_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, SharedArrived)
         if event.step != self.applied or event.sender not in self.shape.shares_with:
             self.dropped += 1
@@ -392,7 +402,7 @@ class StageMachine:
             self._shared_total = True
         return []
 
-    def _committed(self, event: StageEvent) -> list[StageCommand]:
+    def on_committed(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, Committed)
         if event.record.step < self.applied:
             return []
@@ -409,7 +419,7 @@ class StageMachine:
         self.line = event.line
         return [DropRetained(self.line)]
 
-    def _export_asked(self, event: StageEvent) -> list[StageCommand]:
+    def on_export_asked(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ExportAsked)
         if event.step < self.applied or (event.step == self.applied and self._forwarded > 0):
             return [Refuse(f"state of step {event.step} is gone: stage {self.shape.stage} is at {self.applied}")]
@@ -417,7 +427,7 @@ class StageMachine:
         self._exports.sort()
         return []
 
-    def _work_done(self, event: StageEvent) -> list[StageCommand]:
+    def on_work_done(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, WorkDone)
         work = event.work
         self._busy = None
@@ -447,22 +457,13 @@ class StageMachine:
                 self._exports.remove(work.step)
         return []
 
-    def _stale_work_done(self, event: StageEvent) -> list[StageCommand]:
-        """Work that was under way when the fence changed: its result is void, but an apply did happen."""
-        assert isinstance(event, WorkDone)
-        self._busy = None
-        if event.work.kind == "apply":
-            self.applied = event.work.step + 1
-            self._commit = None
-        return [DropSums()] if event.work.kind != "apply" and self.prepared != self.applied else []
-
     def _apply_done(self, work: Work) -> list[StageCommand]:
         self.applied = work.step + 1
         restoring = self.phase is StagePhase.RESTORING
         self._clear_step(keep_sums=False)
         return self._restored() if restoring else [ReportApplied(work.step)]
 
-    def _detach(self, event: StageEvent) -> list[StageCommand]:
+    def on_detached(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, Detached)
         self.phase = StagePhase.DETACHED
         self._forget_state()
@@ -507,26 +508,24 @@ def _row(act: Callable[[StageMachine, StageEvent], list[StageCommand]], *targets
 _D, _A, _R, _G = StagePhase.DETACHED, StagePhase.ATTACHED, StagePhase.RESTORING, StagePhase.RUNNING
 
 TABLE: Final[dict[tuple[StagePhase, type[StageEvent]], StageTransition]] = {
-    (_D, Attached): _row(StageMachine._attach, _D, _A),
-    (_A, Attached): _row(StageMachine._attach, _A),
-    (_R, Attached): _row(StageMachine._attach, _R, _A),
-    (_G, Attached): _row(StageMachine._attach, _G, _A),
-    (_A, Resumed): _row(StageMachine._resume, _R, _G, _A),
-    (_R, StateArrived): _row(StageMachine._state_arrived, _G, _A),
-    (_R, WorkDone): _row(StageMachine._work_done, _R, _G),
-    (_A, WorkDone): _row(StageMachine._stale_work_done, _A),
-    (_D, WorkDone): _row(StageMachine._stale_work_done, _D),
-    (_G, WorkDone): _row(StageMachine._work_done, _G),
-    (_R, ForwardArrived): _row(StageMachine._forward_arrived, _R),
-    (_G, ForwardArrived): _row(StageMachine._forward_arrived, _G),
-    (_G, BackwardArrived): _row(StageMachine._backward_arrived, _G),
-    (_G, SharedArrived): _row(StageMachine._shared_arrived, _G),
-    (_G, Committed): _row(StageMachine._committed, _G),
-    (_G, ExportAsked): _row(StageMachine._export_asked, _G),
-    (_D, Detached): _row(StageMachine._detach, _D),
-    (_A, Detached): _row(StageMachine._detach, _D),
-    (_R, Detached): _row(StageMachine._detach, _D),
-    (_G, Detached): _row(StageMachine._detach, _D),
+    (_D, Attached): _row(StageMachine.on_attached, _D, _A),
+    (_A, Attached): _row(StageMachine.on_attached, _A),
+    (_R, Attached): _row(StageMachine.on_attached, _R, _A),
+    (_G, Attached): _row(StageMachine.on_attached, _G, _A),
+    (_A, Resumed): _row(StageMachine.on_resumed, _R, _G, _A),
+    (_R, StateArrived): _row(StageMachine.on_state_arrived, _G, _A),
+    (_R, WorkDone): _row(StageMachine.on_work_done, _R, _G),
+    (_G, WorkDone): _row(StageMachine.on_work_done, _G),
+    (_R, ForwardArrived): _row(StageMachine.on_forward_arrived, _R),
+    (_G, ForwardArrived): _row(StageMachine.on_forward_arrived, _G),
+    (_G, BackwardArrived): _row(StageMachine.on_backward_arrived, _G),
+    (_G, SharedArrived): _row(StageMachine.on_shared_arrived, _G),
+    (_G, Committed): _row(StageMachine.on_committed, _G),
+    (_G, ExportAsked): _row(StageMachine.on_export_asked, _G),
+    (_D, Detached): _row(StageMachine.on_detached, _D),
+    (_A, Detached): _row(StageMachine.on_detached, _D),
+    (_R, Detached): _row(StageMachine.on_detached, _D),
+    (_G, Detached): _row(StageMachine.on_detached, _D),
 }
 """(phase, event) -> transition. What is not here is refused."""
 
