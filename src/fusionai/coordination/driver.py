@@ -3,10 +3,10 @@
 It decides which microbatch is fed when, when a step is official, when a checkpoint or an evaluation is due and when the
 job is over. It never touches a tensor, a file, a clock or a connection: `training` performs its commands.
 
-Rules kept here (numbers of the recovery protocol, docs/recovery.md): journal, then send the commit (2); commit only when
-every stage is prepared (3); resume carries the last record (5); all status, resume, all ready, only then new work (7);
-retained tensors go below the line, which is the committed step while nobody is guarded (10); replayed steps use the
-journalled record and are checked against it (21).
+Rules kept here (numbers of the recovery protocol, docs/recovery.md): journal, then send the commit (2); commit only
+when every stage is prepared (3); resume carries the last record (5); all status, resume, all ready, only then new work
+(7); retained tensors go below the line, which is the committed step while nobody is guarded (10); replayed steps use
+the journalled record and are checked against it (21).
 
 Neighbours: `coordination.stage` is the other side; `training.driver` is the shell.
 """
@@ -43,6 +43,8 @@ class JobShape:
     canonical_order: tuple[str, ...]
     checkpoint_every: int = 0
     """0: only at the end."""
+    save_base: bool = False
+    """Write a checkpoint of the state the run starts from, before anything is fed."""
     evaluate_every: int = 0
     takeover: Literal["exact", "tolerant"] = "exact"
 
@@ -172,15 +174,19 @@ class JournalCommit:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
+    """With `save`, stages stream the state this commit leads to before they go on (`WriteCheckpoint` collects it)."""
+
     record: CommitRecord
     line: int
+    save: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WriteCheckpoint:
-    """Ask all stages for their state of `step`."""
+    """Collect all stages' state of `step`; answer `CheckpointWritten`. `ask`: the stages have not been told yet."""
 
     step: int
+    ask: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +310,9 @@ class DriverMachine:
         self.phase = DriverPhase.RUNNING
         if self.step >= self.shape.steps:
             return self._end()
+        if self.shape.save_base:
+            self._saving = self.base
+            return [WriteCheckpoint(self.base, ask=True)]
         return self._feed()
 
     def on_loss(self, event: DriverEvent) -> list[DriverCommand]:
@@ -346,16 +355,13 @@ class DriverMachine:
         assert isinstance(event, CheckpointWritten)
         self._saving = None
         if self.phase is DriverPhase.SAVING:
-            if event.step == self.step:
-                return self._end()
-            self._saving = self.step
-            return [WriteCheckpoint(self.step)]
-        return self._decide()
+            return self._end_if_settled()
+        return [*self._feed(), *self._decide()]
 
     def on_evaluated(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, EvaluationDone)
         self._evaluating = False
-        return self._decide()
+        return self._end_if_settled() if self.phase is DriverPhase.SAVING else self._decide()
 
     def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
         """Before anything ran there is nothing to save; in a step, the step is finished first."""
@@ -371,6 +377,8 @@ class DriverMachine:
 
     def _feed(self) -> list[DriverCommand]:
         """Feed in order, never more than the window beyond the losses known, never beyond the last step."""
+        if self._saving == self.base and self.shape.save_base:
+            return []
         commands: list[DriverCommand] = []
         known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
         last = self.step + 1 if self._stop is not None else self.shape.steps
@@ -386,8 +394,8 @@ class DriverMachine:
         """All losses and all votes are in, and no evaluation still needs the state: reduce the norms."""
         voted = set(self._norms.get(self.step, {})) == set(self.shape.stages)
         computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
-        if not (voted and computed) or self._deciding or self._evaluating:
-            return []
+        if not (voted and computed) or self._deciding or self._evaluating or self._saving is not None:
+            return []  # one checkpoint at a time: a commit never overtakes the state still being collected
         self._deciding = True
         norms = self._all_norms()
         unknown = norms.keys() - set(self.shape.canonical_order)
@@ -413,33 +421,34 @@ class DriverMachine:
         self._norms.pop(record.step, None)
         self._deciding = False
         self.step = record.step + 1
+        last = self.step >= self.shape.steps or self._stop is not None
+        save = last or self._is_save_due()
         commands: list[DriverCommand] = [
-            SendCommit(record, line=self.step),
+            SendCommit(record, line=self.step, save=save),
             StepCommitted(record, losses, replayed),
         ]
-        if self.step >= self.shape.steps or self._stop is not None:
-            return [*commands, *self._evaluate_if_due(), *self._save_last()]
-        return [*commands, *self._save_if_due(), *self._evaluate_if_due(), *self._feed()]
+        if save:
+            self._saving = self.step
+            commands.append(WriteCheckpoint(self.step, ask=False))
+        commands += self._evaluate_if_due()
+        if last:
+            self.phase = DriverPhase.SAVING
+            return commands
+        return [*commands, *self._feed()]
 
-    def _save_if_due(self) -> list[DriverCommand]:
-        due = self.shape.checkpoint_every and self.step % self.shape.checkpoint_every == 0
-        if not due or self._saving is not None or self.step <= self.base + len(self.journal):
-            return []
-        self._saving = self.step
-        return [WriteCheckpoint(self.step)]
-
-    def _save_last(self) -> list[DriverCommand]:
-        self.phase = DriverPhase.SAVING
-        if self._saving is not None:
-            return []
-        self._saving = self.step
-        return [WriteCheckpoint(self.step)]
+    def _is_save_due(self) -> bool:
+        """Replayed steps lie behind a checkpoint that is there already."""
+        every = self.shape.checkpoint_every
+        return every > 0 and self.step % every == 0 and self.step > self.base + len(self.journal)
 
     def _evaluate_if_due(self) -> list[DriverCommand]:
         if not self.shape.evaluate_every or self.step % self.shape.evaluate_every:
             return []
         self._evaluating = True
         return [Evaluate(self.step)]
+
+    def _end_if_settled(self) -> list[DriverCommand]:
+        return [] if self._evaluating or self._saving is not None else self._end()
 
     def _end(self) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED

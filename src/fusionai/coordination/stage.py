@@ -92,8 +92,11 @@ class SharedArrived:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
+    """`save`: stream the state this leads to before going on."""
+
     record: CommitRecord
     line: int
+    save: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +417,8 @@ class StageMachine:
                 )
             ]
         self._commit = event.record
+        if event.save:
+            self._exports.append(event.record.step + 1)
         if event.line <= self.line:
             return []
         self.line = event.line
@@ -421,10 +426,9 @@ class StageMachine:
 
     def on_export_asked(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ExportAsked)
-        if event.step < self.applied or (event.step == self.applied and self._forwarded > 0):
-            return [Refuse(f"state of step {event.step} is gone: stage {self.shape.stage} is at {self.applied}")]
+        if event.step != self.applied or self._forwarded > 0:
+            return [Refuse(f"stage {self.shape.stage} can't export step {event.step}: it is in step {self.applied}")]
         self._exports.append(event.step)
-        self._exports.sort()
         return []
 
     def on_work_done(self, event: StageEvent) -> list[StageCommand]:

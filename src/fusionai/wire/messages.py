@@ -92,7 +92,7 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
 # ---------------------------------------------------------------------------------------------------- handshake
 
 
-class Hello(_Message, kw_only=True, tag="hello"):
+class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     """First message of the dialling side. `stream` says what this connection is for."""
 
     oldest_version: Count = OLDEST_PROTOCOL_VERSION
@@ -101,28 +101,28 @@ class Hello(_Message, kw_only=True, tag="hello"):
     software: Name = ""
 
 
-class Welcome(_Message, kw_only=True, tag="welcome"):
+class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
     """The listening side accepts and names the version both speak."""
 
     version: Count
     software: Name = ""
 
 
-class Refused(_Message, kw_only=True, tag="refused"):
+class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     """No, and why. May answer anything; after a handshake it ends the connection."""
 
     code: RefusalCode
     reason: Text = ""
 
 
-class Done(_Message, kw_only=True, tag="done"):
+class Done(_Message, frozen=True, kw_only=True, tag="done"):
     """Yes, nothing more to say."""
 
 
 # ------------------------------------------------------------------------------------------------ with the broker
 
 
-class JoinRequest(_Message, kw_only=True, tag="join"):
+class JoinRequest(_Message, frozen=True, kw_only=True, tag="join"):
     """A stranger with an invitation asks for a certificate. Sent on a connection without a client certificate."""
 
     token: Annotated[bytes, Meta(max_length=64)]
@@ -130,7 +130,7 @@ class JoinRequest(_Message, kw_only=True, tag="join"):
     purpose: Literal["provider", "owner"]
 
 
-class JoinGranted(_Message, kw_only=True, tag="joined"):
+class JoinGranted(_Message, frozen=True, kw_only=True, tag="joined"):
     """DER certificates: the newcomer's own and the pool's authority."""
 
     peer: Peer
@@ -139,7 +139,7 @@ class JoinGranted(_Message, kw_only=True, tag="joined"):
     pool: Name
 
 
-class Register(_Message, kw_only=True, tag="register"):
+class Register(_Message, frozen=True, kw_only=True, tag="register"):
     """A provider offers itself. `boot` differs at each start of the process. `profile` is `scheduling.PeerProfile`."""
 
     boot: Count
@@ -147,34 +147,34 @@ class Register(_Message, kw_only=True, tag="register"):
     addresses: Addresses
 
 
-class Registered(_Message, kw_only=True, tag="registered"):
+class Registered(_Message, frozen=True, kw_only=True, tag="registered"):
     lease_s: Seconds
     heartbeat_s: Seconds
     pool: Name
 
 
-class Heartbeat(_Message, kw_only=True, tag="heartbeat"):
+class Heartbeat(_Message, frozen=True, kw_only=True, tag="heartbeat"):
     boot: Count
     jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
 
 
-class HeartbeatAck(_Message, kw_only=True, tag="heartbeat_ack"):
+class HeartbeatAck(_Message, frozen=True, kw_only=True, tag="heartbeat_ack"):
     lease_s: Seconds
 
 
-class Leave(_Message, kw_only=True, tag="leave"):
+class Leave(_Message, frozen=True, kw_only=True, tag="leave"):
     """This machine's peer leaves the pool: after its work is handed over (`drain`), or at once."""
 
     drain: bool = True
 
 
-class LeaveNotice(_Message, kw_only=True, tag="leave_notice"):
+class LeaveNotice(_Message, frozen=True, kw_only=True, tag="leave_notice"):
     """The broker tells a peer's process that its machine's owner asked it to leave."""
 
     drain: bool = True
 
 
-class PoolQuery(_Message, kw_only=True, tag="pool_query"):
+class PoolQuery(_Message, frozen=True, kw_only=True, tag="pool_query"):
     """Who is in the pool?"""
 
 
@@ -189,12 +189,12 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     last_heard_s: Seconds = 0.0
 
 
-class PoolView(_Message, kw_only=True, tag="pool_view"):
+class PoolView(_Message, frozen=True, kw_only=True, tag="pool_view"):
     pool: Name
     members: Annotated[tuple[MemberView, ...], Meta(max_length=100_000)] = ()
 
 
-class JobRequest(_Message, kw_only=True, tag="job_request"):
+class JobRequest(_Message, frozen=True, kw_only=True, tag="job_request"):
     """A job owner asks for a plan to be made real: leases, a plan version, tickets. `plan` is `scheduling.Plan`."""
 
     job: Job
@@ -210,7 +210,7 @@ class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     ticket: Blob
 
 
-class JobGranted(_Message, kw_only=True, tag="job_granted"):
+class JobGranted(_Message, frozen=True, kw_only=True, tag="job_granted"):
     """`plan` with its version; one ticket per member and one for the driver; where each member listens."""
 
     job: Job
@@ -219,7 +219,7 @@ class JobGranted(_Message, kw_only=True, tag="job_granted"):
     members: Annotated[tuple[MemberView, ...], Meta(max_length=4096)]
 
 
-class JobReport(_Message, kw_only=True, tag="job_report"):
+class JobReport(_Message, frozen=True, kw_only=True, tag="job_report"):
     """The driver says how its job stands. No text, token or tensor of the job passes here."""
 
     job: Job
@@ -228,7 +228,7 @@ class JobReport(_Message, kw_only=True, tag="job_report"):
     detail: Text = ""
 
 
-class JobQuery(_Message, kw_only=True, tag="job_query"):
+class JobQuery(_Message, frozen=True, kw_only=True, tag="job_query"):
     """Which jobs are there? With `job`, only that one and its story."""
 
     job: Name = ""
@@ -246,30 +246,30 @@ class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     story: Annotated[tuple[Text, ...], Meta(max_length=10_000)] = ()
 
 
-class JobList(_Message, kw_only=True, tag="job_list"):
+class JobList(_Message, frozen=True, kw_only=True, tag="job_list"):
     jobs: Annotated[tuple[JobView, ...], Meta(max_length=10_000)] = ()
 
 
-class JobStop(_Message, kw_only=True, tag="job_stop"):
+class JobStop(_Message, frozen=True, kw_only=True, tag="job_stop"):
     """End this job cleanly. Allowed to its owner and to the broker's owner."""
 
     job: Job
 
 
-class StopNotice(_Message, kw_only=True, tag="stop_notice"):
+class StopNotice(_Message, frozen=True, kw_only=True, tag="stop_notice"):
     """The broker tells a job's driver that somebody entitled asked it to stop."""
 
     job: Job
 
 
-class InviteRequest(_Message, kw_only=True, tag="invite_request"):
+class InviteRequest(_Message, frozen=True, kw_only=True, tag="invite_request"):
     """The broker's owner asks for a new invitation."""
 
     uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
     lifetime_s: Seconds = 86_400.0
 
 
-class Invited(_Message, kw_only=True, tag="invited"):
+class Invited(_Message, frozen=True, kw_only=True, tag="invited"):
     invitation: Text
 
 
@@ -325,7 +325,7 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     loss: float
 
 
-class OpenJob(_Message, kw_only=True, tag="open_job"):
+class OpenJob(_Message, frozen=True, kw_only=True, tag="open_job"):
     """First message on a connection between members of a job: the dialling side shows its ticket."""
 
     job: Job
@@ -333,7 +333,7 @@ class OpenJob(_Message, kw_only=True, tag="open_job"):
     ticket: Blob
 
 
-class Attach(_Message, kw_only=True, tag="attach"):
+class Attach(_Message, frozen=True, kw_only=True, tag="attach"):
     """Driver -> member: adopt this (higher) fence, drop partial sums, keep what is prepared.
 
     Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `partition` names the boundary:
@@ -350,10 +350,10 @@ class Attach(_Message, kw_only=True, tag="attach"):
     neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)]
     ticket: Blob
     """The receiver's own ticket, for the connections it dials."""
-    tensors: tuple[TensorHeader, ...] = ()
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class Status(_Message, kw_only=True, tag="status"):
+class Status(_Message, frozen=True, kw_only=True, tag="status"):
     """Member -> driver: where I am. `applied` is the number of steps applied, -1 without any state."""
 
     fence: Fence
@@ -364,7 +364,7 @@ class Status(_Message, kw_only=True, tag="status"):
     clock_s: Seconds
 
 
-class Resume(_Message, kw_only=True, tag="resume"):
+class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
     """Driver -> member: get to `committed` applied steps. `keep` what you have, applying `record` if you missed it;
     `initialise` from the seed; `import` the state that follows on the state stream (of step `base`)."""
 
@@ -376,7 +376,7 @@ class Resume(_Message, kw_only=True, tag="resume"):
     record: CommitRecord | None = None
 
 
-class StateChunk(_Message, kw_only=True, tag="state_chunk"):
+class StateChunk(_Message, frozen=True, kw_only=True, tag="state_chunk"):
     """Some entries of a stage's state, in either direction. Entry names: `model/<key>`, `optimizer/<key>/<slot>`."""
 
     fence: Fence
@@ -386,7 +386,7 @@ class StateChunk(_Message, kw_only=True, tag="state_chunk"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class Ready(_Message, kw_only=True, tag="ready"):
+class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
     """Member -> driver: my stage is at `applied`, its links are up, its program answered a probe."""
 
     fence: Fence
@@ -394,7 +394,7 @@ class Ready(_Message, kw_only=True, tag="ready"):
     applied: Count
 
 
-class Forward(_Message, kw_only=True, tag="forward"):
+class Forward(_Message, frozen=True, kw_only=True, tag="forward"):
     """Activations (or job inputs) for one microbatch. `producer` is a stage number, or -1 for the data feed."""
 
     fence: Fence
@@ -407,7 +407,7 @@ class Forward(_Message, kw_only=True, tag="forward"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class Backward(_Message, kw_only=True, tag="backward"):
+class Backward(_Message, frozen=True, kw_only=True, tag="backward"):
     """Gradients for values that stage `producer` (the receiver) made, from stage `consumer`."""
 
     fence: Fence
@@ -419,7 +419,7 @@ class Backward(_Message, kw_only=True, tag="backward"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class Output(_Message, kw_only=True, tag="output"):
+class Output(_Message, frozen=True, kw_only=True, tag="output"):
     """Stage -> driver: job outputs (`loss`, `logits`) of one microbatch, under their meaning."""
 
     fence: Fence
@@ -431,7 +431,7 @@ class Output(_Message, kw_only=True, tag="output"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class SharedGradient(_Message, kw_only=True, tag="shared_gradient"):
+class SharedGradient(_Message, frozen=True, kw_only=True, tag="shared_gradient"):
     """Gradient of parameters that two stages hold (tied weights): `partial` to the home stage, `total` back."""
 
     fence: Fence
@@ -451,7 +451,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     end_s: Seconds
 
 
-class Prepared(_Message, kw_only=True, tag="prepared"):
+class Prepared(_Message, frozen=True, kw_only=True, tag="prepared"):
     """Stage -> driver: all microbatches of `step` are summed; one gradient norm per parameter (exact binary64)."""
 
     fence: Fence
@@ -462,22 +462,24 @@ class Prepared(_Message, kw_only=True, tag="prepared"):
     peak_memory_bytes: Count = 0
 
 
-class Commit(_Message, kw_only=True, tag="commit"):
-    """Driver -> stages: apply. `line`: retained tensors of steps below it may be discarded."""
+class Commit(_Message, frozen=True, kw_only=True, tag="commit"):
+    """Driver -> stages: apply. `line`: retained tensors of steps below it may be discarded. `save`: stream the state
+    this leads to (`StateChunk`) before going on."""
 
     fence: Fence
     stage: Count
     record: CommitRecord
     line: Count
+    save: bool = False
 
 
-class Applied(_Message, kw_only=True, tag="applied"):
+class Applied(_Message, frozen=True, kw_only=True, tag="applied"):
     fence: Fence
     stage: Count
     step: Count
 
 
-class Export(_Message, kw_only=True, tag="export"):
+class Export(_Message, frozen=True, kw_only=True, tag="export"):
     """Driver -> stage: stream your state of `step` applied steps on the state stream."""
 
     fence: Fence
@@ -486,14 +488,14 @@ class Export(_Message, kw_only=True, tag="export"):
     parts: Annotated[tuple[Literal["model", "optimizer"], ...], Meta(max_length=2)] = ("model", "optimizer")
 
 
-class Detach(_Message, kw_only=True, tag="detach"):
+class Detach(_Message, frozen=True, kw_only=True, tag="detach"):
     """Driver -> member: the job is over for you; forget it (all its stages here)."""
 
     fence: Fence
     reason: Text = ""
 
 
-class StageFailed(_Message, kw_only=True, tag="stage_failed"):
+class StageFailed(_Message, frozen=True, kw_only=True, tag="stage_failed"):
     """Member -> driver: my stage can't go on."""
 
     fence: Fence
@@ -502,19 +504,19 @@ class StageFailed(_Message, kw_only=True, tag="stage_failed"):
     reason: Text
 
 
-class Ping(_Message, kw_only=True, tag="ping"):
+class Ping(_Message, frozen=True, kw_only=True, tag="ping"):
     """Liveness and round-trip time between members, any stream."""
 
     sequence: Count
     sent_at_s: Seconds
 
 
-class Pong(_Message, kw_only=True, tag="pong"):
+class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
     sequence: Count
     sent_at_s: Seconds
 
 
-class Probe(_Message, kw_only=True, tag="probe"):
+class Probe(_Message, frozen=True, kw_only=True, tag="probe"):
     """Bulk bytes to measure a link's bandwidth; answered by `Pong` when the last byte has arrived."""
 
     sequence: Count
