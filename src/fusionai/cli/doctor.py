@@ -1,0 +1,42 @@
+"""`fusion doctor`: what this machine can do, and what to do about what it can't.
+
+Decides how findings read; each area's looking is in `cli.findings`. Exit code 0 when the machine can take part in a
+pool, 1 when something must be mended first. Neighbours: `cli.findings`, `cli.console`, `cli.json_output`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from fusionai.cli import console, findings
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import home_option
+
+_MARKS = {"good": "ok", "note": "note", "bad": "MEND"}
+
+
+@click.command()
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", help="Which one to measure."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Measure with so many threads.  [default: all cores]")
+@home_option
+@json_option
+def doctor(device: str, threads: int | None, home: Path, json_file: Path | None) -> int:
+    """What this machine can do: devices, speed, memory, network, versions, and what to do about each."""
+    found = findings.everything(device=device, threads=threads, home=home)
+    console.table(
+        ("", "what", "found"), [(_MARKS[finding.state], finding.area, finding.what) for finding in found.findings]
+    )
+    remedies = [finding for finding in found.findings if finding.remedy]
+    if remedies:
+        console.line()
+        console.line("What to do:")
+        for finding in remedies:
+            console.line(f"- {finding.area}: {console.printable(finding.remedy)}")
+    if json_file is not None:
+        write_json(json_file, "doctor", msgspec.to_builtins(found))
+    return 1 if any(finding.state == "bad" for finding in found.findings) else 0

@@ -1,0 +1,313 @@
+"""Looking at this machine, area by area. Decides what is good, worth a note or in need of mending; changes nothing.
+
+PyTorch is looked at from a process of its own (`backends.torch.survey`), so a broken driver is a finding and not a
+crash. No address outside this machine is contacted. Neighbours: `cli.doctor` shows these.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import psutil
+
+from fusionai import __version__
+from fusionai.backends.interface import DeviceReport
+from fusionai.backends.torch.survey import Survey
+from fusionai.primitives import environment
+from fusionai.primitives.units import format_bytes, format_count, format_seconds
+
+_SURVEY_TIMEOUT_S: Final = 180.0
+_COMMAND_TIMEOUT_S: Final = 10.0
+_DISK_WANTED_BYTES: Final = 10 * 10**9
+_OPEN_FILES_WANTED: Final = 1024
+_LIBRARIES: Final = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "cryptography", "uvloop")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the report: what was looked at, how it stands, and what to do (empty: nothing)."""
+
+    area: str
+    state: Literal["good", "note", "bad"]
+    what: str
+    remedy: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything found; `device` holds the measured figures where measuring worked."""
+
+    version: str
+    findings: tuple[Finding, ...]
+    versions: dict[str, str]
+    device: DeviceReport | None
+    addresses: tuple[str, ...]
+
+
+def everything(*, device: str, threads: int | None, home: Path) -> Report:
+    """Look at all areas; a few seconds, most of them for the speed."""
+    versions = {name: version for name in _LIBRARIES if (version := _installed(name)) is not None}
+    looked, problem = _look_at_torch(device, threads) if "torch" in versions else (None, "torch is not installed")
+    addresses = tuple(_addresses())
+    found = [
+        *_of_software(versions),
+        *_of_torch(looked, problem),
+        *_of_memory(),
+        *_of_disk(home),
+        *_of_network(addresses),
+        *_of_clock(),
+        *_of_limits(),
+    ]
+    return Report(
+        version=__version__,
+        findings=tuple(found),
+        versions=versions,
+        device=None if looked is None else looked.report,
+        addresses=addresses,
+    )
+
+
+def _of_software(versions: dict[str, str]) -> Iterator[Finding]:
+    known = ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield Finding(
+        area="software",
+        state="good",
+        what=f"fusionai {__version__}, Python {platform.python_version()} on {platform.platform(terse=True)}; {known}",
+    )
+
+
+def _look_at_torch(device: str, threads: int | None) -> tuple[Survey | None, str]:
+    command = [sys.executable, "-m", "fusionai.backends.torch.survey", "--device", device]
+    if threads is not None:
+        command += ["--threads", str(threads)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=_SURVEY_TIMEOUT_S, env=environment.inherited(), check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"looking at PyTorch's devices took more than {format_seconds(_SURVEY_TIMEOUT_S)}"
+    if done.returncode != 0:
+        complaint = done.stderr.decode(errors="replace").strip().splitlines()
+        last = complaint[-1] if complaint else "it said nothing"
+        how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
+        return None, f"the process that imported torch {how}: {last}"
+    return msgspec.json.decode(done.stdout, type=Survey), ""
+
+
+def _of_torch(looked: Survey | None, problem: str) -> Iterator[Finding]:
+    if looked is None:
+        yield Finding(
+            area="PyTorch",
+            state="bad",
+            what=problem,
+            remedy="Install the build of PyTorch for this machine: `python -m pip install --force-reinstall torch`.",
+        )
+        return
+    yield Finding(area="devices", state="good", what="; ".join(looked.devices))
+    yield from _of_graphics_cards(looked)
+    if looked.report is None:
+        yield Finding(
+            area="speed",
+            state="bad",
+            what=f"the device could not be measured: {looked.problem}",
+            remedy="Try `fusion doctor --device cpu`; if that works, the graphics driver is at fault.",
+        )
+        return
+    report = looked.report
+    yield Finding(
+        area="speed",
+        state="good",
+        what=f"{report.device} ({report.device_name}): {format_count(report.flops_per_s)}FLOP/s in float32 with "
+        f"{report.threads} thread{'s' if report.threads != 1 else ''}, memory at "
+        f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend",
+    )
+
+
+def _of_graphics_cards(looked: Survey) -> Iterator[Finding]:
+    """Cards that are in the machine and not in PyTorch's list."""
+    seen = any(device.startswith("cuda") for device in looked.devices)
+    card = _nvidia_card()
+    if card and not seen:
+        if looked.cuda_build is None:
+            what = f"{card} is here, but torch {looked.torch_version} is a build without CUDA"
+            remedy = (
+                'Install a build of torch with CUDA into this environment (PyTorch\'s page "Get Started" gives the '
+                "command for your driver), then run `fusion doctor` again."
+            )
+        else:
+            what = f"{card} is here, but torch (built for CUDA {looked.cuda_build}) can't use it"
+            remedy = (
+                f"Update the NVIDIA driver to one for CUDA {looked.cuda_build} or newer, or install a build of torch "
+                "for the driver that is here; in a container, start it with access to the GPU."
+            )
+        yield Finding(area="NVIDIA card", state="bad", what=what, remedy=remedy)
+    if Path("/dev/kfd").exists() and not seen and looked.hip_build is None:
+        yield Finding(
+            area="AMD card",
+            state="bad",
+            what=f"an AMD compute device is here, but torch {looked.torch_version} is a build without ROCm",
+            remedy='Install a build of torch with ROCm (PyTorch\'s page "Get Started" gives the command).',
+        )
+    if sys.platform == "darwin" and platform.machine() == "arm64" and "mps" not in looked.devices:
+        yield Finding(
+            area="Apple GPU",
+            state="bad",
+            what="this is Apple silicon, but torch does not offer its GPU (mps)",
+            remedy="Use a native arm64 Python, not one under Rosetta, and a current macOS.",
+        )
+
+
+def _nvidia_card() -> str:
+    """Name of the first NVIDIA card as its driver tells it; empty without card or driver."""
+    answer = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    first = answer.strip().splitlines()[0] if answer.strip() else ""
+    name, _, driver = first.partition(",")
+    return f"{name.strip()} (driver {driver.strip()})" if driver else ""
+
+
+def _of_memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    limit_bytes = _container_limit_bytes()
+    what = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    if limit_bytes is not None and limit_bytes < memory.total:
+        what += f"; this container may use {format_bytes(limit_bytes)}"
+    scarce = memory.available < memory.total // 10
+    yield Finding(
+        area="memory",
+        state="note" if scarce else "good",
+        what=what,
+        remedy="Little is free: close programs, or lend less with `fusion join --max-memory`." if scarce else "",
+    )
+
+
+def _container_limit_bytes() -> int | None:
+    """Memory limit of the control group this process runs in, where there is one."""
+    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(place).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() else None
+    return None
+
+
+def _of_disk(home: Path) -> Iterator[Finding]:
+    existing = next(folder for folder in (home, *home.absolute().parents) if folder.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    scarce = free_bytes < _DISK_WANTED_BYTES
+    yield Finding(
+        area="disk",
+        state="note" if scarce else "good",
+        what=f"{format_bytes(free_bytes)} free for {home}",
+        remedy="Checkpoints need room: free some, or point FUSION_HOME at a larger disk." if scarce else "",
+    )
+
+
+def _addresses() -> Iterator[str]:
+    """Every address other machines might reach this one at: those of interfaces that are up, loopback left out."""
+    states = psutil.net_if_stats()
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        if name in states and not states[name].isup:
+            continue
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = ipaddress.ip_address(entry.address.partition("%")[0])
+            if not (address.is_loopback or address.is_link_local):
+                yield str(address)
+
+
+def _of_network(addresses: tuple[str, ...]) -> Iterator[Finding]:
+    public = [address for address in addresses if ipaddress.ip_address(address).is_global]
+    if public:
+        yield Finding(
+            area="network",
+            state="good",
+            what=f"addresses: {', '.join(addresses)}; {public[0]} can be reached from anywhere if no firewall forbids",
+        )
+    elif addresses:
+        yield Finding(
+            area="network",
+            state="note",
+            what=f"addresses: {', '.join(addresses)}; all of them private",
+            remedy="Machines of the same network (or VPN) reach this one. To keep a pool for machines elsewhere, "
+            "forward a port of the router to it and name it: `fusion broker --address HOST:PORT`.",
+        )
+    else:
+        yield Finding(
+            area="network",
+            state="note",
+            what="no network but loopback",
+            remedy="`fusion demo` works; to join machines, connect this one to a network.",
+        )
+    try:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            probe.listen(1)
+    except OSError as failure:
+        yield Finding(
+            area="listening",
+            state="bad",
+            what=f"no TCP port can be opened: {failure.strerror}",
+            remedy="Allow Python to accept connections in this machine's firewall or sandbox.",
+        )
+
+
+def _of_clock() -> Iterator[Finding]:
+    """Certificates and tickets carry dates: a clock that is far off makes them invalid."""
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    synchronised = _output(["timedatectl", "show", "--property=NTPSynchronized", "--value"]).strip()
+    if synchronised == "no":
+        yield Finding(
+            area="clock",
+            state="note",
+            what=f"{shown}, not synchronised",
+            remedy="Switch on network time (`timedatectl set-ntp true`): certificates depend on the date.",
+        )
+    else:
+        yield Finding(area="clock", state="good", what=f"{shown}{', synchronised' if synchronised == 'yes' else ''}")
+
+
+def _of_limits() -> Iterator[Finding]:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _OPEN_FILES_WANTED:
+        yield Finding(
+            area="open files",
+            state="note",
+            what=f"at most {soft} at a time",
+            remedy=f"A broker of a large pool needs more: `ulimit -n {_OPEN_FILES_WANTED * 4}`.",
+        )
+
+
+def _output(command: list[str]) -> str:
+    """What a program of this machine prints; empty where it is missing or fails."""
+    path = shutil.which(command[0])
+    if path is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [path, *command[1:]], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,43 @@
+"""Flags that several commands share. Decides their spelling and how text becomes values; does nothing with them.
+
+Neighbours: the commands beside this file; `primitives.units` reads quantities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from fusionai.primitives import environment
+from fusionai.primitives.errors import UsageError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Value = TypeVar("_Value")
+
+
+def quantity(parse: Callable[[str], _Value]) -> Callable[[click.Context, click.Parameter, str | None], _Value | None]:
+    """A click callback for a flag with a unit: the parser's own sentence becomes the usage error of that flag."""
+
+    def convert(context: click.Context, parameter: click.Parameter, text: str | None) -> _Value | None:
+        if text is None:
+            return None
+        try:
+            return parse(text)
+        except UsageError as wrong:
+            raise click.BadParameter(wrong.message, context, parameter) from wrong
+
+    return convert
+
+
+def home_option(function: _Function) -> _Function:
+    """Give a command the parameter `home: Path`."""
+    return click.option(
+        "--home",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=environment.fusion_home,
+        show_default="$FUSION_HOME, or the platform's data directory",
+        help="Where this machine keeps its key, its pool and its runs.",
+    )(function)
