@@ -1,0 +1,165 @@
+"""What happened in a pool, as facts: the broker journals them before it acknowledges anything. Decides their fields.
+
+A fact is past tense and complete: folding the facts over an empty pool (`pool.advance`) gives the pool, at once or
+after a restart. What may be forgotten (leases, connections, progress within a phase) is no fact and is not here.
+
+Neighbours: `desk` decides facts, `broker.journal` keeps them, `membership`, `job`, `plan_version` and `invitation` are
+the machines they move.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.wire.messages import Address, Count, Index, Job, Name, Peer, Seconds, Text
+
+Profile = Annotated[bytes, Meta(max_length=65_536)]
+"""A `scheduling.PeerProfile` as msgpack; opaque here."""
+PlanBytes = Annotated[bytes, Meta(max_length=16_777_216)]
+"""A `scheduling.Plan` of version 0 as msgpack; opaque here."""
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The stages one member runs in a plan."""
+
+    peer: Peer
+    stages: tuple[Index, ...]
+
+
+class _Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="e"):
+    """Base: `at_s` is seconds since 1970 on the broker's clock."""
+
+    at_s: Seconds
+
+
+class InvitationIssued(_Fact, frozen=True, tag="invitation_issued"):
+    """`invitation` is the SHA-256 of the token in hex; the token itself is kept nowhere."""
+
+    invitation: Name
+    uses: Count
+    expires_at_s: Seconds
+
+
+class PeerEnrolled(_Fact, frozen=True, tag="peer_enrolled"):
+    """A key was certified for this pool."""
+
+    peer: Peer
+    purpose: Literal["provider", "owner"]
+    invitation: Name
+
+
+class MemberRegistered(_Fact, frozen=True, tag="member_registered"):
+    peer: Peer
+    boot: Count
+    profile: Profile
+    addresses: tuple[Address, ...]
+
+
+class MemberDraining(_Fact, frozen=True, tag="member_draining"):
+    peer: Peer
+
+
+class MemberLeft(_Fact, frozen=True, tag="member_left"):
+    peer: Peer
+
+
+class MemberLost(_Fact, frozen=True, tag="member_lost"):
+    peer: Peer
+    boot: Count
+    reason: Text
+
+
+class MemberEvicted(_Fact, frozen=True, tag="member_evicted"):
+    peer: Peer
+    boot: Count
+    reason: Text
+
+
+class JobRequested(_Fact, frozen=True, tag="job_requested"):
+    job: Job
+    title: Name
+    owner: Peer
+    steps: Count
+
+
+class PlanMinted(_Fact, frozen=True, tag="plan_minted"):
+    """From now on `version` is the job's plan, and the members it names are reserved; earlier ones are released."""
+
+    job: Job
+    version: Count
+    plan: PlanBytes
+    members: tuple[Placement, ...]
+
+
+class JobStarted(_Fact, frozen=True, tag="job_started"):
+    job: Job
+
+
+class JobStopAsked(_Fact, frozen=True, tag="job_stop_asked"):
+    job: Job
+    by: Peer
+
+
+class JobUnattended(_Fact, frozen=True, tag="job_unattended"):
+    """The job's driver is out of touch. Its members stay reserved."""
+
+    job: Job
+    reason: Text
+
+
+class JobAttended(_Fact, frozen=True, tag="job_attended"):
+    job: Job
+
+
+class JobNoted(_Fact, frozen=True, tag="job_noted"):
+    """A line for the job's story."""
+
+    job: Job
+    text: Text
+
+
+class JobDone(_Fact, frozen=True, tag="job_done"):
+    job: Job
+    step: int
+    detail: Text
+
+
+class JobFailed(_Fact, frozen=True, tag="job_failed"):
+    job: Job
+    step: int
+    detail: Text
+
+
+Fact = (
+    InvitationIssued
+    | PeerEnrolled
+    | MemberRegistered
+    | MemberDraining
+    | MemberLeft
+    | MemberLost
+    | MemberEvicted
+    | JobRequested
+    | PlanMinted
+    | JobStarted
+    | JobStopAsked
+    | JobUnattended
+    | JobAttended
+    | JobNoted
+    | JobDone
+    | JobFailed
+)
+
+_DECODER: Final[msgspec.msgpack.Decoder[Fact]] = msgspec.msgpack.Decoder(Fact)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def encode(fact: Fact) -> bytes:
+    return _ENCODER.encode(fact)
+
+
+def decode(data: bytes) -> Fact:
+    """Raises `msgspec.ValidationError` or `msgspec.DecodeError`; `broker.journal` turns them into `StorageError`."""
+    return _DECODER.decode(data)

@@ -1,0 +1,136 @@
+"""One process that lends a machine: from certificate to departure. Decides when it may be given stages.
+
+A member is (peer, boot number): a process started anew is a new member in the old one's place. `idle` members are the
+backup pool. Never decides *when* somebody is lost (`lease`) or *who* gets a stage (`desk`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from fusionai.coordination.events import (
+    MemberDraining,
+    MemberEvicted,
+    MemberLeft,
+    MemberLost,
+    MemberRegistered,
+    PeerEnrolled,
+)
+from fusionai.coordination.machine import Machine, State, Transition
+from fusionai.primitives.ids import JobId, PeerId, short
+
+Phase = Literal["joining", "idle", "active", "draining", "left", "evicted", "lost"]
+REMEMBERED_BOOTS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A plan gives this member stages of a job. Follows from `PlanMinted`."""
+
+    job: JobId
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The job no longer needs this member. Follows from `PlanMinted`, `JobDone` or `JobFailed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member(State):
+    """`profile` and `addresses` are what the process registered with; `job` is set while it holds stages."""
+
+    peer: PeerId
+    boot: int = 0
+    profile: bytes = b""
+    addresses: tuple[str, ...] = ()
+    job: JobId | None = None
+    stages: tuple[int, ...] = ()
+    earlier_boots: tuple[int, ...] = ()
+    """Boot numbers of this machine's earlier processes: their messages no longer count."""
+
+
+def enrolled(fact: PeerEnrolled) -> Member:
+    """A key with a certificate whose process has not shown up yet."""
+    peer = PeerId(fact.peer)
+    return Member(entity=f"member {short(peer)}", phase="joining", peer=peer, story=("PeerEnrolled -> joining",))
+
+
+def successor(member: Member, fact: MemberRegistered) -> Member:
+    """The member that a new process of the same machine is; the old process's place and story end here."""
+    fresh = Member(
+        entity=member.entity,
+        phase="joining",
+        peer=member.peer,
+        earlier_boots=(*member.earlier_boots, member.boot)[-REMEMBERED_BOOTS:],
+    )
+    return MEMBERSHIP.advance(fresh, fact)[0]
+
+
+def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any, ...]]:
+    """Back within the same process: its place is kept, if a job still holds it."""
+    known = replace(member, boot=fact.boot, profile=fact.profile, addresses=fact.addresses)
+    match member.phase:
+        case "active" | "draining" | "idle":
+            return known, ()
+        case "lost" if member.job is not None:
+            return replace(known, phase="active"), ()
+        case _:
+            return replace(known, phase="idle", job=None, stages=()), ()
+
+
+def _reserve(member: Member, event: Reserved) -> tuple[Member, tuple[Any, ...]]:
+    return replace(member, phase="active", job=event.job, stages=event.stages), ()
+
+
+def _release(member: Member, event: Released) -> tuple[Member, tuple[Any, ...]]:
+    del event
+    phase = {"active": "idle", "draining": "left"}.get(member.phase, member.phase)
+    return replace(member, phase=phase, job=None, stages=()), ()
+
+
+def _drain(member: Member, fact: MemberDraining) -> tuple[Member, tuple[Any, ...]]:
+    del fact
+    return replace(member, phase="draining"), ()
+
+
+def _leave(member: Member, fact: MemberLeft) -> tuple[Member, tuple[Any, ...]]:
+    del fact
+    return replace(member, phase="left", job=None, stages=()), ()
+
+
+def _lose(member: Member, fact: MemberLost) -> tuple[Member, tuple[Any, ...]]:
+    """Keeps `job`: the job's next plan or its end releases the place."""
+    del fact
+    return replace(member, phase="lost"), ()
+
+
+def _evict(member: Member, fact: MemberEvicted) -> tuple[Member, tuple[Any, ...]]:
+    del fact
+    return replace(member, phase="evicted", job=None, stages=()), ()
+
+
+_PRESENT: Final = ("idle", "active", "draining")
+
+MEMBERSHIP: Final[Machine[Member, Any]] = Machine(
+    "membership",
+    (
+        Transition(("joining",), MemberRegistered, ("idle",), _register),
+        Transition(("idle",), MemberRegistered, ("idle",), _register, "same process"),
+        Transition(("active",), MemberRegistered, ("active",), _register, "same process"),
+        Transition(("draining",), MemberRegistered, ("draining",), _register, "same process"),
+        Transition(("idle",), Reserved, ("active",), _reserve),
+        Transition(("active",), Reserved, ("active",), _reserve, "new plan of its job"),
+        Transition(("active",), Released, ("idle",), _release),
+        Transition(("draining",), Released, ("left",), _release),
+        Transition(("active",), MemberDraining, ("draining",), _drain),
+        Transition((*_PRESENT, "joining", "lost"), MemberLeft, ("left",), _leave),
+        Transition(_PRESENT, MemberLost, ("lost",), _lose, "lease expired"),
+        Transition(("lost",), Released, ("lost",), _release),
+        Transition(("lost",), MemberRegistered, ("idle", "active"), _register, "same process, back in its place"),
+        Transition((*_PRESENT, "lost"), MemberEvicted, ("evicted",), _evict),
+        Transition(("left", "evicted"), MemberRegistered, ("idle",), _register, "cleared, back as a spare"),
+    ),
+    initial=("joining",),
+)

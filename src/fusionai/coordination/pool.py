@@ -1,0 +1,199 @@
+"""The pool: members, jobs, plans and invitations as the journalled facts made them. Decides what a fact changes.
+
+`advance(pool, fact)` is a pure fold: live operation and a restart from the journal run through the same function. A
+fact that no machine allows raises `ForbiddenTransition` and changes nothing. Who may cause a fact is not decided here.
+
+Neighbours: `desk` decides facts, `broker.journal` keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
+
+from fusionai.coordination import events, job, membership, plan_version
+from fusionai.coordination.events import Fact
+from fusionai.coordination.invitation import INVITATION, Invitation, issued
+from fusionai.coordination.job import JOB, Job
+from fusionai.coordination.membership import MEMBERSHIP, Member, Released, Reserved
+from fusionai.coordination.plan_version import FIRST_VERSION, PLAN_VERSION, PlanVersion, Retired, Superseded
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.ids import JobId, PeerId
+
+ENDED_JOBS_KEPT: Final = 500
+CLOSED_INVITATIONS_KEPT: Final = 1000
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class UnknownEntity(FusionError):
+    """A fact about somebody the pool never heard of: the journal is not this pool's, or a defect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A snapshot. The mappings are never changed in place."""
+
+    members: Mapping[PeerId, Member] = field(default_factory=dict[PeerId, Member])
+    jobs: Mapping[JobId, Job] = field(default_factory=dict[JobId, Job])
+    plans: Mapping[int, PlanVersion] = field(default_factory=dict[int, PlanVersion])
+    """All plans of the jobs in `jobs`, by version."""
+    invitations: Mapping[str, Invitation] = field(default_factory=dict[str, Invitation])
+    newest_version: int = FIRST_VERSION - 1
+
+    def backup_pool(self) -> tuple[Member, ...]:
+        """Members that hold no stage and may be given one."""
+        return tuple(member for member in self.members.values() if member.phase == "idle")
+
+    def members_of(self, name: JobId) -> tuple[Member, ...]:
+        return tuple(member for member in self.members.values() if member.job == name)
+
+    def live_jobs(self) -> tuple[Job, ...]:
+        return tuple(one for one in self.jobs.values() if one.live)
+
+
+def replay(facts: Iterable[Fact]) -> Pool:
+    """The pool these facts make of nothing."""
+    pool = Pool()
+    for fact in facts:
+        pool = advance(pool, fact)
+    return pool
+
+
+def advance(pool: Pool, fact: Fact) -> Pool:
+    """Raises `ForbiddenTransition` or `UnknownEntity`; then `pool` is as it was."""
+    match fact:
+        case events.InvitationIssued():
+            if fact.invitation in pool.invitations:
+                raise UnknownEntity(f"expected a new invitation, got {fact.invitation[:8]} a second time.")
+            return replace(pool, invitations=_pruned(_with(pool.invitations, fact.invitation, issued(fact))))
+        case events.PeerEnrolled():
+            return _enrol(pool, fact)
+        case events.MemberRegistered():
+            return _register(pool, fact)
+        case events.MemberLost() | events.MemberEvicted():
+            member = _member(pool, fact.peer)
+            if member.boot != fact.boot:
+                raise UnknownEntity(f"{member.entity}: expected boot {member.boot}, got {fact.boot}.")
+            return _move_member(pool, member, fact)
+        case events.MemberDraining() | events.MemberLeft():
+            return _move_member(pool, _member(pool, fact.peer), fact)
+        case events.JobRequested():
+            return _request(pool, fact)
+        case events.PlanMinted():
+            return _mint(pool, fact)
+        case events.JobDone() | events.JobFailed():
+            return _end(pool, fact)
+        case (
+            events.JobStarted()
+            | events.JobStopAsked()
+            | events.JobUnattended()
+            | events.JobAttended()
+            | events.JobNoted()
+        ):
+            moved, _ = JOB.advance(_job(pool, fact.job), fact)
+            return replace(pool, jobs=_with(pool.jobs, moved.job, moved))
+
+
+def _enrol(pool: Pool, fact: events.PeerEnrolled) -> Pool:
+    """A key certified a second time (another invitation) keeps its member."""
+    invitation = pool.invitations.get(fact.invitation)
+    if invitation is None:
+        raise UnknownEntity(f"invitation {fact.invitation[:8]} is unknown in this pool.")
+    used, _ = INVITATION.advance(invitation, fact)
+    peer = PeerId(fact.peer)
+    members = pool.members if peer in pool.members else _with(pool.members, peer, membership.enrolled(fact))
+    return replace(pool, invitations=_with(pool.invitations, fact.invitation, used), members=members)
+
+
+def _register(pool: Pool, fact: events.MemberRegistered) -> Pool:
+    member = _member(pool, fact.peer)
+    if member.phase == "joining" or member.boot == fact.boot:
+        return _move_member(pool, member, fact)
+    if member.phase in ("idle", "active", "draining"):
+        raise UnknownEntity(f"{member.entity}: boot {member.boot} must be lost before boot {fact.boot} can register.")
+    return replace(pool, members=_with(pool.members, member.peer, membership.successor(member, fact)))
+
+
+def _request(pool: Pool, fact: events.JobRequested) -> Pool:
+    known = pool.jobs.get(JobId(fact.job))
+    moved = job.requested(fact) if known is None else JOB.advance(known, fact)[0]
+    jobs = _with({name: one for name, one in pool.jobs.items() if name != moved.job}, moved.job, moved)
+    ended = [one for one in jobs.values() if not one.live]
+    dropped = {one.job for one in ended[: max(0, len(ended) - ENDED_JOBS_KEPT)]}
+    return replace(
+        pool,
+        jobs={name: one for name, one in jobs.items() if name not in dropped},
+        plans={version: plan for version, plan in pool.plans.items() if plan.job not in dropped},
+    )
+
+
+def _mint(pool: Pool, fact: events.PlanMinted) -> Pool:
+    """All of it or nothing: members of the earlier plan that the new one leaves out are released."""
+    minted = plan_version.mint(fact, pool.newest_version)
+    planned, _ = JOB.advance(_job(pool, fact.job), fact)
+    members = dict(pool.members)
+    named = {PeerId(placement.peer) for placement in fact.members}
+    for member in pool.members_of(planned.job):
+        if member.peer not in named:
+            members[member.peer], _ = MEMBERSHIP.advance(member, Released())
+    for placement in fact.members:
+        member = _member(pool, placement.peer)
+        if member.job not in (None, planned.job):
+            raise UnknownEntity(f"{member.entity}: already holds stages of {member.job}, not free for {planned.job}.")
+        members[member.peer], _ = MEMBERSHIP.advance(member, Reserved(planned.job, placement.stages))
+    plans = dict(pool.plans)
+    for version, plan in pool.plans.items():
+        if plan.job == planned.job and plan.phase == "current":
+            plans[version], _ = PLAN_VERSION.advance(plan, Superseded())
+    plans[minted.version] = minted
+    return replace(
+        pool,
+        members=members,
+        jobs=_with(pool.jobs, planned.job, planned),
+        plans=plans,
+        newest_version=minted.version,
+    )
+
+
+def _end(pool: Pool, fact: events.JobDone | events.JobFailed) -> Pool:
+    ended, _ = JOB.advance(_job(pool, fact.job), fact)
+    members = dict(pool.members)
+    for member in pool.members_of(ended.job):
+        members[member.peer], _ = MEMBERSHIP.advance(member, Released())
+    plans = dict(pool.plans)
+    if ended.plan_version in plans:
+        plans[ended.plan_version], _ = PLAN_VERSION.advance(plans[ended.plan_version], Retired())
+    return replace(pool, members=members, jobs=_with(pool.jobs, ended.job, ended), plans=plans)
+
+
+def _move_member(pool: Pool, member: Member, fact: Fact) -> Pool:
+    moved, _ = MEMBERSHIP.advance(member, fact)
+    return replace(pool, members=_with(pool.members, moved.peer, moved))
+
+
+def _member(pool: Pool, peer: str) -> Member:
+    member = pool.members.get(PeerId(peer))
+    if member is None:
+        raise UnknownEntity(f"member {peer[:8]} is unknown in this pool.")
+    return member
+
+
+def _job(pool: Pool, name: str) -> Job:
+    found = pool.jobs.get(JobId(name))
+    if found is None:
+        raise UnknownEntity(f"job {name} is unknown in this pool.")
+    return found
+
+
+def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    return {**mapping, key: value}
+
+
+def _pruned(invitations: Mapping[str, Invitation]) -> Mapping[str, Invitation]:
+    """Drop the oldest used-up invitations beyond the number kept."""
+    closed = [digest for digest, one in invitations.items() if one.phase == "used up"]
+    dropped = set(closed[: max(0, len(closed) - CLOSED_INVITATIONS_KEPT)])
+    return {digest: one for digest, one in invitations.items() if digest not in dropped}
