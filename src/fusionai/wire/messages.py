@@ -148,17 +148,23 @@ class Register(_Message, frozen=True, kw_only=True, tag="register"):
 
 
 class Registered(_Message, frozen=True, kw_only=True, tag="registered"):
+    """The broker has taken a provider in, and how often it wants to hear from it."""
+
     lease_s: Seconds
     heartbeat_s: Seconds
     pool: Name
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True, tag="heartbeat"):
+    """Peer -> broker: this process is alive and works on these jobs."""
+
     boot: Count
     jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
 
 
 class HeartbeatAck(_Message, frozen=True, kw_only=True, tag="heartbeat_ack"):
+    """The lease runs anew from now."""
+
     lease_s: Seconds
 
 
@@ -179,6 +185,8 @@ class PoolQuery(_Message, frozen=True, kw_only=True, tag="pool_query"):
 
 
 class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A member of the pool as the broker knows it."""
+
     peer: Peer
     state: Name
     boot: Count
@@ -190,6 +198,8 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class PoolView(_Message, frozen=True, kw_only=True, tag="pool_view"):
+    """Answer to `PoolQuery`."""
+
     pool: Name
     members: Annotated[tuple[MemberView, ...], Meta(max_length=100_000)] = ()
 
@@ -235,6 +245,8 @@ class JobQuery(_Message, frozen=True, kw_only=True, tag="job_query"):
 
 
 class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A job as the broker's journal has it."""
+
     job: Job
     title: Name
     owner: Peer
@@ -247,6 +259,8 @@ class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class JobList(_Message, frozen=True, kw_only=True, tag="job_list"):
+    """Answer to `JobQuery`."""
+
     jobs: Annotated[tuple[JobView, ...], Meta(max_length=10_000)] = ()
 
 
@@ -270,6 +284,8 @@ class InviteRequest(_Message, frozen=True, kw_only=True, tag="invite_request"):
 
 
 class Invited(_Message, frozen=True, kw_only=True, tag="invited"):
+    """Answer to `InviteRequest`: text to hand to the newcomer over a channel both trust."""
+
     invitation: Text
 
 
@@ -300,6 +316,8 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     in_flight: Count = 1
     """Microbatches this stage may have forwarded and not yet sent back (its credit)."""
     takeover: Literal["exact", "tolerant"] = "exact"
+    retain: bool = False
+    """Whether boundary tensors are kept for a neighbour's replay until the line passes them (guarded jobs)."""
 
 
 class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -474,6 +492,8 @@ class Commit(_Message, frozen=True, kw_only=True, tag="commit"):
 
 
 class Applied(_Message, frozen=True, kw_only=True, tag="applied"):
+    """Stage -> driver: the step of the last `Commit` has been applied."""
+
     fence: Fence
     stage: Count
     step: Count
@@ -512,6 +532,8 @@ class Ping(_Message, frozen=True, kw_only=True, tag="ping"):
 
 
 class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
+    """Answer to `Ping` and to `Probe`, with its numbers."""
+
     sequence: Count
     sent_at_s: Seconds
 

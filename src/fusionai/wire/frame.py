@@ -1,0 +1,187 @@
+"""A frame: 16 fixed bytes, a message as msgpack, the raw bytes of the tensors it names. Pure functions.
+
+    offset  size  field
+    0       2     magic b"FA"
+    2       1     frame version
+    3       1     flags, none defined: must be 0
+    4       4     header_length: bytes of the msgpack message
+    8       8     body_length: bytes of all tensors together
+                  (all little-endian; then the message, then the body, tensors in order and unpadded)
+
+Decides what is a well-formed frame and how large each part may be. Every size is checked against a cap and against
+what the message says *before* anybody allocates for it. Never reads a socket and never allocates a body.
+Neighbours: `wire.messages` has the schemas, `wire.reader` assembles frames from bytes as they come, `transport` moves
+them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+
+from fusionai.primitives.errors import WireError
+from fusionai.primitives.tensors import HostTensor, tensor_bytes
+from fusionai.wire import messages
+from fusionai.wire.messages import Message, Stream, TensorHeader
+
+MAGIC: Final = b"FA"
+FRAME_VERSION: Final = 1
+HEADER_BYTES: Final = 16
+_HEADER: Final = struct.Struct("<2sBBIQ")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """The largest message and body accepted on a connection in its present phase."""
+
+    message_bytes: int
+    body_bytes: int
+
+
+GREETING_LIMITS: Final = FrameLimits(message_bytes=1024, body_bytes=0)
+"""Before the handshake is over: `Hello`, `Welcome`, `Refused`."""
+
+STRANGER_LIMITS: Final = FrameLimits(message_bytes=4096, body_bytes=0)
+"""From a side without a certificate: enough for `JoinRequest`."""
+
+STREAM_LIMITS: Final[Mapping[Stream, FrameLimits]] = {
+    "control": FrameLimits(message_bytes=16 * 2**20, body_bytes=64 * 2**20),
+    "tensors": FrameLimits(message_bytes=2**20, body_bytes=4 * 2**30),
+    "state": FrameLimits(message_bytes=16 * 2**20, body_bytes=4 * 2**30),
+}
+"""Between members. Control bodies are graphs and link probes; larger things belong on the other streams."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Lengths of the two parts that follow the fixed header."""
+
+    message_bytes: int
+    body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where a tensor's bytes lie in the body."""
+
+    header: TensorHeader
+    offset_bytes: int
+    nbytes: int
+
+
+def parse_header(data: bytes | bytearray | memoryview, limits: FrameLimits) -> FrameHeader:
+    """The first 16 bytes. Raises `WireError` on foreign bytes, another version, unknown flags, a size above its cap."""
+    if len(data) != HEADER_BYTES:
+        raise WireError(f"expected a frame header of {HEADER_BYTES} bytes, got {len(data)}.")
+    magic, version, flags, message_bytes, body_bytes = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise WireError(f"expected a frame starting with {MAGIC!r}, got {magic!r}: another protocol.")
+    if version != FRAME_VERSION:
+        raise WireError(f"expected frame version {FRAME_VERSION}, got {version}: the two sides' versions differ.")
+    if flags != 0:
+        raise WireError(f"expected frame flags 0, got {flags}.")
+    if message_bytes > limits.message_bytes:
+        raise WireError(
+            f"expected a message of at most {limits.message_bytes} bytes here, {message_bytes} were announced."
+        )
+    if body_bytes > limits.body_bytes:
+        raise WireError(f"expected a body of at most {limits.body_bytes} bytes here, got {body_bytes} announced.")
+    return FrameHeader(message_bytes, body_bytes)
+
+
+def decode_message(data: bytes | bytearray | memoryview, limits: FrameLimits) -> Message:
+    """A message from its msgpack bytes, checked against the schema. Raises `WireError`; never another exception."""
+    if len(data) > limits.message_bytes:
+        raise WireError(f"expected a message of at most {limits.message_bytes} bytes here, got {len(data)}.")
+    try:
+        # A copy, because `msgspec.Raw` fields keep a view of what they came from and receive buffers are reused.
+        return messages.decode(bytes(data))
+    except msgspec.ValidationError as error:
+        raise WireError(f"expected a message of the protocol, got one that breaks its schema: {error}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
+        raise WireError(f"expected a message as msgpack, got bytes that are not: {error}.") from error
+    except RecursionError as error:
+        raise WireError("expected a message of the protocol, got one nested too deeply.") from error
+
+
+def decode_part(raw: msgspec.Raw | bytes | memoryview, decoder: msgspec.msgpack.Decoder[T], what: str) -> T:
+    """A `msgspec.Raw` field (a profile, a plan) against the schema of the package it belongs to. Raises `WireError`."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
+        raise WireError(f"expected {what} in the message, got something else: {error}.") from error
+    except RecursionError as error:
+        raise WireError(f"expected {what} in the message, got something nested too deeply.") from error
+
+
+def tensor_headers(message: Message) -> tuple[TensorHeader, ...]:
+    """The tensors a message announces; none for messages without the field."""
+    return getattr(message, "tensors", ()) if "tensors" in message.__struct_fields__ else ()
+
+
+def tensor_layout(message: Message, body_bytes: int) -> tuple[TensorSlot, ...]:
+    """Where each announced tensor lies in a body of `body_bytes`.
+
+    Raises `WireError` on an unknown dtype, a doubled name, or when shapes and body length disagree.
+    """
+    slots: list[TensorSlot] = []
+    names: set[str] = set()
+    offset_bytes = 0
+    for header in tensor_headers(message):
+        if header.name in names:
+            raise WireError(f"expected each tensor once, got {header.name!r} twice in {_tag(message)}.")
+        names.add(header.name)
+        try:
+            nbytes = tensor_bytes(header.dtype, header.shape)
+        except ValueError as error:
+            raise WireError(f"tensor {header.name!r} in {_tag(message)}: {error}.") from error
+        slots.append(TensorSlot(header, offset_bytes, nbytes))
+        offset_bytes += nbytes
+    if offset_bytes != body_bytes:
+        raise WireError(
+            f"expected a body of {offset_bytes} bytes from the shapes in {_tag(message)}, got {body_bytes} announced."
+        )
+    return tuple(slots)
+
+
+def encode_header(message_bytes: int, body_bytes: int) -> bytes:
+    """The 16 fixed bytes."""
+    return _HEADER.pack(MAGIC, FRAME_VERSION, 0, message_bytes, body_bytes)
+
+
+def encode_frame_head(message: Message, tensors: Sequence[HostTensor], limits: FrameLimits) -> bytes:
+    """Fixed header and message of a frame whose body is the bytes of `tensors` in order.
+
+    Raises `WireError` when `message.tensors` does not describe `tensors`, or the receiver would not take so much.
+    """
+    announced = tensor_headers(message)
+    if len(announced) != len(tensors) or any(
+        header.dtype != tensor.dtype or header.shape != tensor.shape
+        for header, tensor in zip(announced, tensors, strict=True)
+    ):
+        got = [(tensor.dtype, tensor.shape) for tensor in tensors[:8]]
+        expected = [(header.dtype, header.shape) for header in announced[:8]]
+        raise WireError(f"expected the tensors {_tag(message)} announces, {expected}, got {got}.")
+    data = messages.encode(message)
+    body_bytes = sum(tensor.nbytes for tensor in tensors)
+    if len(data) > limits.message_bytes or body_bytes > limits.body_bytes:
+        raise WireError(
+            f"expected {_tag(message)} to fit {limits.message_bytes} bytes and its body {limits.body_bytes} bytes, "
+            f"got {len(data)} and {body_bytes}."
+        )
+    return encode_header(len(data), body_bytes) + data
+
+
+def describe(name: str, tensor: HostTensor) -> TensorHeader:
+    """The header to put in a message for `tensor`."""
+    return TensorHeader(name, tensor.dtype, tensor.shape)
+
+
+def _tag(message: Message) -> str:
+    return str(message.__struct_config__.tag)

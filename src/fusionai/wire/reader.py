@@ -1,0 +1,148 @@
+"""Assembles frames from bytes in whatever pieces they come; tensor bytes land directly in their final buffer.
+
+Decides where the next bytes go: small things share one scratch buffer, a body gets a buffer of its own once its length
+has passed every check of `wire.frame`. Never reads a socket, never waits. After a `WireError` a reader is of no use.
+Neighbours: `transport` offers `buffer()` to the network and calls `advance()`; who has bytes already `feed()`s them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fusionai.primitives.errors import WireError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.frame import (
+    HEADER_BYTES,
+    FrameHeader,
+    FrameLimits,
+    TensorSlot,
+    decode_message,
+    parse_header,
+    tensor_layout,
+)
+from fusionai.wire.messages import Message
+
+SCRATCH_BYTES: Final = 64 * 2**10
+
+Allocate = Callable[[int], memoryview]
+"""A writable flat buffer of that many bytes, its content unimportant."""
+
+
+def allocate_bytes(count: int) -> memoryview:
+    return memoryview(bytearray(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A whole message with its tensors, whose memory nobody else refers to; `nbytes` is its length on the wire."""
+
+    message: Message
+    tensors: dict[str, HostTensor]
+    nbytes: int
+
+
+class FrameReader:
+    """One per connection and direction. `limits` may be changed between frames (after the handshake)."""
+
+    def __init__(self, limits: FrameLimits, allocate: Allocate = allocate_bytes) -> None:
+        self.limits = limits
+        self._allocate = allocate
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = 0
+        self._end = 0
+        self._header: FrameHeader | None = None
+        self._message: Message | None = None
+        self._slots: tuple[TensorSlot, ...] = ()
+        # A message or body too large for the scratch buffer, being filled.
+        self._target: memoryview | None = None
+        self._filled = 0
+
+    @property
+    def midway(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return self._header is not None or self._end > self._start
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty as long as `next` is called until it gives None."""
+        if self._target is not None:
+            return self._target[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == SCRATCH_BYTES or self._start > SCRATCH_BYTES // 2:
+            left = self._end - self._start
+            self._scratch[:left] = self._scratch[self._start : self._end].tobytes()
+            self._start, self._end = 0, left
+        return self._scratch[self._end :]
+
+    def advance(self, count: int) -> None:
+        """`count` bytes were written to the start of what `buffer` gave."""
+        if self._target is not None:
+            self._filled += count
+        else:
+            self._end += count
+
+    def next(self) -> Frame | None:
+        """The next whole frame, or None until more bytes come. Raises `WireError` on anything malformed."""
+        if self._header is None:
+            if self._end - self._start < HEADER_BYTES:
+                return None
+            self._header = parse_header(self._take(HEADER_BYTES), self.limits)
+        if self._message is None:
+            data = self._part(self._header.message_bytes, scratch=True)
+            if data is None:
+                return None
+            self._message = decode_message(data, self.limits)
+            self._slots = tensor_layout(self._message, self._header.body_bytes)
+        body = self._part(self._header.body_bytes, scratch=False)
+        if body is None:
+            return None
+        frame = Frame(
+            self._message,
+            {
+                slot.header.name: HostTensor(
+                    slot.header.dtype, slot.header.shape, body[slot.offset_bytes : slot.offset_bytes + slot.nbytes]
+                )
+                for slot in self._slots
+            },
+            HEADER_BYTES + self._header.message_bytes + self._header.body_bytes,
+        )
+        self._header, self._message, self._slots = None, None, ()
+        return frame
+
+    def feed(self, data: bytes | memoryview) -> list[Frame]:
+        """Copy `data` in, whatever its size, and return the frames it completes."""
+        frames: list[Frame] = []
+        rest = memoryview(data)
+        while rest.nbytes:
+            room = self.buffer()
+            count = min(room.nbytes, rest.nbytes)
+            room[:count] = rest[:count]
+            self.advance(count)
+            rest = rest[count:]
+            while (frame := self.next()) is not None:
+                frames.append(frame)
+        return frames
+
+    def _take(self, count: int) -> memoryview:
+        taken = self._scratch[self._start : self._start + count]
+        self._start += count
+        return taken
+
+    def _part(self, length: int, *, scratch: bool) -> memoryview | None:
+        """The next `length` bytes once all are there; with `scratch`, a short-lived view where they fit it."""
+        if self._target is None:
+            here = self._end - self._start
+            if scratch and length <= SCRATCH_BYTES // 2:
+                return self._take(length) if here >= length else None
+            try:
+                self._target = self._allocate(length)
+            except MemoryError as error:
+                raise WireError(f"expected room for {length} bytes announced by the other side, got none.") from error
+            self._filled = min(here, length)
+            self._target[: self._filled] = self._take(self._filled)
+        if self._filled < self._target.nbytes:
+            return None
+        whole, self._target, self._filled = self._target, None, 0
+        return whole
