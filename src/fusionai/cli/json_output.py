@@ -1,13 +1,12 @@
 """`--json FILE`: one object with `"schema": "fusionai.<command>/1"`, written whole or not at all.
 
 Decides the file's form, not its content. A path that can't be written is refused before the work begins, not after.
-Neighbours: every command that has figures to hand on.
+Neighbours: every command that has figures to hand on; `storage.atomic` writes.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,8 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from fusionai.primitives.errors import StorageError, UsageError
+from fusionai.primitives.errors import UsageError
+from fusionai.storage.atomic import write_atomic
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -37,23 +37,7 @@ def write_json(path: Path, command: str, figures: Mapping[str, object]) -> None:
 
     Raises `StorageError` when the file can't be written; an older file then stays as it was."""
     encoded = msgspec.json.encode({"schema": f"fusionai.{command}/1", **figures}, enc_hook=_encode)
-    write_atomically(path, msgspec.json.format(encoded, indent=2) + b"\n")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step. Raises `StorageError`."""
-    partial: str | None = None
-    try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except OSError as failure:
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)
-        raise StorageError(f"can't write {path}: {failure.strerror or failure}.") from failure
+    write_atomic(path, msgspec.json.format(encoded, indent=2) + b"\n")
 
 
 def _checked(path: Path) -> Path:

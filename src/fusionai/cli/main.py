@@ -136,11 +136,6 @@ def _explain(error: BaseException) -> int:
             return EXIT_INTERRUPTED
         case SystemExit():
             return error.code if isinstance(error.code, int) else EXIT_FAILED
-        case BrokenPipeError():
-            # The reader of our output went away (`fusion pool | head`); nothing is left to tell anybody. Without a
-            # sink in its place the interpreter would complain while flushing at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_DONE
         case BaseExceptionGroup():
             # Concurrent tasks fail together; the first of ours is the cause, the others its consequences.
             leaves = _leaves(error)

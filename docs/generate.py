@@ -1,0 +1,210 @@
+"""Writes the generated pages of this folder: `wire.md` (every message) and `machines.md` (every state machine).
+
+`python docs/generate.py` writes them, `--check` says whether they are what the code says and writes nothing. Text
+above the marker of a page is written by hand and kept. Neighbours: `wire.messages` and `coordination` are the source;
+`wire_fields.toml` holds the
+meaning of fields that several messages share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+from msgspec import NODEFAULT
+
+from fusionai.wire import messages
+
+DOCS: Final = Path(__file__).parent
+MARKER: Final = "<!-- generated below this line by docs/generate.py: edit its source, then `make docs` -->"
+
+
+class UndocumentedError(Exception):
+    """A field without a meaning, or a meaning without a field."""
+
+
+def wire_page() -> str:
+    """Every message and every struct inside one: fields, types with bounds, defaults, meanings."""
+    meanings = tomllib.loads((DOCS / "wire_fields.toml").read_text(encoding="utf-8"))
+    unused = {(section, name) for section, fields in meanings.items() for name in fields}
+    lines = ["## Messages", ""]
+    sent = get_args(messages.Message)
+    for struct in sent:
+        lines += _struct_section(struct, meanings, unused)
+    lines += ["## Structs inside messages", ""]
+    for struct in _inner_structs(sent):
+        lines += _struct_section(struct, meanings, unused)
+    lines += ["## Refusal codes", "", "| code | what it says |", "| --- | --- |"]
+    lines += [f"| `{code}` | {messages.REFUSAL_SENTENCES[code]} |" for code in get_args(messages.RefusalCode)]
+    if unused:
+        raise UndocumentedError(f"wire_fields.toml describes what is not there: {sorted(unused)}")
+    return "\n".join(lines) + "\n"
+
+
+def _struct_section(
+    struct: type[msgspec.Struct], meanings: dict[str, dict[str, str]], unused: set[tuple[str, str]]
+) -> Iterator[str]:
+    tag = struct.__struct_config__.tag
+    yield f"### {struct.__name__}" + (f" (`{tag}`)" if tag is not None else "")
+    yield ""
+    if not struct.__doc__:
+        raise _missing(struct.__name__)
+    yield _one_line(struct.__doc__)
+    yield ""
+    if not struct.__struct_fields__:
+        return
+    yield "| field | type | default | meaning |"
+    yield "| --- | --- | --- | --- |"
+    own = _field_docstrings(struct)
+    described = msgspec.inspect.type_info(struct)
+    assert isinstance(described, msgspec.inspect.StructType)
+    for field in described.fields:
+        section = struct.__name__ if field.name in meanings.get(struct.__name__, {}) else "common"
+        meaning = own.get(field.name) or meanings[section].get(field.name)
+        if field.name not in own:
+            unused.discard((section, field.name))
+        if meaning is None:
+            raise _missing(f"{struct.__name__}.{field.name}")
+        default = "" if field.default is NODEFAULT else f"`{field.default!r}`"
+        yield f"| `{field.name}` | {_spelled(field.type)} | {default} | {meaning} |"
+    yield ""
+
+
+def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Meanings that stand in the source, as a string below their field."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, below in itertools.pairwise(body.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = _one_line(text).rstrip(".")
+            case _:
+                pass
+    return found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _missing(what: str) -> UndocumentedError:
+    return UndocumentedError(
+        f"{what} has no meaning: give it a docstring in wire/messages.py or a line in docs/wire_fields.toml"
+    )
+
+
+def _inner_structs(sent: tuple[type[msgspec.Struct], ...]) -> list[type[msgspec.Struct]]:
+    found: dict[type[msgspec.Struct], None] = {}
+
+    def visit(described: Any) -> None:
+        match described:
+            case msgspec.inspect.StructType():
+                if described.cls not in found and described.cls not in sent:
+                    found[described.cls] = None
+                for field in described.fields:
+                    visit(field.type)
+            case msgspec.inspect.Metadata():
+                visit(described.type)
+            case msgspec.inspect.VarTupleType() | msgspec.inspect.ListType():
+                visit(described.item_type)
+            case msgspec.inspect.TupleType():
+                for item in described.item_types:
+                    visit(item)
+            case msgspec.inspect.DictType():
+                visit(described.value_type)
+            case msgspec.inspect.UnionType():
+                for member in described.types:
+                    visit(member)
+            case _:
+                pass
+
+    for struct in sent:
+        visit(msgspec.inspect.type_info(struct))
+    return sorted(found, key=lambda struct: struct.__name__)
+
+
+def _spelled(described: Any) -> str:
+    """A type with its bounds, as people read it."""
+    kinds = msgspec.inspect
+    match described:
+        case kinds.Metadata():
+            return _spelled(described.type)
+        case kinds.IntType():
+            return f"int {_bound(described.ge)}..{_bound(described.le)}" if described.le is not None else "int"
+        case kinds.FloatType():
+            return "float" if described.le is None else f"float {described.ge:g}..{described.le:g}"
+        case kinds.StrType() | kinds.BytesType():
+            kind = "text" if isinstance(described, kinds.StrType) else "bytes"
+            if described.min_length is not None and described.min_length == described.max_length:
+                return f"{kind}, exactly {described.max_length}"
+            bound = f" up to {described.max_length}" if described.max_length is not None else ""
+            return f"{kind}{bound}" + (
+                f" matching `{described.pattern}`" if getattr(described, "pattern", None) else ""
+            )
+        case kinds.BoolType():
+            return "bool"
+        case kinds.NoneType():
+            return "none"
+        case kinds.RawType():
+            return "msgpack"
+        case kinds.LiteralType():
+            return " or ".join(f"`{value}`" for value in described.values)
+        case kinds.StructType():
+            return f"[{described.cls.__name__}](#{described.cls.__name__.lower()})"
+        case kinds.VarTupleType():
+            bound = "" if described.max_length is None else f", up to {described.max_length}"
+            return f"list{bound}, of {_spelled(described.item_type)}"
+        case kinds.TupleType():
+            return "(" + ", ".join(_spelled(item) for item in described.item_types) + ")"
+        case kinds.DictType():
+            bound = "" if described.max_length is None else f", up to {described.max_length}"
+            return f"map{bound}, of {_spelled(described.key_type)} to {_spelled(described.value_type)}"
+        case kinds.UnionType():
+            return " or ".join(_spelled(member) for member in described.types)
+        case _:
+            raise UndocumentedError(f"no spelling for {described!r}")
+
+
+def _bound(value: int | None) -> str:
+    if value is None:
+        return ""
+    power = value.bit_length() - 1
+    return f"2^{power}" if value > 2**15 and value == 2**power else str(value)
+
+
+GENERATED: Final = {"wire.md": wire_page}
+
+
+def rendered(name: str) -> str:
+    """The whole page: what is written by hand, the marker, what the code says."""
+    by_hand, marker, _ = (DOCS / name).read_text(encoding="utf-8").partition(MARKER)
+    if not marker:
+        raise UndocumentedError(f"docs/{name} has lost its marker line: {MARKER}")
+    return f"{by_hand}{MARKER}\n\n{GENERATED[name]()}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the generated pages of docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
+    check = parser.parse_args(arguments).check
+    stale = [name for name in GENERATED if rendered(name) != (DOCS / name).read_text(encoding="utf-8")]
+    if not check:
+        for name in stale:
+            (DOCS / name).write_text(rendered(name), encoding="utf-8")
+    for name in stale:
+        sys.stdout.write(f"docs/{name} {'is out of date: run `make docs`' if check else 'written'}\n")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

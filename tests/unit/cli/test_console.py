@@ -1,0 +1,31 @@
+"""Tables for people and for pipes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionai.cli import console
+
+
+def test_a_piped_table_is_aligned_and_whole(capsys: pytest.CaptureFixture[str]):
+    console.table(("name", "steps"), [("a" * 60, "7"), ("b", "12345")], title="jobs", right=(1,))
+    assert capsys.readouterr().out.splitlines() == [
+        "jobs",
+        "name" + " " * 56 + "  steps",
+        "a" * 60 + "      7",
+        "b" + " " * 59 + "  12345",
+    ]
+
+
+def test_cells_from_other_machines_are_made_harmless(capsys: pytest.CaptureFixture[str]):
+    console.table(("name",), [("\x1b]0;title\x07[bold]x[/bold]\n",)])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert "[bold]x[/bold]" in out
+
+
+def test_a_framed_table_shows_markup_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    console.table(("name",), [("[red]x[/red]",)])
+    assert "[red]x[/red]" in capsys.readouterr().out

@@ -1,0 +1,98 @@
+"""What `fusion doctor` makes of machines this test does not run on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fusionai.backends.interface import DeviceReport
+from fusionai.backends.torch.survey import Survey
+from fusionai.cli import findings
+
+REPORT = DeviceReport(
+    backend="torch",
+    backend_version="2.13.0",
+    device="cpu",
+    device_name="a processor",
+    flops_per_s=5e10,
+    memory_bandwidth_bytes_per_s=2e10,
+    memory_bytes=8 * 10**9,
+    threads=1,
+    fingerprint="f",
+)
+
+
+def survey(*, devices: tuple[str, ...] = ("cpu",), cuda: str | None = None, report: DeviceReport | None = REPORT):
+    return Survey(
+        torch_version="2.13.0",
+        cuda_build=cuda,
+        hip_build=None,
+        devices=devices,
+        report=report,
+        problem="driver fell over",
+    )
+
+
+def cards(monkeypatch: pytest.MonkeyPatch, looked: Survey) -> list[findings.Finding]:
+    monkeypatch.setattr(findings, "_nvidia_card", lambda: "NVIDIA RTX 3080 (driver 550.1)")
+    return [finding for finding in findings._of_torch(looked, "") if finding.area == "NVIDIA card"]
+
+
+def test_a_card_with_a_build_without_cuda_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    (finding,) = cards(monkeypatch, survey())
+    assert finding.state == "bad"
+    assert "without CUDA" in finding.what
+    assert "Install a build of torch with CUDA" in finding.remedy
+
+
+def test_a_card_with_too_old_a_driver_says_update(monkeypatch: pytest.MonkeyPatch):
+    (finding,) = cards(monkeypatch, survey(cuda="12.9"))
+    assert "Update the NVIDIA driver" in finding.remedy
+
+
+def test_a_card_that_torch_sees_needs_nothing(monkeypatch: pytest.MonkeyPatch):
+    assert cards(monkeypatch, survey(devices=("cpu", "cuda:0 NVIDIA RTX 3080"), cuda="12.9")) == []
+
+
+def test_a_device_that_fails_to_measure_is_bad():
+    last = list(findings._of_torch(survey(report=None), ""))[-1]
+    assert (last.area, last.state) == ("speed", "bad")
+    assert "driver fell over" in last.what
+
+
+def test_a_crash_of_the_process_that_imports_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    killed = subprocess.CompletedProcess([], -11, b"", b"noise\nIllegal something\n")
+    monkeypatch.setattr(findings.subprocess, "run", lambda *args, **kwargs: killed)
+    looked, problem = findings._look_at_torch("auto", None)
+    assert looked is None
+    assert "killed by signal 11: Illegal something" in problem
+    (finding,) = findings._of_torch(looked, problem)
+    assert finding.state == "bad"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "state", "said"),
+    [
+        (("192.168.1.7",), "note", "all of them private"),
+        (("192.168.1.7", "93.184.215.14"), "good", "93.184.215.14 can be reached"),
+        ((), "note", "no network but loopback"),
+    ],
+)
+def test_addresses_decide_what_to_do_about_the_router(addresses: tuple[str, ...], state: str, said: str):
+    finding = next(iter(findings._of_network(addresses)))
+    assert finding.state == state
+    assert said in finding.what
+
+
+def test_a_clock_that_is_not_synchronised_is_noted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(findings, "_output", lambda command: "no\n")
+    (finding,) = findings._of_clock()
+    assert finding.state == "note"
+    assert "timedatectl" in finding.remedy
+
+
+def test_disk_is_measured_where_the_home_will_be(tmp_path: Path):
+    (finding,) = findings._of_disk(tmp_path / "not" / "there" / "yet")
+    assert "free for" in finding.what
