@@ -1,0 +1,171 @@
+"""Questions about a graph: who makes a value, who reads it, what an output needs. Decides nothing, changes nothing.
+
+`prune` gives the part of a graph some outputs need. Neighbours: `ir.partition`, `ir.cost`, `ir.blocks` and
+backends ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import msgspec
+
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
+from fusionai.primitives.errors import GraphError
+from fusionai.primitives.tensors import FLOAT_DTYPES
+
+SYMINT = "symint"
+
+
+def prune(graph: Graph, outputs: Collection[str], *, state_writes: bool = False) -> Graph:
+    """The sub-graph that the outputs with these meanings need (and, if asked, the state writes).
+
+    Inputs, parameters, values and nodes that nothing wanted depends on are left out; order and ids stay. Raises
+    `GraphError` on an unknown meaning.
+    """
+    unknown = sorted(set(outputs) - set(graph.outputs))
+    if unknown:
+        raise GraphError(f"graph {graph.name!r} has no output {unknown[0]!r}; it has {', '.join(graph.outputs)}.")
+    kept_writes = dict(graph.state_writes) if state_writes else {}
+    wanted = {meaning: value for meaning, value in graph.outputs.items() if meaning in set(outputs)}
+    nodes = needed_nodes(graph, [*wanted.values(), *kept_writes])
+    return restrict(graph, nodes, inputs=graph.inputs, outputs=wanted, state_writes=kept_writes)
+
+
+def restrict(
+    graph: Graph,
+    nodes: Iterable[Node],
+    *,
+    inputs: Collection[str],
+    outputs: Mapping[str, str],
+    state_writes: Mapping[str, str],
+) -> Graph:
+    """A graph of these nodes, with only the inputs, parameters and value specs they use."""
+    kept = tuple(nodes)
+    read = {value for node in kept for value in reads(node)}
+    written_keys = set(state_writes.values())
+    params = {
+        value: spec
+        for value, spec in graph.params.items()
+        if value in read or (spec.key in written_keys and spec.kind == "buffer")
+    }
+    fed = tuple(value for value in inputs if value in read)
+    made = {value for node in kept for value in node.outputs}
+    used = made | set(params) | set(fed)
+    return msgspec.structs.replace(
+        graph,
+        inputs=fed,
+        outputs=dict(outputs),
+        values={value: spec for value, spec in graph.values.items() if value in used},
+        params=params,
+        state_writes=dict(state_writes),
+        nodes=kept,
+    )
+
+
+def with_symbols(graph: Graph, largest: Mapping[str, int]) -> Graph:
+    """The same graph with the largest sizes lowered, e.g. to a job's microbatch. Raises `GraphError` on an unknown
+    symbol or a size outside the present range."""
+    symbols = dict(graph.symbols)
+    for name, size in largest.items():
+        if name not in symbols:
+            raise GraphError(f"graph {graph.name!r} has no symbol {name!r}; it has {', '.join(symbols) or 'none'}.")
+        smallest, limit = symbols[name]
+        if not smallest <= size <= limit:
+            raise GraphError(f"symbol {name!r} takes sizes from {smallest} to {limit}, got {size}.")
+        symbols[name] = (smallest, size)
+    return msgspec.structs.replace(graph, symbols=symbols)
+
+
+def reads(node: Node) -> Iterator[str]:
+    """Names of the values a node reads, in argument order, with repetitions."""
+    for arg in node.args:
+        yield from references(arg)
+    for arg in node.kwargs.values():
+        yield from references(arg)
+
+
+def references(arg: Arg) -> Iterator[str]:
+    """Names of the values in an argument."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, ListArg):
+        for item in arg.items:
+            yield from references(item)
+
+
+def producers(graph: Graph) -> dict[str, Node]:
+    """Value name -> the node that makes it; inputs and parameters are absent."""
+    return {value: node for node in graph.nodes for value in node.outputs}
+
+
+def consumers(graph: Graph) -> dict[str, tuple[Node, ...]]:
+    """Value name -> the nodes that read it, in order, each once. Values nobody reads are absent."""
+    found: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        for value in dict.fromkeys(reads(node)):
+            found.setdefault(value, []).append(node)
+    return {value: tuple(nodes) for value, nodes in found.items()}
+
+
+def last_uses(graph: Graph) -> dict[int, tuple[str, ...]]:
+    """Node id -> node results and inputs that nobody reads after this node and no output or state write needs, so that
+    an executor can drop them there. Parameters never die."""
+    kept = set(graph.outputs.values()) | set(graph.state_writes) | set(graph.params)
+    last: dict[str, int] = {}
+    for node in graph.nodes:
+        for value in (*node.outputs, *reads(node)):
+            last[value] = node.id
+    dead: dict[int, list[str]] = {}
+    for value, node_id in last.items():
+        if value not in kept:
+            dead.setdefault(node_id, []).append(value)
+    return {node_id: tuple(values) for node_id, values in dead.items()}
+
+
+def needed_nodes(graph: Graph, values: Iterable[str]) -> tuple[Node, ...]:
+    """The nodes these values depend on, in graph order."""
+    wanted = set(values)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if not wanted.isdisjoint(node.outputs):
+            kept.append(node)
+            wanted.update(reads(node))
+    return tuple(reversed(kept))
+
+
+def is_float(graph: Graph, value: str) -> bool:
+    return graph.values[value].dtype in FLOAT_DTYPES
+
+
+def needing_gradient(graph: Graph, grad_inputs: Collection[str] = ()) -> frozenset[str]:
+    """Values a gradient flows through: trainable parameters, `grad_inputs`, and float results of differentiable
+    operators on such values."""
+    found = {value for value, spec in graph.params.items() if spec.trainable} | set(grad_inputs)
+    for node in graph.nodes:
+        if OPERATORS[node.op].differentiable and any(value in found for value in reads(node)):
+            found.update(value for value in node.outputs if is_float(graph, value))
+    return frozenset(found)
+
+
+def cheap_nodes(graph: Graph) -> frozenset[int]:
+    """Ids of nodes that depend on no parameter, no float input, no written buffer and no node that does: positions,
+    masks, rotary tables, sizes. Every stage may compute them for itself.
+
+    The size of an activation is a number all stages can know, so `sym_size` of one is cheap as well. `fusion.dropout`
+    on cheap values is not: a mask belongs to one stage.
+    """
+    written = set(graph.state_writes.values())
+    heavy = {value for value, spec in graph.params.items() if spec.kind == "parameter" or spec.key in written}
+    heavy.update(value for value in graph.inputs if is_float(graph, value))
+    cheap: set[int] = set()
+    for node in graph.nodes:
+        category = OPERATORS[node.op].category
+        if category == "size":
+            cheap.add(node.id)
+        elif category == "dropout" or any(value in heavy for value in reads(node)):
+            heavy.update(node.outputs)
+        else:
+            cheap.add(node.id)
+    return frozenset(cheap)

@@ -1,0 +1,265 @@
+"""The operator allow-list. Decides which operators a graph may hold, chosen by hand; runs and infers nothing.
+
+An operator enters the list only if it reads nothing but its operands (no file, no ambient random source, no
+environment), is functional, and its memory is bounded by a rule of `ir.growth`. To add one, add a line to `_table`.
+
+Neighbours: `ir.validate` refuses what is not here, `ir.cost` reads the FLOP and saving rules, backends say which of
+these they support, `capture` rewrites what it can into these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+Category = Literal[
+    "size", "view", "copy", "create", "elementwise", "reduce", "matmul", "conv", "pool", "norm", "softmax", "index",
+    "join", "attention", "dropout", "loss",
+]  # fmt: skip
+
+FlopRule = Literal["none", "element", "reduce", "softmax", "norm", "matmul", "conv", "conv_transpose", "attention"]
+"""How `ir.cost` counts: nothing; one per result element; one per operand element; a few per operand element; two per
+multiply-add of a product, a convolution, a transposed convolution or attention."""
+
+Growth = Literal[
+    "operand", "broadcast", "sizes", "repeat", "arange", "join", "matmul", "conv", "lookup", "pad", "window", "declared"
+]
+"""How large results may become, the rule `ir.growth` bounds memory by: at most the largest operand; the broadcast of
+the operands; a list of sizes among the arguments; ..."""
+
+Saves = Literal["nothing", "operands", "result"]
+"""What must be kept from forward to backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """What the IR knows of one operator.
+
+    `results` is the number of results, None where the arguments decide (`split`). `view` means that the result shares
+    memory with its first operand, so it costs neither time nor memory. `differentiable` is False where no gradient
+    flows from result to operands whatever their dtype.
+    """
+
+    name: str
+    category: Category
+    flops: FlopRule
+    growth: Growth
+    saves: Saves
+    results: int | None = 1
+    view: bool = False
+    differentiable: bool = True
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a result can take more memory than the largest operand."""
+        return self.growth != "operand"
+
+
+_FLOPS: Final[Mapping[Category, FlopRule]] = {
+    "size": "none",
+    "view": "none",
+    "copy": "none",
+    "create": "none",
+    "elementwise": "element",
+    "reduce": "reduce",
+    "matmul": "matmul",
+    "conv": "conv",
+    "pool": "reduce",
+    "norm": "norm",
+    "softmax": "softmax",
+    "index": "none",
+    "join": "none",
+    "attention": "attention",
+    "dropout": "element",
+    "loss": "softmax",
+}
+_GROWTH: Final[Mapping[Category, Growth]] = {
+    "size": "operand",
+    "view": "operand",
+    "copy": "operand",
+    "create": "sizes",
+    "elementwise": "broadcast",
+    "reduce": "operand",
+    "matmul": "matmul",
+    "conv": "conv",
+    "pool": "window",
+    "norm": "operand",
+    "softmax": "operand",
+    "index": "lookup",
+    "join": "join",
+    "attention": "matmul",
+    "dropout": "operand",
+    "loss": "operand",
+}
+_SAVES: Final[Mapping[Category, Saves]] = {
+    "size": "nothing",
+    "view": "nothing",
+    "copy": "nothing",
+    "create": "nothing",
+    "elementwise": "operands",
+    "reduce": "nothing",
+    "matmul": "operands",
+    "conv": "operands",
+    "pool": "operands",
+    "norm": "operands",
+    "softmax": "result",
+    "index": "nothing",
+    "join": "nothing",
+    "attention": "operands",
+    "dropout": "nothing",
+    "loss": "operands",
+}
+
+
+def _operators(
+    category: Category,
+    names: str,
+    *,
+    flops: FlopRule | None = None,
+    growth: Growth | None = None,
+    saves: Saves | None = None,
+    results: int | None = 1,
+    differentiable: bool = True,
+) -> Iterator[Operator]:
+    for name in names.split():
+        yield Operator(
+            name=name,
+            category=category,
+            flops=_FLOPS[category] if flops is None else flops,
+            growth=_GROWTH[category] if growth is None else growth,
+            saves=_SAVES[category] if saves is None else saves,
+            results=results,
+            view=category == "view",
+            differentiable=differentiable and category not in ("size", "create"),
+        )
+
+
+def _table() -> Iterator[Operator]:
+    # Sizes: integers computed from shapes, never tensors.
+    yield from _operators("size", "aten.sym_size.int")
+    yield from _operators("size", "sym.add sym.sub sym.mul sym.floordiv sym.mod sym.neg sym.max sym.min")
+
+    # Views and other ways to see the same elements. `aten.view` is not here: capture writes reshape.
+    yield from _operators("view", "aten.reshape.default aten.flatten.using_ints aten.unflatten.int")
+    yield from _operators("view", "aten.transpose.int aten.permute.default aten.t.default aten.alias.default")
+    yield from _operators("view", "aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims")
+    yield from _operators("view", "aten.slice.Tensor aten.select.int aten.narrow.default aten.diagonal.default")
+    yield from _operators("view", "aten.expand.default aten.expand_as.default", growth="sizes")
+    yield from _operators("view", "aten.broadcast_tensors.default", growth="broadcast", results=None)
+    yield from _operators("view", "aten.detach.default", differentiable=False)
+    yield from _operators("view", "aten.split.Tensor aten.split_with_sizes.default aten.chunk.default", results=None)
+    yield from _operators("view", "aten.unbind.int", results=None)
+
+    # Copies and casts.
+    yield from _operators("copy", "aten._to_copy.default aten.to.dtype aten.to.dtype_layout aten.clone.default")
+    yield from _operators("copy", "aten.contiguous.default aten.type_as.default aten.flip.default aten.roll.default")
+    yield from _operators("copy", "aten.lift_fresh_copy.default")
+
+    # Tensors made from numbers.
+    yield from _operators("create", "aten.full.default aten.zeros.default aten.ones.default aten.empty.memory_format")
+    yield from _operators("create", "aten.new_zeros.default aten.new_ones.default aten.new_full.default")
+    yield from _operators("create", "aten.full_like.default aten.zeros_like.default aten.ones_like.default")
+    yield from _operators("create", "aten.empty_like.default", growth="operand")
+    yield from _operators("create", "aten.scalar_tensor.default", growth="operand")
+    yield from _operators("create", "aten.arange.default aten.arange.start aten.arange.start_step", growth="arange")
+
+    # Elementwise arithmetic whose derivative needs no operand.
+    yield from _operators("elementwise", "aten.add.Tensor aten.add.Scalar aten.sub.Tensor", saves="nothing")
+    yield from _operators("elementwise", "aten.sub.Scalar aten.rsub.Scalar aten.neg.default", saves="nothing")
+    yield from _operators("elementwise", "aten.mul.Scalar aten.div.Scalar", saves="nothing")
+    # ... that needs the operands.
+    yield from _operators("elementwise", "aten.mul.Tensor aten.div.Tensor aten.pow.Tensor_Scalar")
+    yield from _operators("elementwise", "aten.pow.Tensor_Tensor aten.pow.Scalar aten.square.default aten.abs.default")
+    yield from _operators("elementwise", "aten.log.default aten.log1p.default aten.sin.default aten.cos.default")
+    yield from _operators("elementwise", "aten.gelu.default aten.silu.default aten.softplus.default")
+    yield from _operators("elementwise", "aten.mish.default aten.hardswish.default aten.hardsigmoid.default")
+    yield from _operators("elementwise", "aten.leaky_relu.default aten.elu.default aten.erf.default")
+    yield from _operators("elementwise", "aten.clamp.default aten.clamp.Tensor aten.clamp_min.default")
+    yield from _operators("elementwise", "aten.clamp_max.default aten.hardtanh.default aten.relu6.default")
+    yield from _operators("elementwise", "aten.maximum.default aten.minimum.default aten.where.self")
+    yield from _operators("elementwise", "aten.where.ScalarOther aten.where.ScalarSelf aten.masked_fill.Scalar")
+    yield from _operators("elementwise", "aten.masked_fill.Tensor aten.prelu.default aten.lerp.Scalar")
+    # ... that needs the result.
+    yield from _operators("elementwise", "aten.relu.default aten.tanh.default aten.sigmoid.default", saves="result")
+    yield from _operators("elementwise", "aten.exp.default aten.sqrt.default aten.rsqrt.default", saves="result")
+    yield from _operators("elementwise", "aten.reciprocal.default", saves="result")
+    yield from _operators("elementwise", "aten.log_sigmoid.default aten.logsigmoid.default")
+    # ... with integer or boolean results, or no gradient.
+    comparisons = "eq ne lt le gt ge"
+    for name in comparisons.split():
+        yield from _operators(
+            "elementwise", f"aten.{name}.Tensor aten.{name}.Scalar", saves="nothing", differentiable=False
+        )
+    yield from _operators(
+        "elementwise",
+        "aten.logical_and.default aten.logical_or.default aten.logical_not.default aten.logical_xor.default"
+        " aten.bitwise_and.Tensor aten.bitwise_or.Tensor aten.bitwise_not.default aten.bitwise_xor.Tensor"
+        " aten.__and__.Tensor aten.__or__.Tensor"
+        " aten.floor_divide.default aten.floor.default aten.ceil.default aten.round.default aten.sign.default"
+        " aten.remainder.Scalar aten.remainder.Tensor aten.isnan.default aten.isinf.default",
+        saves="nothing",
+        differentiable=False,
+    )
+    yield from _operators("elementwise", "aten.div.Tensor_mode aten.div.Scalar_mode", saves="nothing")
+
+    # Reductions.
+    yield from _operators("reduce", "aten.sum.default aten.sum.dim_IntList aten.mean.default aten.mean.dim")
+    yield from _operators("reduce", "aten.cumsum.default aten.diff.default")
+    yield from _operators("reduce", "aten.amax.default aten.amin.default aten.var.correction aten.logsumexp.default")
+    yield from _operators("reduce", "aten.std.correction aten.linalg_vector_norm.default", saves="operands")
+    yield from _operators("reduce", "aten.max.default aten.min.default", saves="operands")
+    yield from _operators("reduce", "aten.max.dim aten.min.dim aten.topk.default aten.sort.default", results=2)
+    yield from _operators(
+        "reduce",
+        "aten.argmax.default aten.argmin.default aten.any.default aten.any.dim aten.all.default aten.all.dim",
+        differentiable=False,
+    )
+
+    # Products.
+    yield from _operators("matmul", "aten.linear.default aten.matmul.default aten.mm.default aten.bmm.default")
+    yield from _operators("matmul", "aten.addmm.default aten.baddbmm.default")
+
+    # Vision.
+    yield from _operators("conv", "aten.conv1d.default aten.conv2d.default aten.convolution.default")
+    yield from _operators("conv", "aten.conv1d.padding aten.conv2d.padding")
+    yield from _operators("conv", "aten.conv_transpose2d.input", flops="conv_transpose", growth="declared")
+    yield from _operators("pool", "aten.max_pool2d.default aten.avg_pool2d.default aten.avg_pool1d.default")
+    yield from _operators("pool", "aten.max_pool2d_with_indices.default", results=2)
+    yield from _operators("pool", "aten.adaptive_avg_pool1d.default aten.adaptive_avg_pool2d.default")
+    yield from _operators("pool", "aten._adaptive_avg_pool2d.default")
+    yield from _operators("copy", "aten.constant_pad_nd.default aten.pad.default", growth="pad")
+
+    # Normalisation.
+    yield from _operators("norm", "aten.layer_norm.default aten.rms_norm.default aten.group_norm.default")
+    yield from _operators("norm", "aten.native_layer_norm.default aten.native_group_norm.default", results=3)
+    yield from _operators("norm", "aten._native_batch_norm_legit_functional.default", results=5)
+    yield from _operators("norm", "aten._native_batch_norm_legit.no_stats", results=3)
+    yield from _operators("norm", "aten._native_batch_norm_legit_no_training.default", results=3)
+    yield from _operators("norm", "aten.batch_norm.default")
+
+    # Softmax and losses.
+    yield from _operators("softmax", "aten.softmax.int aten._softmax.default aten.log_softmax.int")
+    yield from _operators("softmax", "aten._log_softmax.default")
+    yield from _operators("loss", "aten.cross_entropy_loss.default aten.nll_loss_nd.default aten.nll_loss.default")
+    yield from _operators("loss", "aten.nll_loss_forward.default", results=2)
+    yield from _operators("loss", "aten.mse_loss.default aten.l1_loss.default aten.smooth_l1_loss.default")
+    yield from _operators("loss", "aten.huber_loss.default aten.binary_cross_entropy_with_logits.default")
+
+    # Lookups and joins.
+    yield from _operators("index", "aten.embedding.default aten.index_select.default aten.gather.default")
+    yield from _operators("index", "aten.index.Tensor aten.take_along_dim.default")
+    yield from _operators("index", "aten.tril.default aten.triu.default", growth="operand")
+    yield from _operators("index", "aten.one_hot.default", growth="declared", differentiable=False)
+    yield from _operators("join", "aten.cat.default aten.stack.default")
+    yield from _operators("join", "aten.repeat.default", growth="repeat")
+    yield from _operators("join", "aten.repeat_interleave.self_int", growth="repeat")
+
+    # Semantic operators, implemented by every backend itself.
+    yield from _operators("attention", "fusion.attention")
+    yield from _operators("dropout", "fusion.dropout")
+
+
+OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType({operator.name: operator for operator in _table()})
+"""Name -> operator, the whole vocabulary."""

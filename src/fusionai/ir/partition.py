@@ -1,0 +1,277 @@
+"""Cutting a graph into stages. Decides which node, parameter and value goes where; places nothing on peers.
+
+Any assignment of nodes to stages works as long as data flows forward. Cheap nodes (`ir.graph.cheap_nodes`) are computed
+again in every stage that needs them, so at a layer boundary of a transformer exactly one tensor crosses. A value may
+skip stages: any later stage can consume it by name. A parameter read by several stages is held by each of them; the
+trainable ones are listed in `Partition.shared`, because their gradients must be summed over the holders.
+
+Neighbours: `ir.blocks` numbers the blocks, `scheduling` chooses the ranges, `execution` moves boundary values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from fusionai.ir.graph import cheap_nodes, needing_gradient, producers, reads, restrict
+from fusionai.ir.schema import Dim, Graph, Node, Ref
+from fusionai.primitives.errors import GraphError
+
+FEED: Final = -1
+"""The producer of job inputs."""
+
+SIZE_OF: Final = "aten.sym_size.int"
+
+
+class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A value on its way: from the stage that makes it (-1: the data feed) to every stage that reads it.
+
+    `needs_grad` says that each consumer returns a gradient; the producer sums them in the order of `consumers`.
+    """
+
+    value: str
+    producer: int
+    consumers: tuple[int, ...]
+    needs_grad: bool
+
+
+class SharedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A trainable parameter held by several stages. `stages[0]` is its home: gradients are summed there, its norm is
+    counted there, its bytes are saved from there."""
+
+    key: str
+    stages: tuple[int, ...]
+
+
+class StageGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One stage. `grad_inputs` are the boundary inputs whose gradient `backward` must return."""
+
+    stage: int
+    graph: Graph
+    grad_inputs: tuple[str, ...]
+
+
+class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Stages in order, the routes between them, the parameters several of them hold."""
+
+    stages: tuple[StageGraph, ...]
+    routes: tuple[Route, ...]
+    shared: tuple[SharedParam, ...]
+
+
+def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]]) -> Partition:
+    """Cut at block boundaries: stage i takes the blocks `ranges[i][0] <= block < ranges[i][1]`.
+
+    Raises `GraphError` unless the ranges follow each other without gap or overlap and cover every block.
+    """
+    expected = 0
+    for stage, (first, end) in enumerate(ranges):
+        if first != expected or end <= first:
+            raise GraphError(f"stage {stage} must take blocks from {expected} on, at least one, got [{first}, {end}).")
+        expected = end
+    blocks = 1 + max((node.block for node in graph.nodes), default=-1)
+    if expected != blocks:
+        raise GraphError(f"graph {graph.name!r} has {blocks} blocks, the ranges cover {expected}.")
+    return cut(
+        graph,
+        [frozenset(node.id for node in graph.nodes if first <= node.block < end) for first, end in ranges],
+    )
+
+
+def cut(graph: Graph, assignment: Sequence[frozenset[int]]) -> Partition:
+    """Cut a validated graph; `assignment[i]` are the ids of the nodes of stage i.
+
+    Nodes nothing needs are dropped. Raises `GraphError` when a node has no stage or two, when data would flow backward,
+    when the nodes that read and write one buffer are separated, or when a stage has nothing to do.
+    """
+    return _Cut(graph, _stage_of_node(graph, assignment), len(assignment)).partition()
+
+
+def holders(partition: Partition) -> dict[str, tuple[int, ...]]:
+    """State key -> the stages that hold it, home first, buffers and frozen parameters included."""
+    found: dict[str, list[int]] = {}
+    for stage in partition.stages:
+        for spec in stage.graph.params.values():
+            found.setdefault(spec.key, []).append(stage.stage)
+    return {key: tuple(stages) for key, stages in found.items()}
+
+
+def _stage_of_node(graph: Graph, assignment: Sequence[frozenset[int]]) -> dict[int, int]:
+    stage_of: dict[int, int] = {}
+    for stage, ids in enumerate(assignment):
+        for node_id in sorted(ids):
+            if node_id in stage_of:
+                raise GraphError(f"node {node_id} is in stage {stage_of[node_id]} and in stage {stage}.")
+            stage_of[node_id] = stage
+    known = {node.id for node in graph.nodes}
+    missing, unknown = sorted(known - set(stage_of)), sorted(set(stage_of) - known)
+    if missing:
+        raise GraphError(f"{len(missing)} nodes have no stage, the first is node {missing[0]}.")
+    if unknown:
+        raise GraphError(f"stage {stage_of[unknown[0]]} names node {unknown[0]}, which graph {graph.name!r} lacks.")
+    return stage_of
+
+
+class _Cut:
+    """Works from the last stage to the first: a stage must make what later stages and the job want of it."""
+
+    def __init__(self, graph: Graph, stage_of: dict[int, int], count: int) -> None:
+        self.graph = graph
+        self.count = count
+        self.cheap = cheap_nodes(graph)
+        self.producer = producers(graph)
+        self.home = {value: stage_of[node.id] for value, node in self.producer.items()}
+        self.stage_of = stage_of
+        self._check_order()
+        self._check_state()
+
+    def partition(self) -> Partition:
+        graphs: list[Graph] = []
+        demanded: dict[str, list[int]] = {}
+        for stage in reversed(range(self.count)):
+            part = self._stage(stage, demanded)
+            graphs.append(part)
+            for value in part.inputs:
+                demanded.setdefault(value, []).append(stage)
+        graphs.reverse()
+        needs_grad = needing_gradient(self.graph)
+        routes = tuple(
+            Route(
+                value=value,
+                producer=FEED if value in self.graph.inputs else self.home[value],
+                consumers=tuple(sorted(demanded[value])),
+                needs_grad=value in needs_grad,
+            )
+            for value in self.graph.values
+            if value in demanded
+        )
+        stages = tuple(
+            StageGraph(
+                stage=stage,
+                graph=part,
+                grad_inputs=tuple(value for value in part.inputs if value in needs_grad),
+            )
+            for stage, part in enumerate(graphs)
+        )
+        return Partition(stages=stages, routes=routes, shared=_shared(stages))
+
+    def _stage(self, stage: int, demanded: dict[str, list[int]]) -> Graph:
+        """The stage's graph, given what later stages demand."""
+        outputs = {value: value for value in self.graph.values if value in demanded and self.home.get(value) == stage}
+        for meaning, value in self.graph.outputs.items():
+            if self.home[value] != stage:
+                continue
+            if outputs.get(meaning, value) != value:
+                raise GraphError(f"output {meaning!r} has the name of another value that crosses the cut.")
+            outputs[meaning] = value
+        writes = {value: key for value, key in self.graph.state_writes.items() if self.home[value] == stage}
+        nodes, inputs = self._needed(stage, [*outputs.values(), *writes])
+        if not nodes:
+            raise GraphError(f"stage {stage} has nothing to do: no output needs any of its nodes.")
+        return restrict(self.graph, nodes, inputs=inputs, outputs=outputs, state_writes=writes)
+
+    def _needed(self, stage: int, roots: list[str]) -> tuple[list[Node], list[str]]:
+        """Nodes of the stage (its own and cheap ones) that `roots` depend on, and the values it gets from outside."""
+        as_they_are: set[int] = set()
+        while True:
+            kept, outside = self._sweep(stage, roots, as_they_are)
+            local = {value for node in kept.values() for value in node.outputs}
+            unresolved: set[int] = set()
+            for node in list(kept.values()):
+                if node.op != SIZE_OF or _sized(node)[0] in local | outside or _sized(node)[0] in self.graph.params:
+                    continue
+                source = self._size_source(node, outside)
+                if source is None:
+                    unresolved.add(node.id)
+                else:
+                    kept[node.id] = source
+                    outside.update(reads(source))
+            if not unresolved:
+                break
+            as_they_are |= unresolved
+        for value in outside:
+            if self.home.get(value, FEED) >= stage:
+                raise GraphError(f"stage {stage} reads a size of {value!r}, which is only made in a later stage.")
+        ordered = [kept[node.id] for node in self.graph.nodes if node.id in kept]
+        return ordered, [value for value in self.graph.values if value in outside]
+
+    def _sweep(self, stage: int, roots: list[str], as_they_are: set[int]) -> tuple[dict[int, Node], set[str]]:
+        """Backward from the roots. A node that reads a tensor's size does not pull that tensor in, unless it is one of
+        `as_they_are`: the size can be read off another one."""
+        wanted = set(roots)
+        kept: dict[int, Node] = {}
+        for node in reversed(self.graph.nodes):
+            if wanted.isdisjoint(node.outputs) or not self._may_run(node, stage):
+                continue
+            kept[node.id] = node
+            if node.op != SIZE_OF or node.id in as_they_are:
+                wanted.update(reads(node))
+        local = {value for node in kept.values() for value in node.outputs}
+        return kept, {value for value in wanted - local if value not in self.graph.params}
+
+    def _may_run(self, node: Node, stage: int) -> bool:
+        return node.id in self.cheap or self.stage_of[node.id] == stage
+
+    def _size_source(self, node: Node, outside: set[str]) -> Node | None:
+        """`node` reading its size off a tensor the stage gets anyway, else off a job input; None where none has it."""
+        tensor, dim = _sized(node)
+        size = self.graph.values[tensor].shape[dim]
+        candidates = [value for value in self.graph.values if value in outside]
+        candidates += [value for value in self.graph.inputs if value not in outside]
+        for value in candidates:
+            position = _position(self.graph.values[value].shape, size)
+            if position is not None:
+                return msgspec.structs.replace(node, args=(Ref(value), position), kwargs={})
+        return None
+
+    def _check_order(self) -> None:
+        for node in self.graph.nodes:
+            if node.id in self.cheap:
+                continue
+            stage = self.stage_of[node.id]
+            for value in reads(node):
+                made_by = self.producer.get(value)
+                if made_by is None or made_by.id in self.cheap or self.home[value] <= stage:
+                    continue
+                raise GraphError(
+                    f"data would flow backward: node {node.id} ({node.op}, {node.path}) in stage {stage} reads"
+                    f" {value!r} of node {made_by.id} ({made_by.op}, {made_by.path}) in stage {self.home[value]}."
+                )
+
+    def _check_state(self) -> None:
+        stage_of_key = {key: self.home[value] for value, key in self.graph.state_writes.items()}
+        keys = {value: spec.key for value, spec in self.graph.params.items() if spec.key in stage_of_key}
+        for node in self.graph.nodes:
+            for value in reads(node):
+                if value in keys and self.stage_of[node.id] != stage_of_key[keys[value]]:
+                    raise GraphError(
+                        f"buffer {keys[value]!r} is read by node {node.id} ({node.op}) in stage"
+                        f" {self.stage_of[node.id]} and written in stage {stage_of_key[keys[value]]};"
+                        " a cut must not separate them."
+                    )
+
+
+def _sized(node: Node) -> tuple[str, int]:
+    match node.args:
+        case (Ref(tensor), int(dim)):
+            return tensor, dim
+        case _:
+            raise GraphError(f"node {node.id}: expected sym_size(tensor, dim), got {node.args!r}.")
+
+
+def _position(shape: tuple[Dim, ...], size: Dim) -> int | None:
+    for position, dim in enumerate(shape):
+        if dim == size:
+            return position
+    return None
+
+
+def _shared(stages: Sequence[StageGraph]) -> tuple[SharedParam, ...]:
+    readers: dict[str, list[int]] = {}
+    for stage in stages:
+        for spec in stage.graph.params.values():
+            if spec.trainable:
+                readers.setdefault(spec.key, []).append(stage.stage)
+    return tuple(SharedParam(key=key, stages=tuple(at)) for key, at in sorted(readers.items()) if len(at) > 1)
