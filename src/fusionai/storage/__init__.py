@@ -1,0 +1,1 @@
+"""What must survive: checkpoints, the commit journal, a job's directory. Whole or not at all, checked by hash."""

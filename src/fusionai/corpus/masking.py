@@ -1,0 +1,44 @@
+"""Hiding tokens for a masked language model, purely from a key. Decides which and how; reads nothing.
+
+As BERT (arXiv 1810.04805, section 3.1): of the chosen positions 80 % become the mask token, 10 % a random token, 10 %
+stay. Integer arithmetic on a counter, so any machine computes the same. Neighbour: `source` calls it per microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+IGNORED: Final = -100
+"""The label that no loss counts."""
+
+
+def mask_rows(
+    tokens: npt.NDArray[np.int64], *, key: int, fraction: float, mask_id: int, end_id: int, vocabulary: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`tokens` [rows, length] -> (input_ids, labels), both of that shape. Labels are `IGNORED` where nothing is
+    hidden; ends of documents are never hidden; at least one token is, so that the loss is a number."""
+    counters = np.arange(tokens.size, dtype=np.uint64).reshape(tokens.shape)
+    chance, kind, replacement = (_draws(counters, key, stream) for stream in range(3))
+    allowed = tokens != end_id
+    chosen = allowed & (chance < np.uint64(int(fraction * 2**64)))
+    if not chosen.any():
+        # The most likely position next. Rows of nothing but ends have no allowed one; then any may be hidden.
+        ranked = np.where(allowed, chance, np.uint64(2**64 - 1)) if allowed.any() else chance
+        chosen.flat[int(np.argmin(ranked))] = True
+    share = kind % np.uint64(10)
+    inputs = np.where(chosen & (share < 8), np.int64(mask_id), tokens)
+    inputs = np.where(chosen & (share == 8), (replacement % np.uint64(vocabulary)).astype(np.int64), inputs)
+    return inputs, np.where(chosen, tokens, np.int64(IGNORED))
+
+
+def _draws(counters: npt.NDArray[np.uint64], key: int, stream: int) -> npt.NDArray[np.uint64]:
+    """64 random bits per counter: SplitMix64 of (key, stream, counter), as `permutation.mix` on arrays."""
+    with np.errstate(over="ignore"):
+        value = counters * np.uint64(3) + np.uint64(stream) + np.uint64(key)
+        value = value * np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return value ^ (value >> np.uint64(31))

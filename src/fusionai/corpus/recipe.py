@@ -1,0 +1,328 @@
+"""What a job is: a TOML file read strictly into a frozen `Recipe`. Decides which settings go together; opens no data.
+
+Relative paths are relative to the recipe's own directory, so that a job resumes from wherever it is started. No
+setting is ignored: a key that would have no effect is refused. Neighbours: `tables` has the structs, `strict` the
+messages, `source` opens the data a recipe names.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fusionai.corpus.strict import convert, nearest, show
+from fusionai.corpus.tables import (
+    ConfigModel,
+    Data,
+    DataTable,
+    Evaluation,
+    FactoryModel,
+    Faults,
+    FileData,
+    HubData,
+    HubModel,
+    HubTokenizer,
+    Job,
+    LocalModel,
+    LocalTokenizer,
+    Model,
+    ModelTable,
+    Output,
+    Placement,
+    RecipeTables,
+    TensorData,
+    TextData,
+    TokenizerTable,
+    Train,
+    TrainTokenizer,
+)
+from fusionai.primitives.errors import RecipeError
+from fusionai.primitives.units import format_count
+from fusionai.wire.messages import OptimizerSpec
+
+DEFAULT_MASK_FRACTION = 0.15
+"""Of BERT (arXiv 1810.04805, section 3.1)."""
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A checked recipe. `path` is the file it came from; `directory` the absolute directory of the job's output.
+    `evaluation` is None when no part of the data is kept for it."""
+
+    path: str
+    directory: str
+    job: Job
+    model: Model
+    data: Data
+    train: Train
+    evaluation: Evaluation | None
+    placement: Placement
+    faults: Faults
+    output: Output
+
+    def describe(self) -> str:
+        """One line for logs; names, sizes and settings, never a word of the data."""
+        train = self.train
+        match self.data:
+            case TextData(sequence_length=length):
+                work = f"{train.batch_size} x {length} tokens ({format_count(train.batch_size * length)})"
+            case TensorData():
+                work = f"{train.batch_size} records"
+        return (
+            f"{self.job.name}: {self.model.task} of {_model_words(self.model)}, {self.job.steps} steps of {work} in "
+            f"{train.microbatches} microbatches, {train.optimizer.kind} at {train.learning_rate:g} "
+            f"({train.schedule}, {train.warmup_steps} warm-up steps), "
+            f"{'no clipping' if train.clip_norm is None else f'clipping at {train.clip_norm:g}'}, {train.precision}, "
+            f"seed {self.job.seed}"
+        )
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read and check a recipe file. Raises `RecipeError` with one sentence that says what to mend."""
+    file = Path(path).expanduser().absolute()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"no recipe at {path}.", hint="Give the path of a TOML file.") from None
+    except UnicodeDecodeError as problem:
+        raise RecipeError(f"{path}: not UTF-8 text (byte {problem.start}).") from None
+    except OSError as problem:
+        raise RecipeError(f"{path}: can't be read ({problem.strerror}).") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise RecipeError(f"{path}: not valid TOML: {problem}.") from None
+    return recipe_from_table(table, file)
+
+
+def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
+    """The recipe a parsed table says. `path` is the file it came from or could be written to: relative paths start
+    at its directory and messages name it. Raises `RecipeError`."""
+    check = _Checker(path)
+    tables = convert(table, RecipeTables, path.name)
+    check.train(tables, table)
+    data = check.data(tables)
+    return Recipe(
+        path=str(path),
+        directory=check.resolve(tables.job.directory or f"runs/{tables.job.name}"),
+        job=tables.job,
+        model=check.model(tables.model),
+        data=data,
+        train=tables.train,
+        evaluation=check.evaluation(tables),
+        placement=check.placement(tables.placement),
+        faults=tables.faults,
+        output=tables.output,
+    )
+
+
+class _Checker:
+    """The checks across keys, with the file's name for their messages."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def resolve(self, name: str) -> str:
+        """An absolute path; `~` is the home directory, relative means relative to the recipe."""
+        return str(self._path.parent.absolute() / Path(name).expanduser())
+
+    def fail(self, table: str, message: str, *, hint: str | None = None) -> RecipeError:
+        return RecipeError(f"{self._path.name}: [{table}]: {message}", hint=hint)
+
+    def exactly_one(self, table: str, choices: Mapping[str, object]) -> str:
+        given = [name for name, value in choices.items() if value is not None]
+        if len(given) != 1:
+            raise self.fail(
+                table, f"expected exactly one of {', '.join(choices)}, got {' and '.join(given) or 'none of them'}."
+            )
+        return given[0]
+
+    def no_effect(self, table: str, key: str, value: object, because: str) -> None:
+        if value is not None:
+            raise self.fail(table, f"{key} = {show(value)} has no effect {because}.", hint="Remove it.")
+
+    def model(self, table: ModelTable) -> Model:
+        choices = {"config": table.config, "path": table.path, "hub": table.hub, "factory": table.factory}
+        match self.exactly_one("model", choices):
+            case "config":
+                assert table.config is not None
+                source = ConfigModel(config=self._config(table.config))
+            case "path":
+                source = LocalModel(path=self.resolve(str(table.path)))
+            case "hub":
+                source = HubModel(hub=str(table.hub))
+            case _:
+                module, function = str(table.factory).split(":")
+                source = FactoryModel(module=module, function=function, directory=str(self._path.parent.absolute()))
+        if table.task == "module_loss" and not isinstance(source, FactoryModel):
+            raise self.fail("model", 'task = "module_loss" needs a factory whose module returns its loss.')
+        return Model(task=table.task, source=source)
+
+    def _config(self, config: dict[str, Any] | str) -> dict[str, Any]:
+        if isinstance(config, str):
+            file = self.resolve(config)
+            try:
+                read = msgspec.json.decode(Path(file).read_bytes())
+            except OSError as problem:
+                raise self.fail("model", f"config {config}: can't be read ({problem.strerror}).") from None
+            except msgspec.DecodeError as problem:
+                raise self.fail("model", f"config {config}: not valid JSON ({problem}).") from None
+            if not isinstance(read, dict):
+                raise self.fail("model", f"config {config}: expected a JSON object, got {type(read).__name__}.")
+            config = read
+        if not isinstance(config.get("model_type"), str):
+            raise self.fail("model", 'config lacks model_type, for example model_type = "llama".')
+        return config
+
+    def data(self, tables: RecipeTables) -> Data:
+        table, task = tables.data, tables.model.task
+        language = task in ("causal_lm", "masked_lm")
+        source = self._data_source(table, language)
+        tensors = source.format == "tensors"
+        if tensors and language:
+            raise self.fail("data", f"task {task!r} reads text, got format = 'tensors'.")
+        if not tensors and not language and task != "module_loss":
+            raise self.fail(
+                "data", f"task {task!r} reads arrays: expected format = 'tensors' with columns, got {table.format!r}."
+            )
+        if tensors:
+            because = "with format = 'tensors'"
+            self.no_effect("data", "field", table.field, because)
+            self.no_effect("data", "sequence_length", table.sequence_length, because)
+            self.no_effect("data", "mask_fraction", table.mask_fraction, because)
+            self.no_effect("data", "tokenizer", table.tokenizer, because)
+            if not table.columns:
+                raise self.fail(
+                    "data",
+                    "format = 'tensors' needs columns, a table of model input = column.",
+                    hint='For example columns = { x = "image", labels = "digit" }.',
+                )
+            return TensorData(
+                source=source,
+                columns=table.columns,
+                evaluation_fraction=table.evaluation_fraction,
+                shuffle=table.shuffle,
+            )
+        self.no_effect("data", "columns", table.columns, "with text; it belongs to format = 'tensors'")
+        if task != "masked_lm":
+            self.no_effect("data", "mask_fraction", table.mask_fraction, f"with task {task!r}")
+        if table.sequence_length is None:
+            raise self.fail("data", "lacks the key 'sequence_length' (tokens per row).")
+        return TextData(
+            source=source,
+            field=table.field or "text",
+            sequence_length=table.sequence_length,
+            tokenizer=self._tokenizer(table.tokenizer, tables.model),
+            mask_fraction=(table.mask_fraction or DEFAULT_MASK_FRACTION) if task == "masked_lm" else None,
+            evaluation_fraction=table.evaluation_fraction,
+            shuffle=table.shuffle,
+        )
+
+    def _data_source(self, table: DataTable, language: bool) -> FileData | HubData:
+        if self.exactly_one("data", {"files": table.files, "dataset": table.dataset}) == "files":
+            self.no_effect("data", "subset", table.subset, "with files; it belongs to dataset")
+            self.no_effect("data", "split", table.split, "with files; it belongs to dataset")
+            files = tuple(self.resolve(name) for name in table.files or ())
+            return FileData(files=files, format=table.format)
+        if table.format not in ("auto", "text", "tensors"):
+            raise self.fail("data", f"dataset with format {table.format!r}: expected 'auto', 'text' or 'tensors'.")
+        text = table.format == "text" or (table.format == "auto" and (language or not table.columns))
+        return HubData(
+            dataset=str(table.dataset),
+            subset=table.subset,
+            split=table.split or "train",
+            format="text" if text else "tensors",
+        )
+
+    def _tokenizer(
+        self, table: TokenizerTable | None, model: ModelTable
+    ) -> TrainTokenizer | LocalTokenizer | HubTokenizer:
+        if table is None:
+            # A pretrained model without its own tokenizer would be trained on noise: its own is the only sane default.
+            if model.path is not None:
+                return LocalTokenizer(path=self.resolve(model.path))
+            if model.hub is not None:
+                return HubTokenizer(hub=model.hub)
+            raise self.fail(
+                "data",
+                "lacks the key 'tokenizer'.",
+                hint="Write tokenizer = { train = 8192 }, { path = DIRECTORY } or { hub = ID }.",
+            )
+        match self.exactly_one("data.tokenizer", {"train": table.train, "path": table.path, "hub": table.hub}):
+            case "train":
+                return TrainTokenizer(vocabulary=table.train or 0)
+            case "path":
+                return LocalTokenizer(path=self.resolve(str(table.path)))
+            case _:
+                return HubTokenizer(hub=str(table.hub))
+
+    def train(self, tables: RecipeTables, raw: Mapping[str, object]) -> None:
+        train = tables.train
+        if train.batch_size % train.microbatches:
+            raise self.fail(
+                "train",
+                f"batch_size {train.batch_size} can't be divided into {train.microbatches} equal microbatches.",
+            )
+        if train.warmup_steps > tables.job.steps:
+            raise self.fail("train", f"warmup_steps {train.warmup_steps} is above the job's {tables.job.steps} steps.")
+        if train.schedule == "constant" and train.minimum_ratio:
+            self.no_effect("train", "minimum_ratio", train.minimum_ratio, "with schedule = 'constant'")
+        section = raw.get("train")
+        written = section.get("optimizer", {}) if isinstance(section, Mapping) else {}
+        self._optimizer(train.optimizer, written if isinstance(written, Mapping) else {})
+
+    def _optimizer(self, optimizer: OptimizerSpec, written: Mapping[str, object]) -> None:
+        table = "train.optimizer"
+        foreign = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps")}[optimizer.kind]
+        for key in foreign:
+            self.no_effect(table, key, written.get(key), f"with kind = {optimizer.kind!r}")
+        for beta in optimizer.betas:
+            if not 0 <= beta < 1:
+                raise self.fail(table, f"betas: expected two numbers in [0, 1), got {list(optimizer.betas)}.")
+        if optimizer.eps <= 0:
+            raise self.fail(table, f"eps: expected a number above 0, got {optimizer.eps:g}.")
+        for key, value in (("weight_decay", optimizer.weight_decay), ("momentum", optimizer.momentum)):
+            if value < 0:
+                raise self.fail(table, f"{key}: expected a number of at least 0, got {value:g}.")
+        if optimizer.nesterov and optimizer.momentum == 0:
+            raise self.fail(table, "nesterov = true needs a momentum above 0.")
+
+    def evaluation(self, tables: RecipeTables) -> Evaluation | None:
+        if tables.data.evaluation_fraction == 0:
+            if tables.evaluation is not None:
+                raise self.fail(
+                    "evaluation",
+                    "there is no data for it.",
+                    hint="Set evaluation_fraction in [data] above 0, or remove [evaluation].",
+                )
+            return None
+        return tables.evaluation or Evaluation()
+
+    def placement(self, placement: Placement) -> Placement:
+        both = sorted(set(placement.required) & set(placement.excluded))
+        if both:
+            raise self.fail("placement", f"peer {both[0]!r} is both required and excluded.")
+        return placement
+
+
+def known_input(name: str, inputs: tuple[str, ...], recipe: Recipe) -> None:
+    """Raise `RecipeError` unless the captured model has an input of this name (keys of `[data] columns`)."""
+    if name not in inputs:
+        raise RecipeError(
+            f"{Path(recipe.path).name}: [data] columns: the model has no input {name!r}; {nearest(name, inputs)}"
+        )
+
+
+def _model_words(model: Model) -> str:
+    match model.source:
+        case ConfigModel(config=config):
+            return f"a new {config['model_type']}"
+        case LocalModel(path=path):
+            return f"the model in {path}"
+        case HubModel(hub=hub):
+            return hub
+        case FactoryModel(module=module, function=function):
+            return f"{module}:{function}"

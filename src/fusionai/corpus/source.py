@@ -1,0 +1,182 @@
+"""What training is fed: microbatches as host tensors, pure in (seed, step, microbatch). Decides rows and labels.
+
+Random access, so a replay after a fault gets the same bytes without reading what came before. Neighbours: `order` says
+which samples, `tokens` holds them, `tensors` is the same for arrays; the job owner's feed asks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.corpus.masking import IGNORED, mask_rows
+from fusionai.corpus.order import SampleOrder, evaluation_samples
+from fusionai.corpus.permutation import derived_key
+from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.tables import TensorData, TextData
+from fusionai.corpus.tensors import TensorSource
+from fusionai.corpus.tokenizer import Tokenizer
+from fusionai.corpus.tokens import Progress, TokenFile, open_tokens, require_rows
+from fusionai.primitives.tensors import HostTensor, host_tensor
+
+
+class Source(Protocol):
+    """Data of a job. Every call gives the same bytes for the same arguments, in any order, in any process."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Rows or records of the training part."""
+        ...
+
+    @property
+    def evaluation_batches(self) -> int:
+        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
+        ...
+
+    def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        """Model input -> tensor, first dimension the rows of the microbatch."""
+        ...
+
+    def evaluation(self, index: int) -> dict[str, HostTensor]:
+        """As `microbatch`, from the evaluation part, the same at each evaluation."""
+        ...
+
+    def cursor(self, step: int) -> int:
+        """Samples taken by all steps before `step`: where in the endless sequence of samples it starts."""
+        ...
+
+    def data_epoch(self, step: int) -> int:
+        """The pass over the training part `step` starts in."""
+        ...
+
+    def describe(self) -> str:
+        """One line for logs: sizes, never text of the data."""
+        ...
+
+
+def open_source(recipe: Recipe, directory: Path, progress: Progress | None = None) -> TokenSource | TensorSource:
+    """Open the data of a recipe; what is derived from it is cached in `directory`.
+
+    Raises `DataError` for data that can't be read or is too small, `StorageError` for the cache.
+    """
+    match recipe.data:
+        case TextData():
+            tokens = open_tokens(recipe.data, directory, recipe.job.seed, progress)
+            return TokenSource(recipe, recipe.data, tokens)
+        case TensorData():
+            return TensorSource(recipe, recipe.data)
+
+
+class TokenSource:
+    """Rows of `sequence_length` tokens. Inputs `input_ids`, `position_ids`, `labels`, all int64 [rows, length].
+
+    Causal: `labels[i] = input_ids[i + 1]`, the last -100. Masked: see `masking`. Tokens after the last whole row are
+    left out.
+    """
+
+    def __init__(self, recipe: Recipe, data: TextData, tokens: TokenFile) -> None:
+        train = recipe.train
+        length = data.sequence_length
+        self._data = data
+        self._tokens = tokens
+        self._length = length
+        self._rows = len(tokens.train) // length
+        self._evaluation_rows = len(tokens.evaluation) // length
+        self._seed = recipe.job.seed
+        require_rows(self._rows, 1, "training", len(tokens.train), length)
+        self._evaluation_batches = 0
+        if recipe.evaluation is not None:
+            size = train.microbatch_size
+            require_rows(self._evaluation_rows, size, "evaluation", len(tokens.evaluation), length)
+            self._evaluation_batches = min(recipe.evaluation.batches, self._evaluation_rows // size)
+        self._order = SampleOrder(
+            samples=self._rows,
+            batch_size=train.batch_size,
+            microbatches=train.microbatches,
+            seed=self._seed,
+            shuffle=data.shuffle,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokens.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        return self._tokens.manifest.fingerprint
+
+    @property
+    def samples(self) -> int:
+        return self._rows
+
+    @property
+    def evaluation_batches(self) -> int:
+        return self._evaluation_batches
+
+    def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        rows = _rows(self._tokens.train, self._order.microbatch(step, microbatch), self._length)
+        return self._batch(rows, derived_key(self._seed, "mask", step, microbatch))
+
+    def evaluation(self, index: int) -> dict[str, HostTensor]:
+        size = self._order.microbatch_size
+        samples = evaluation_samples(self._evaluation_rows, size, self._seed, index)
+        rows = _rows(self._tokens.evaluation, samples, self._length)
+        return self._batch(rows, derived_key(self._seed, "mask evaluation", index))
+
+    def cursor(self, step: int) -> int:
+        return self._order.cursor(step)
+
+    def data_epoch(self, step: int) -> int:
+        return self._order.data_epoch(step)
+
+    def describe(self) -> str:
+        manifest = self._tokens.manifest
+        return (
+            f"{manifest.documents} documents, {manifest.train_tokens} training tokens in {self._rows} rows of "
+            f"{self._length}, {manifest.evaluation_tokens} evaluation tokens, vocabulary {self.tokenizer.vocabulary}"
+        )
+
+    def _batch(self, rows: npt.NDArray[np.int64], mask_key: int) -> dict[str, HostTensor]:
+        if self._data.mask_fraction is None:
+            inputs, labels = rows, shifted(rows)
+        else:
+            inputs, labels = mask_rows(
+                rows,
+                key=mask_key,
+                fraction=self._data.mask_fraction,
+                mask_id=self.tokenizer.mask_id,
+                end_id=self.tokenizer.end_id,
+                vocabulary=self.tokenizer.vocabulary,
+            )
+        positions = np.broadcast_to(np.arange(self._length, dtype=np.int64), rows.shape)
+        return {"input_ids": _int64(inputs), "position_ids": _int64(positions), "labels": _int64(labels)}
+
+
+def shifted(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Labels of a causal language model: the next token, -100 at the end of a row."""
+    labels = np.full_like(rows, IGNORED)
+    labels[:, :-1] = rows[:, 1:]
+    return labels
+
+
+def plain_batch(batch: dict[str, HostTensor]) -> dict[str, HostTensor]:
+    """A causal microbatch as transformers wants it: `labels` are the input ids, the model shifts them itself (and
+    ignores the end of each row, as `shifted` does), so the loss is the same."""
+    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+def _rows(tokens: npt.NDArray[np.uint32], samples: list[int], length: int) -> npt.NDArray[np.int64]:
+    return np.stack([tokens[sample * length : (sample + 1) * length] for sample in samples]).astype(np.int64)
+
+
+def _int64(array: npt.NDArray[np.int64]) -> HostTensor:
+    contiguous = np.ascontiguousarray(array, dtype="<i8")
+    return host_tensor("int64", contiguous.shape, contiguous.data)

@@ -1,0 +1,153 @@
+"""A TOML table into a frozen struct, strictly. Decides how a mistake in a recipe is said; knows no recipe.
+
+Unknown keys fail and name the nearest known one; a wrong value is answered with its key, what was expected and what
+came. Neighbours: `tables` declares the structs, `recipe` calls `convert`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from fusionai.primitives.errors import RecipeError
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+_PLAIN: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text in quotes",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+    "null": "nothing",
+}
+_SHOWN_CHARACTERS: Final = 60
+
+
+def convert(table: Mapping[str, object], kind: type[_T], where: str) -> _T:
+    """`table` as a `kind`. `where` names the file in messages. Raises `RecipeError`."""
+    _check_table(table, kind, (), where)
+    try:
+        return msgspec.convert(table, kind, strict=True)
+    except msgspec.ValidationError as problem:
+        raise RecipeError(_sentence(str(problem), table, kind, where)) from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` or, when nothing is near, the list of what is known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+
+
+def table_name(path: tuple[str, ...]) -> str:
+    """`[train.optimizer]`, or `the top level`."""
+    return f"[{'.'.join(path)}]" if path else "the top level"
+
+
+def show(value: object) -> str:
+    """A value as it may stand in a one-line message."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def _check_table(table: Mapping[str, object], kind: type[msgspec.Struct], path: tuple[str, ...], where: str) -> None:
+    """Unknown keys, and numbers that are not finite, at any depth."""
+    hints = get_type_hints(kind, include_extras=True)
+    for key, value in table.items():
+        if key not in hints:
+            what = "table" if isinstance(value, Mapping) else "key"
+            raise RecipeError(f"{where}: unknown {what} {key!r} in {table_name(path)}; {nearest(key, hints)}")
+        inner = _struct_in(hints[key])
+        if inner is not None and isinstance(value, Mapping):
+            _check_table(value, inner, (*path, key), where)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise RecipeError(
+                    f"{where}: key {key!r} in {table_name(path)}: expected a finite number, got {number}."
+                )
+
+
+def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
+    """The struct an annotation allows, through `Annotated` and unions with other kinds."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation
+    if get_origin(annotation) is Annotated:
+        return _struct_in(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        found = [inner for part in get_args(annotation) if (inner := _struct_in(part)) is not None]
+        return found[0] if found else None
+    return None
+
+
+def _choices_in(annotation: Any) -> tuple[object, ...]:
+    """The values a `Literal` allows, through `Annotated` and unions."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _choices_in(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(choice for part in get_args(annotation) for choice in _choices_in(part))
+    return ()
+
+
+def _description_of(annotation: Any) -> str:
+    """What a pattern means, in the words its `Meta` has for it."""
+    for part in get_args(annotation):
+        if isinstance(part, msgspec.Meta) and part.description is not None:
+            return part.description
+        if found := _description_of(part):
+            return found
+    return ""
+
+
+def _sentence(problem: str, table: Mapping[str, object], kind: type[msgspec.Struct], where: str) -> str:
+    """msgspec's message (`Expected `int`, got `str` - at `$.train.steps``) in the words of a recipe."""
+    said, _, at = problem.partition(" - at ")
+    path = [name or int(index) for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", at)]
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", said)
+    if missing is not None:
+        where_missing = table_name(tuple(str(part) for part in path))
+        if _struct_at(kind, [*path, missing[1]]) is not None:
+            return f"{where}: the table [{'.'.join(str(part) for part in [*path, missing[1]])}] is missing."
+        return f"{where}: {where_missing} lacks the key {missing[1]!r}."
+    keys = [part for part in path if isinstance(part, str)]
+    owner, key = tuple(keys[:-1]), keys[-1] if keys else ""
+    value: Any = table
+    for part in path:
+        value = value[part]
+    choices = _choices_in(_annotation_at(kind, keys))
+    if choices:
+        expected = "one of " + ", ".join(repr(choice) for choice in choices)
+    elif " matching regex " in said:
+        expected = _description_of(_annotation_at(kind, keys))
+    else:
+        expected = said.removeprefix("Expected ").split(", got ")[0]
+        expected = re.sub(r"`([^`]+)`", _plain_kinds, expected)
+    return f"{where}: key {key!r} in {table_name(owner)}: expected {expected}, got {show(value)}."
+
+
+def _plain_kinds(match: re.Match[str]) -> str:
+    kinds = [part for part in match[1].split(" | ") if part != "null"]
+    return " or ".join(_PLAIN.get(part, part) for part in kinds)
+
+
+def _annotation_at(kind: type[msgspec.Struct], keys: list[str]) -> Any:
+    annotation: Any = kind
+    for key in keys:
+        inner = _struct_in(annotation)
+        if inner is None:
+            return annotation
+        annotation = get_type_hints(inner, include_extras=True)[key]
+    return annotation
+
+
+def _struct_at(kind: type[msgspec.Struct], path: list[str | int]) -> type[msgspec.Struct] | None:
+    return _struct_in(_annotation_at(kind, [str(part) for part in path]))

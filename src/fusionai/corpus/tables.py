@@ -1,0 +1,243 @@
+"""The tables of a recipe as frozen structs: names, types, bounds, defaults. Reads no file, checks nothing across keys.
+
+`*Table` structs are what a file may say; where exactly one of several keys must stand there, the public struct holds
+a tagged union instead (`Model.source`, `Data.source`, `Data.tokenizer`), so that no reader meets a half-filled table.
+Neighbours: `strict` fills these, `recipe` checks them against each other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.wire.messages import OptimizerSpec
+
+Task = Literal["causal_lm", "masked_lm", "classification", "regression", "module_loss"]
+Format = Literal["auto", "text", "jsonl", "parquet", "tensors"]
+Positive = Annotated[int, Meta(ge=1, le=2**40)]
+NotNegative = Annotated[int, Meta(ge=0, le=2**40)]
+Seed = Annotated[int, Meta(ge=0, lt=2**62)]
+Filled = Annotated[str, Meta(min_length=1, max_length=4096)]
+JobName = Annotated[
+    str,
+    Meta(max_length=64, pattern=r"^[a-z0-9][a-z0-9-]*$", description="lower-case letters, digits and hyphens"),
+]
+FactoryName = Annotated[
+    str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="a name such as 'my_models:build'")
+]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base: immutable and strict."""
+
+
+# ------------------------------------------------------------------------------------------------------ sources
+
+
+class ConfigModel(_Table, frozen=True, kw_only=True, tag="config"):
+    """A Hugging Face config: weights are initialised from the seed."""
+
+    config: dict[str, Any]
+
+
+class LocalModel(_Table, frozen=True, kw_only=True, tag="path"):
+    """A local directory in Hugging Face layout."""
+
+    path: str
+
+
+class HubModel(_Table, frozen=True, kw_only=True, tag="hub"):
+    """A hub id; its weights are downloaded by the job owner."""
+
+    hub: str
+
+
+class FactoryModel(_Table, frozen=True, kw_only=True, tag="factory"):
+    """The job owner's own code: `function` of `module` returns an `nn.Module`. `directory` (the recipe's) is where
+    the module is looked for first. It runs in the job owner's process only."""
+
+    module: str
+    function: str
+    directory: str
+
+
+class FileData(_Table, frozen=True, kw_only=True, tag="files"):
+    """Files: absolute paths or glob patterns."""
+
+    files: tuple[str, ...]
+    format: Format
+
+
+class HubData(_Table, frozen=True, kw_only=True, tag="dataset"):
+    """A Hugging Face data set id (needs the `datasets` package). `format` is `text` or `tensors`."""
+
+    dataset: str
+    subset: str | None
+    split: str
+    format: Literal["text", "tensors"]
+
+
+class TrainTokenizer(_Table, frozen=True, kw_only=True, tag="train"):
+    """Train a byte-level BPE of at most this many entries on the training split."""
+
+    vocabulary: int
+
+
+class LocalTokenizer(_Table, frozen=True, kw_only=True, tag="path"):
+    """A directory that holds `tokenizer.json`."""
+
+    path: str
+
+
+class HubTokenizer(_Table, frozen=True, kw_only=True, tag="hub"):
+    """The tokenizer of a hub id."""
+
+    hub: str
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+
+
+class Job(_Table, frozen=True, kw_only=True):
+    """`steps` optimizer updates; a checkpoint every `checkpoint_every` of them (0: only at the end). `directory`
+    holds everything the job writes."""
+
+    name: JobName
+    steps: Positive
+    seed: Seed = 0
+    checkpoint_every: NotNegative = 0
+    directory: Filled | None = None
+    keep_checkpoints: Positive = 2
+
+
+class ModelTable(_Table, frozen=True, kw_only=True):
+    """Exactly one of `config`, `path`, `hub`, `factory`."""
+
+    task: Task = "causal_lm"
+    config: dict[str, Any] | Filled | None = None
+    path: Filled | None = None
+    hub: Filled | None = None
+    factory: FactoryName | None = None
+
+
+class TokenizerTable(_Table, frozen=True, kw_only=True):
+    """Exactly one of `train`, `path`, `hub`."""
+
+    train: Annotated[int, Meta(ge=258, le=2**24)] | None = None
+    path: Filled | None = None
+    hub: Filled | None = None
+
+
+class DataTable(_Table, frozen=True, kw_only=True):
+    """Exactly one of `files`, `dataset`."""
+
+    files: Annotated[list[Filled], Meta(min_length=1)] | None = None
+    dataset: Filled | None = None
+    subset: Filled | None = None
+    split: Filled | None = None
+    format: Format = "auto"
+    field: Filled | None = None
+    columns: dict[Filled, Filled] | None = None
+    sequence_length: Annotated[int, Meta(ge=2, le=2**24)] | None = None
+    evaluation_fraction: Fraction = 0.0
+    mask_fraction: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    tokenizer: TokenizerTable | None = None
+    shuffle: bool = True
+
+
+class Model(_Table, frozen=True, kw_only=True):
+    """What is trained. `task` says what its loss is."""
+
+    task: Task
+    source: ConfigModel | LocalModel | HubModel | FactoryModel
+
+
+class TextData(_Table, frozen=True, kw_only=True, tag="text"):
+    """Documents, tokenised and packed into rows of `sequence_length` tokens. `mask_fraction`: share of positions
+    a masked language model has to guess, None for a causal one."""
+
+    source: FileData | HubData
+    field: str
+    sequence_length: int
+    tokenizer: TrainTokenizer | LocalTokenizer | HubTokenizer
+    mask_fraction: float | None
+    evaluation_fraction: float
+    shuffle: bool
+
+
+class TensorData(_Table, frozen=True, kw_only=True, tag="tensors"):
+    """Records whose columns are arrays. `columns`: model input -> column."""
+
+    source: FileData | HubData
+    columns: dict[str, str]
+    evaluation_fraction: float
+    shuffle: bool
+
+
+Data = TextData | TensorData
+
+
+class Train(_Table, frozen=True, kw_only=True):
+    """One step takes `batch_size` sequences in `microbatches` equal parts. `clip_norm` None: no clipping. `schedule`
+    is as `transformers.get_scheduler` has it, down to `minimum_ratio` of `learning_rate`."""
+
+    batch_size: Positive
+    learning_rate: PositiveFloat
+    microbatches: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    optimizer: OptimizerSpec = OptimizerSpec()
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NotNegative = 0
+    minimum_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    clip_norm: PositiveFloat | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences in a microbatch."""
+        return self.batch_size // self.microbatches
+
+
+class Evaluation(_Table, frozen=True, kw_only=True):
+    """`batches` microbatches of the evaluation part every `every` steps (0: only at the end)."""
+
+    every: NotNegative = 0
+    batches: Positive = 8
+
+
+class Placement(_Table, frozen=True, kw_only=True):
+    """What the planner must keep to. Peers by id or by name."""
+
+    stages: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    loss: Literal["owner", "pool"] = "owner"
+    required: tuple[Filled, ...] = ()
+    excluded: tuple[Filled, ...] = ()
+
+
+class Faults(_Table, frozen=True, kw_only=True):
+    """Whether a stand-in peer must compute bit for bit the same."""
+
+    takeover: Literal["exact", "tolerant"] = "exact"
+
+
+class Output(_Table, frozen=True, kw_only=True):
+    """What is written besides checkpoints and telemetry."""
+
+    tensorboard: bool = True
+    report: bool = True
+
+
+class RecipeTables(_Table, frozen=True, kw_only=True):
+    """A recipe file as it may be written."""
+
+    job: Job
+    model: ModelTable
+    data: DataTable
+    train: Train
+    evaluation: Evaluation | None = None
+    placement: Placement = Placement()
+    faults: Faults = Faults()
+    output: Output = Output()

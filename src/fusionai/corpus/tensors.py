@@ -1,0 +1,166 @@
+"""Records of arrays from Parquet or JSONL columns, for models that read no text. Decides dtypes and shapes, guesses no
+meaning.
+
+Whole numbers become int64, other numbers float32, true/false bool; nested lists become dimensions, equal in all
+records. All records are held in memory as arrays. Neighbours: `text` reads the files, `order` says which records,
+`source` has the interface.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.corpus.files import find_files
+from fusionai.corpus.order import SampleOrder, evaluation_samples
+from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.split import Split
+from fusionai.corpus.strict import nearest, show
+from fusionai.corpus.tables import FileData, HubData, TensorData
+from fusionai.corpus.text import open_dataset, records_of_files
+from fusionai.primitives.errors import DataError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+
+_Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+class TensorSource:
+    """Microbatches of the columns a recipe names, under the model inputs it names them for."""
+
+    def __init__(self, recipe: Recipe, data: TensorData) -> None:
+        """Reads everything. Raises `DataError` naming file, line or row, and column."""
+        self._seed = recipe.job.seed
+        self._train, self._evaluation = _read(data, Split(data.evaluation_fraction, self._seed))
+        self._samples, self._evaluation_samples = _length(self._train), _length(self._evaluation)
+        train = recipe.train
+        if self._samples == 0:
+            raise DataError("the training part of the data has no records.")
+        self._order = SampleOrder(
+            samples=self._samples,
+            batch_size=train.batch_size,
+            microbatches=train.microbatches,
+            seed=self._seed,
+            shuffle=data.shuffle,
+        )
+        self._evaluation_batches = 0
+        if recipe.evaluation is not None:
+            available = self._evaluation_samples // train.microbatch_size
+            if available == 0:
+                raise DataError(
+                    f"the evaluation part has {self._evaluation_samples} records, a microbatch takes "
+                    f"{train.microbatch_size}.",
+                    hint="Raise evaluation_fraction, or give more data.",
+                )
+            self._evaluation_batches = min(recipe.evaluation.batches, available)
+
+    @property
+    def fingerprint(self) -> str:
+        whole = hashlib.sha256()
+        for part in (self._train, self._evaluation):
+            for name, array in sorted(part.items()):
+                whole.update(f"{name}:{array.dtype}:{array.shape}:".encode())
+                whole.update(array.tobytes())
+        return whole.hexdigest()
+
+    @property
+    def samples(self) -> int:
+        return self._samples
+
+    @property
+    def evaluation_batches(self) -> int:
+        return self._evaluation_batches
+
+    def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        return _take(self._train, self._order.microbatch(step, microbatch))
+
+    def evaluation(self, index: int) -> dict[str, HostTensor]:
+        size = self._order.microbatch_size
+        return _take(self._evaluation, evaluation_samples(self._evaluation_samples, size, self._seed, index))
+
+    def cursor(self, step: int) -> int:
+        return self._order.cursor(step)
+
+    def data_epoch(self, step: int) -> int:
+        return self._order.data_epoch(step)
+
+    def describe(self) -> str:
+        inputs = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self._train.items())
+        return f"{self._samples} training records, {self._evaluation_samples} evaluation records of {inputs}"
+
+
+def _read(data: TensorData, split: Split) -> tuple[_Arrays, _Arrays]:
+    """(training, evaluation): model input -> array [records, ...]."""
+    columns = tuple(data.columns.values())
+    parts: tuple[dict[str, list[npt.NDArray[np.generic]]], ...] = tuple(
+        {name: [] for name in data.columns} for _ in range(2)
+    )
+    first: dict[str, tuple[npt.NDArray[np.generic], str]] = {}
+    for index, (where, record) in enumerate(_records(data.source, columns)):
+        part = parts[int(split.is_evaluation(index))]
+        for name, column in data.columns.items():
+            if column not in record:
+                raise DataError(f"{where}: no column {column!r}; {nearest(column, record)}")
+            array = _array(record[column], f"{where}, column {column!r}")
+            model, seen_at = first.setdefault(name, (array, where))
+            if array.shape != model.shape:
+                raise DataError(
+                    f"{where}, column {column!r}: expected shape {list(model.shape)} as in {seen_at}, got "
+                    f"{list(array.shape)}."
+                )
+            part[name].append(array)
+    train, evaluation = ({name: _stacked(part[name], name, parts) for name in part} for part in parts)
+    return train, evaluation
+
+
+def _records(source: FileData | HubData, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, object]]]:
+    match source:
+        case FileData():
+            yield from records_of_files(find_files(source), columns)
+        case HubData():
+            for number, record in enumerate(open_dataset(source)):
+                yield f"data set {source.dataset}, record {number}", record
+
+
+def _array(value: object, where: str) -> npt.NDArray[np.generic]:
+    """A number, true/false or a nested list of them."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise DataError(f"{where}: expected lists of equal length, got {show(value)}.") from None
+    match array.dtype.kind:
+        case "b":
+            return array
+        case "i" | "u":
+            return array.astype("<i8")
+        case "f":
+            return array.astype("<f4")
+        case _:
+            raise DataError(f"{where}: expected a number or nested lists of numbers, got {show(value)}.")
+
+
+def _stacked(
+    arrays: list[npt.NDArray[np.generic]], name: str, parts: tuple[dict[str, list[npt.NDArray[np.generic]]], ...]
+) -> npt.NDArray[np.generic]:
+    """One array; whole numbers among fractions (JSON writes 1.0 as 1) become float32 in both parts."""
+    kinds = {array.dtype for part in parts for array in part[name]}
+    if len(kinds) > 1:
+        if np.dtype(bool) in kinds:
+            raise DataError(f"input {name!r}: its column mixes numbers with true/false.")
+        kinds = {np.dtype("<f4")}
+    dtype = next(iter(kinds), np.dtype("<f4"))
+    return np.stack(arrays).astype(dtype) if arrays else np.zeros(0, dtype=dtype)
+
+
+def _length(arrays: _Arrays) -> int:
+    return len(next(iter(arrays.values())))
+
+
+def _take(arrays: _Arrays, samples: list[int]) -> dict[str, HostTensor]:
+    batch: dict[str, HostTensor] = {}
+    for name, array in arrays.items():
+        rows = np.ascontiguousarray(array[samples])
+        batch[name] = host_tensor(array.dtype.name, rows.shape, rows.data)
+    return batch

@@ -1,0 +1,188 @@
+"""Documents from text, JSONL and Parquet files and Hugging Face data sets, as a stream of pieces. Decides what a
+document is and how a broken file is reported; tokenises nothing, keeps nothing in memory but the piece at hand.
+
+A text file is one document, given in pieces of about 64 kB cut at line ends so that its size does not matter; a JSONL
+line or a Parquet row is one document and one piece. Neighbours: `tokens` packs the pieces, `files` finds the files.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fusionai.corpus.files import SourceFile
+from fusionai.corpus.strict import nearest, show
+from fusionai.corpus.tables import HubData
+from fusionai.primitives.errors import DataError
+
+PIECE_BYTES: Final = 65_536
+MAX_LINE_BYTES: Final = 64 * 2**20
+"""Of one JSONL record; a longer line is not JSONL."""
+_PARQUET_ROWS: Final = 1024
+_BOM: Final = "\ufeff"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of a document; `ends_document` on its last piece."""
+
+    text: str
+    ends_document: bool
+
+
+def pieces_of_files(files: tuple[SourceFile, ...], field: str) -> Iterator[Piece]:
+    """All documents of the files in order. Raises `DataError` naming file, line and column."""
+    for file in files:
+        match file.kind:
+            case "text":
+                yield from _text_pieces(file.path)
+            case "jsonl":
+                for number, record in jsonl_records(file.path):
+                    yield Piece(_text_of(record, field, f"{file.path}, line {number}"), ends_document=True)
+            case "parquet":
+                for number, record in parquet_records(file.path, (field,)):
+                    yield Piece(_text_of(record, field, f"{file.path}, row {number}"), ends_document=True)
+
+
+def pieces_of_dataset(data: HubData, field: str) -> Iterator[Piece]:
+    """All documents of a Hugging Face data set's split. Raises `DataError`."""
+    for number, record in enumerate(open_dataset(data)):
+        yield Piece(_text_of(record, field, f"data set {data.dataset}, record {number}"), ends_document=True)
+
+
+def records_of_files(
+    files: tuple[SourceFile, ...], columns: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """(where it stands, record) of every JSONL line and Parquet row. Raises `DataError`."""
+    for file in files:
+        match file.kind:
+            case "text":
+                raise DataError(
+                    f"{file.path}: expected columns, got a text file.", hint="Give .jsonl or .parquet files."
+                )
+            case "jsonl":
+                for number, record in jsonl_records(file.path):
+                    yield f"{file.path}, line {number}", record
+            case "parquet":
+                for number, record in parquet_records(file.path, columns):
+                    yield f"{file.path}, row {number}", record
+
+
+def open_dataset(data: HubData) -> Any:
+    """The data set as an iterable of records, with its `_fingerprint`. Raises `DataError`."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise DataError(
+            f"reading the data set {data.dataset!r} needs the package 'datasets', which is not installed.",
+            hint="Run: pip install 'fusionai[hub]'",
+        ) from None
+    try:
+        return datasets.load_dataset(data.dataset, data.subset, split=data.split)
+    # The package raises its own, the hub client's, HTTP and OS errors, none with a common base.
+    except Exception as problem:
+        what = data.dataset if data.subset is None else f"{data.dataset} ({data.subset})"
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise DataError(f"data set {what}, split {data.split!r}: {reason}") from problem
+
+
+def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """(line number from 1, object) of every line that is not blank."""
+    decoder = msgspec.json.Decoder(dict[str, object])
+    with _reading(path) as handle:
+        number = 0
+        while line := handle.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; this is no JSONL file.")
+            body = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not body.strip():
+                continue
+            try:
+                record = decoder.decode(body)
+            except msgspec.ValidationError:
+                raise DataError(
+                    f"{path}, line {number}: expected a JSON object, got {show(body[:60].decode(errors='replace'))}."
+                ) from None
+            except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+                raise DataError(f"{path}, line {number}: not valid JSON: {problem}.") from None
+            yield number, record
+
+
+def parquet_records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, object]]]:
+    """(row number from 0, the asked columns) of every row."""
+    try:
+        with pq.ParquetFile(path) as file:
+            known = file.schema_arrow.names
+            for column in columns:
+                if column not in known:
+                    raise DataError(f"{path}: no column {column!r}; {nearest(column, known)}")
+            row = 0
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(columns)):
+                for record in batch.to_pylist():
+                    yield row, record
+                    row += 1
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+        raise DataError(f"{path}: not a readable Parquet file: {str(problem).splitlines()[0]}") from None
+    except OSError as problem:
+        raise DataError(f"{path}: can't be read ({problem.strerror or problem}).") from None
+
+
+def _text_of(record: Mapping[str, object], field: str, where: str) -> str:
+    if field not in record:
+        raise DataError(f"{where}: no field {field!r}; {nearest(field, record)}", hint="Set field in [data].")
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {field!r}: expected a text, got {show(text)}.")
+    return text
+
+
+def _text_pieces(path: Path) -> Iterator[Piece]:
+    """Line by line into pieces; the last one, possibly empty, ends the document. An empty file has none."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held: list[str] = []
+    held_bytes, line_number, column, first = 0, 1, 1, True
+    with _reading(path) as handle:
+        while chunk := handle.readline(PIECE_BYTES):
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(chunk)
+            except UnicodeDecodeError as problem:
+                raise _undecodable(path, line_number, column - pending + problem.start) from None
+            if first:
+                text, first = text.removeprefix(_BOM), False
+            held.append(text)
+            held_bytes += len(chunk)
+            if chunk.endswith(b"\n"):
+                line_number, column = line_number + 1, 1
+            else:
+                column += len(chunk)
+            if held_bytes >= PIECE_BYTES:
+                yield Piece("".join(held), ends_document=False)
+                held, held_bytes = [], 0
+        pending = len(decoder.getstate()[0])
+        if pending:
+            raise _undecodable(path, line_number, column - pending)
+    if not first:
+        yield Piece("".join(held), ends_document=True)
+
+
+def _undecodable(path: Path, line: int, column: int) -> DataError:
+    return DataError(
+        f"{path}, line {line}, column {column}: not UTF-8 text.", hint="Convert the file to UTF-8 or leave it out."
+    )
+
+
+def _reading(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as problem:
+        raise DataError(f"{path}: can't be read ({problem.strerror}).") from None

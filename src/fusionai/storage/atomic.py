@@ -1,0 +1,63 @@
+"""Files that are there whole or not at all, durable when a call returns. Decides how a full disk is reported.
+
+Write beside, fsync, rename, fsync the directory. Neighbours: everything that keeps state on disk writes through here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from fusionai.primitives.errors import StorageError
+
+PARTIAL_SUFFIX: Final = ".partial"
+"""What is being written and does not count yet; removed by the next start."""
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@contextmanager
+def storage_errors(path: Path, doing: str = "written") -> Iterator[None]:
+    """Turn an `OSError` into a `StorageError` that names the file and what to do."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in _FULL:
+            raise StorageError(
+                f"no space left on the disk of {path}.",
+                hint="Free some space and start again: the job goes on from its last checkpoint.",
+            ) from problem
+        raise StorageError(f"{path} can't be {doing}: {problem.strerror or problem}.") from problem
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`; its directory is made. Raises `StorageError`, leaving the old file as it was."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            partial.replace(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable. Windows has no such call; its renames are journalled."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
