@@ -24,7 +24,20 @@ FlopRule = Literal["none", "element", "reduce", "softmax", "norm", "matmul", "co
 multiply-add of a product, a convolution, a transposed convolution or attention."""
 
 Growth = Literal[
-    "operand", "broadcast", "sizes", "repeat", "arange", "join", "matmul", "conv", "lookup", "pad", "window", "declared"
+    "operand",
+    "broadcast",
+    "sizes",
+    "repeat",
+    "arange",
+    "join",
+    "matmul",
+    "conv",
+    "conv_transpose",
+    "lookup",
+    "one_hot",
+    "pad",
+    "window",
+    "adaptive",
 ]
 """How large results may become, the rule `ir.growth` bounds memory by: at most the largest operand; the broadcast of
 the operands; a list of sizes among the arguments; ..."""
@@ -146,7 +159,8 @@ def _table() -> Iterator[Operator]:
     yield from _operators("view", "aten.transpose.int aten.permute.default aten.t.default aten.alias.default")
     yield from _operators("view", "aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims")
     yield from _operators("view", "aten.slice.Tensor aten.select.int aten.narrow.default aten.diagonal.default")
-    yield from _operators("view", "aten.expand.default aten.expand_as.default", growth="sizes")
+    yield from _operators("view", "aten.expand.default", growth="sizes")
+    yield from _operators("view", "aten.expand_as.default", growth="broadcast")
     yield from _operators("view", "aten.broadcast_tensors.default", growth="broadcast", results=None)
     yield from _operators("view", "aten.detach.default", differentiable=False)
     yield from _operators("view", "aten.split.Tensor aten.split_with_sizes.default aten.chunk.default", results=None)
@@ -160,8 +174,8 @@ def _table() -> Iterator[Operator]:
     # Tensors made from numbers.
     yield from _operators("create", "aten.full.default aten.zeros.default aten.ones.default aten.empty.memory_format")
     yield from _operators("create", "aten.new_zeros.default aten.new_ones.default aten.new_full.default")
-    yield from _operators("create", "aten.full_like.default aten.zeros_like.default aten.ones_like.default")
-    yield from _operators("create", "aten.empty_like.default", growth="operand")
+    yield from _operators("create", "aten.full_like.default aten.zeros_like.default", growth="operand")
+    yield from _operators("create", "aten.ones_like.default aten.empty_like.default", growth="operand")
     yield from _operators("create", "aten.scalar_tensor.default", growth="operand")
     yield from _operators("create", "aten.arange.default aten.arange.start aten.arange.start_step", growth="arange")
 
@@ -206,7 +220,8 @@ def _table() -> Iterator[Operator]:
 
     # Reductions.
     yield from _operators("reduce", "aten.sum.default aten.sum.dim_IntList aten.mean.default aten.mean.dim")
-    yield from _operators("reduce", "aten.cumsum.default aten.diff.default")
+    yield from _operators("reduce", "aten.cumsum.default")
+    yield from _operators("reduce", "aten.diff.default", growth="join")
     yield from _operators("reduce", "aten.amax.default aten.amin.default aten.var.correction aten.logsumexp.default")
     yield from _operators("reduce", "aten.std.correction aten.linalg_vector_norm.default", saves="operands")
     yield from _operators("reduce", "aten.max.default aten.min.default", saves="operands")
@@ -224,11 +239,13 @@ def _table() -> Iterator[Operator]:
     # Vision.
     yield from _operators("conv", "aten.conv1d.default aten.conv2d.default aten.convolution.default")
     yield from _operators("conv", "aten.conv1d.padding aten.conv2d.padding")
-    yield from _operators("conv", "aten.conv_transpose2d.input", flops="conv_transpose", growth="declared")
+    yield from _operators("conv", "aten.conv_transpose2d.input", flops="conv_transpose", growth="conv_transpose")
     yield from _operators("pool", "aten.max_pool2d.default aten.avg_pool2d.default aten.avg_pool1d.default")
     yield from _operators("pool", "aten.max_pool2d_with_indices.default", results=2)
-    yield from _operators("pool", "aten.adaptive_avg_pool1d.default aten.adaptive_avg_pool2d.default")
-    yield from _operators("pool", "aten._adaptive_avg_pool2d.default")
+    yield from _operators(
+        "pool", "aten.adaptive_avg_pool1d.default aten.adaptive_avg_pool2d.default", growth="adaptive"
+    )
+    yield from _operators("pool", "aten._adaptive_avg_pool2d.default", growth="adaptive")
     yield from _operators("copy", "aten.constant_pad_nd.default aten.pad.default", growth="pad")
 
     # Normalisation.
@@ -249,9 +266,9 @@ def _table() -> Iterator[Operator]:
 
     # Lookups and joins.
     yield from _operators("index", "aten.embedding.default aten.index_select.default aten.gather.default")
-    yield from _operators("index", "aten.index.Tensor aten.take_along_dim.default")
+    yield from _operators("index", "aten.index.Tensor")
     yield from _operators("index", "aten.tril.default aten.triu.default", growth="operand")
-    yield from _operators("index", "aten.one_hot.default", growth="declared", differentiable=False)
+    yield from _operators("index", "aten.one_hot.default", growth="one_hot", differentiable=False)
     yield from _operators("join", "aten.cat.default aten.stack.default")
     yield from _operators("join", "aten.repeat.default", growth="repeat")
     yield from _operators("join", "aten.repeat_interleave.self_int", growth="repeat")
@@ -260,6 +277,11 @@ def _table() -> Iterator[Operator]:
     yield from _operators("attention", "fusion.attention")
     yield from _operators("dropout", "fusion.dropout")
 
+
+WORDS: Final = frozenset(
+    {"none", "tanh", "floor", "trunc", "same", "valid", "constant", "reflect", "replicate", "circular"}
+)
+"""The strings an argument may be: rounding, approximation and padding modes."""
 
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType({operator.name: operator for operator in _table()})
 """Name -> operator, the whole vocabulary."""

@@ -1,0 +1,242 @@
+"""How large a result may become: an upper bound on its elements from the operands and arguments alone.
+
+Decides nothing about limits; never trusts the shape a graph declares for a result. Bounds hold at the symbols' largest
+sizes and are coarse on purpose (a strided convolution is bounded as if its stride were 1). Neighbours: `ir.validate`
+compares them with its limits, `ir.operators` names the rule of each operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from math import prod
+
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Arg, ListArg, Node, Ref
+from fusionai.primitives.errors import GraphError
+
+Sizes = tuple[int, ...]
+
+
+class Operands:
+    """What is known about the values a node reads: largest sizes of tensors, ranges of symbolic integers."""
+
+    def __init__(self, node: Node, tensors: Mapping[str, Sizes], integers: Mapping[str, tuple[int, int]]) -> None:
+        self.node = node
+        self._tensors = tensors
+        self._integers = integers
+
+    def argument(self, position: int, name: str) -> Arg:
+        """By position, else by name, else None."""
+        if position < len(self.node.args):
+            return self.node.args[position]
+        return self.node.kwargs.get(name)
+
+    def tensor(self, position: int, name: str) -> Sizes:
+        arg = self.argument(position, name)
+        if isinstance(arg, Ref) and arg.name in self._tensors:
+            return self._tensors[arg.name]
+        raise self.error(f"a tensor as argument {name!r}")
+
+    def tensors(self) -> list[Sizes]:
+        """Every tensor among the arguments, lists included."""
+        return self.tensors_of(*self.node.args, *self.node.kwargs.values())
+
+    def tensors_of(self, *args: Arg) -> list[Sizes]:
+        found: list[Sizes] = []
+        pending = list(args)
+        while pending:
+            arg = pending.pop()
+            if isinstance(arg, ListArg):
+                pending += arg.items
+            elif isinstance(arg, Ref) and arg.name in self._tensors:
+                found.append(self._tensors[arg.name])
+        return found
+
+    def integers(self, position: int, name: str) -> list[tuple[int, int]]:
+        """Ranges of a list of sizes (a single size counts as a list of one, None as an empty one)."""
+        arg = self.argument(position, name)
+        if arg is None:
+            return []
+        items = arg.items if isinstance(arg, ListArg) else (arg,)
+        return [self._range(item, name) for item in items]
+
+    def numbers(self) -> list[tuple[float, float]]:
+        """Ranges of the positional numbers, in order."""
+        return [
+            (arg, arg) if isinstance(arg, float) else self._range(arg, "number")
+            for arg in self.node.args
+            if not isinstance(arg, bool)
+        ]
+
+    def error(self, expected: str) -> GraphError:
+        return GraphError(f"node {self.node.id} ({self.node.op}): expected {expected}.")
+
+    def _range(self, arg: Arg, name: str) -> tuple[int, int]:
+        if isinstance(arg, int) and not isinstance(arg, bool):
+            return arg, arg
+        if isinstance(arg, Ref) and arg.name in self._integers:
+            return self._integers[arg.name]
+        raise self.error(f"whole numbers in argument {name!r}")
+
+
+def largest_elements(operands: Operands) -> int:
+    """The most elements any result of the node can have. Raises `GraphError` when the arguments do not say."""
+    node = operands.node
+    match OPERATORS[node.op].growth:
+        case "operand":
+            return max((prod(sizes) for sizes in operands.tensors()), default=1)
+        case "broadcast":
+            return prod(_broadcast(operands.tensors()))
+        case "sizes":
+            return _sizes(operands)
+        case "repeat":
+            copies = prod(max(1, high) for _, high in operands.integers(1, "repeats"))
+            return prod(operands.tensor(0, "self")) * copies
+        case "arange":
+            return _arange(operands)
+        case "join":
+            return sum(prod(sizes) for sizes in operands.tensors())
+        case "matmul":
+            return _matmul(operands)
+        case "conv":
+            return _conv(operands)
+        case "conv_transpose":
+            return _conv_transpose(operands)
+        case "lookup":
+            return _lookup(operands)
+        case "one_hot":
+            ((_, classes),) = operands.integers(1, "num_classes") or [(-1, -1)]
+            if classes < 1:
+                raise operands.error("the number of classes")
+            return prod(operands.tensor(0, "self")) * classes
+        case "pad":
+            return _pad(operands)
+        case "window":
+            source = operands.tensor(0, "self")
+            return prod(_padded(source, 2, operands.integers(3, "padding")))
+        case "adaptive":
+            sizes = [max(1, high) for _, high in operands.integers(1, "output_size")]
+            source = operands.tensor(0, "self")
+            return prod(source[: max(0, len(source) - len(sizes))]) * prod(sizes)
+
+
+def _broadcast(shapes: Sequence[Sizes]) -> Sizes:
+    # A size of 0 in one operand does not bound the others: sizes here are upper bounds.
+    backward = zip_longest(*(reversed(sizes) for sizes in shapes), fillvalue=1)
+    return tuple(max(sizes) for sizes in backward)[::-1]
+
+
+def _sizes(operands: Operands) -> int:
+    position = next((i for i, arg in enumerate(operands.node.args) if isinstance(arg, ListArg)), 0)
+    sizes = [high for _, high in operands.integers(position, "size")]
+    if operands.node.op != "aten.expand.default":
+        return prod(max(0, size) for size in sizes)
+    # expand: -1 keeps the operand's size.
+    source = operands.tensor(0, "self")
+    kept = (1,) * max(0, len(sizes) - len(source)) + source
+    return prod(before if size < 0 else size for size, before in zip(sizes, kept, strict=False))
+
+
+def _arange(operands: Operands) -> int:
+    numbers = operands.numbers()
+    start, end, step = (0, 0), (0, 0), (1, 1)
+    match numbers:
+        case [end]:
+            pass
+        case [start, end]:
+            pass
+        case [start, end, step]:
+            pass
+        case _:
+            raise operands.error("one to three numbers")
+    if step[0] <= 0 <= step[1]:
+        raise operands.error("a step that is not 0")
+    span = max(abs(end[1] - start[0]), abs(end[0] - start[1]))
+    return int(span / min(abs(step[0]), abs(step[1]))) + 1
+
+
+def _matmul(operands: Operands) -> int:
+    match operands.node.op:
+        case "aten.linear.default":
+            left, weight = operands.tensor(0, "input"), operands.tensor(1, "weight")
+            return prod(left[:-1]) * (weight[0] if len(weight) == 2 else 1)
+        case "fusion.attention":
+            query, value = operands.tensor(0, "q"), operands.tensor(2, "v")
+            return prod(query[:-1]) * value[-1] if query and value else 1
+        case "aten.addmm.default" | "aten.baddbmm.default":
+            left, right = operands.tensor(1, "mat1"), operands.tensor(2, "mat2")
+        case _:
+            left, right = operands.tensor(0, "self"), operands.tensor(1, "other")
+    batch = _broadcast([left[:-2], right[:-2]])
+    return prod(batch) * prod(left[-2:-1]) * (right[-1] if len(right) > 1 else 1)
+
+
+def _conv(operands: Operands) -> int:
+    source, weight = operands.tensor(0, "input"), operands.tensor(1, "weight")
+    if len(weight) < 3:
+        raise operands.error("a convolution weight of rank 3 or more")
+    spatial = len(weight) - 2
+    padding = operands.argument(4, "padding")
+    # "same" and "valid" never enlarge.
+    pads = [] if isinstance(padding, str) else operands.integers(4, "padding")
+    padded = _padded(source, spatial, pads)
+    return prod(padded[: -spatial - 1]) * weight[0] * prod(padded[-spatial:])
+
+
+def _conv_transpose(operands: Operands) -> int:
+    source, weight = operands.tensor(0, "input"), operands.tensor(1, "weight")
+    if len(weight) != 4 or len(source) < 3:
+        raise operands.error("an image and a weight of rank 4")
+    stride, dilation = _largest(operands, 3, "stride"), _largest(operands, 7, "dilation")
+    extra, groups = _largest(operands, 5, "output_padding"), _largest(operands, 6, "groups")
+    spatial = prod(
+        size * stride + dilation * kernel + extra for size, kernel in zip(source[-2:], weight[2:], strict=True)
+    )
+    return prod(source[:-3]) * weight[1] * groups * spatial
+
+
+def _largest(operands: Operands, position: int, name: str) -> int:
+    return max((high for _, high in operands.integers(position, name)), default=1)
+
+
+def _padded(source: Sizes, spatial: int, pads: Sequence[tuple[int, int]]) -> Sizes:
+    highs = [max(0, high) for _, high in pads] or [0]
+    around = highs * spatial if len(highs) == 1 else highs
+    if len(around) != spatial or len(source) < spatial:
+        raise GraphError(f"padding {around} does not fit a tensor of rank {len(source)}.")
+    return source[:-spatial] + tuple(size + 2 * pad for size, pad in zip(source[-spatial:], around, strict=True))
+
+
+def _pad(operands: Operands) -> int:
+    source = operands.tensor(0, "self")
+    pads = [high for _, high in operands.integers(1, "pad")]
+    if len(pads) % 2 or len(pads) > 2 * len(source):
+        raise operands.error("a pair of paddings per padded dimension")
+    sizes = list(source)
+    for i in range(0, len(pads), 2):
+        sizes[-1 - i // 2] += max(0, pads[i]) + max(0, pads[i + 1])
+    return prod(sizes)
+
+
+def _lookup(operands: Operands) -> int:
+    match operands.node.op:
+        case "aten.embedding.default":
+            return prod(operands.tensor(1, "indices")) * prod(operands.tensor(0, "weight")[1:])
+        case "aten.gather.default":
+            return prod(operands.tensor(2, "index"))
+        case "aten.index_select.default":
+            # The selected dimension's size is at least 1 wherever an index is in range.
+            return prod(operands.tensor(0, "self")) * prod(operands.tensor(2, "index"))
+        case _:
+            return _index(operands)
+
+
+def _index(operands: Operands) -> int:
+    """`x[i, None, j]`: the indices broadcast, the dimensions without an index stay."""
+    source = operands.tensor(0, "self")
+    indices = operands.argument(1, "indices")
+    if not isinstance(indices, ListArg) or len(indices.items) > len(source):
+        raise operands.error("a list of at most one index per dimension")
+    kept = [size for size, index in zip_longest(source, indices.items) if index is None]
+    return prod(_broadcast(operands.tensors_of(indices))) * prod(kept)
