@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from fusionai.ir.graph import SYMINT
 from fusionai.ir.growth import Operands, Sizes, largest_elements
+from fusionai.ir.limits import DEFAULT_LIMITS, Limits
 from fusionai.ir.operators import OPERATORS, WORDS
 from fusionai.ir.schema import (
     IR_VERSION,
@@ -36,42 +36,10 @@ from fusionai.ir.schema import (
     ValueSpec,
     decode,
 )
+from fusionai.ir.semantic import check_semantic
 from fusionai.ir.shapes import SYMBOL, BinaryName, bounds, combine
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Caps on what a graph may ask for. A peer lowers `value_bytes` and `parameter_bytes` to what is lent to the job."""
-
-    json_bytes: int = 16 * 2**20
-    json_depth: int = 32
-    nodes: int = 200_000
-    values: int = 800_000
-    params: int = 100_000
-    blocks: int = 10_000
-    interface: int = 4096
-    """Inputs, and outputs."""
-    symbols: int = 16
-    symbol_size: int = 2**31
-    rank: int = 16
-    args: int = 32
-    results: int = 4096
-    list_items: int = 4096
-    list_depth: int = 3
-    name_characters: int = 512
-    aliases: int = 64
-    init_ops: int = 8
-    value_bytes: int = 2**42
-    """Of any one value at the symbols' largest sizes."""
-    parameter_bytes: int = 2**44
-    """Of all parameters and buffers together."""
-    constant_bytes: int = 2**32
-    """Of all constants together: their bytes travel with the graph."""
-
-
-DEFAULT_LIMITS: Final = Limits()
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _INIT_ARITY: Final = {
@@ -96,24 +64,6 @@ _SIZE_OPERATORS: Final[dict[str, tuple[BinaryName, int]]] = {
     "sym.min": ("min", 2),
     "sym.neg": ("-", 1),
 }
-
-Option = Literal["number", "number?", "size?", "flag", "share", "tensor?"]
-_SEMANTIC: Final[dict[str, tuple[int, dict[str, Option]]]] = {
-    "fusion.attention": (
-        3,
-        {
-            "scale": "number",
-            "causal": "flag",
-            "window": "size?",
-            "softcap": "number?",
-            "dropout": "share",
-            "sinks": "tensor?",
-            "key_mask": "tensor?",
-        },
-    ),
-    "fusion.dropout": (1, {"p": "share"}),
-}
-"""Operator -> (tensors by position, kind of each named argument; `?` allows None)."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -337,7 +287,7 @@ class _Check:
             self._size_node(node)
             return
         if operator.category in ("attention", "dropout"):
-            self._semantic_node(node)
+            check_semantic(node, self.sizes)
         most = largest_elements(Operands(node, self.sizes, self.integers))
         for name in node.outputs:
             self._bytes(f"result {name!r} of node {node.id} ({node.op})", most, self.graph.values[name].dtype)
@@ -409,37 +359,6 @@ class _Check:
         if max(abs(made[0]), abs(made[1])) >= _MAX_INTEGER:
             raise GraphError(f"node {node.id} ({node.op}) reaches numbers beyond 64 bits.")
         self.integers[name] = made
-
-    def _semantic_node(self, node: Node) -> None:
-        """`fusion.*` operators are ours, so their arguments are checked to the last one."""
-        operands, options = _SEMANTIC[node.op]
-        tensors = [arg for arg in node.args if isinstance(arg, Ref) and arg.name in self.sizes]
-        if len(node.args) != operands or len(tensors) != operands:
-            raise GraphError(f"node {node.id} ({node.op}) takes {operands} tensors, then named arguments.")
-        for name, arg in node.kwargs.items():
-            if not self._semantic_option(options.get(name), arg):
-                raise GraphError(
-                    f"node {node.id} ({node.op}): argument {name[:64]!r} is unknown or has a value it can't take;"
-                    f" known are {', '.join(options)}."
-                )
-
-    def _semantic_option(self, option: Option | None, arg: Arg) -> bool:
-        number = isinstance(arg, int | float) and not isinstance(arg, bool)
-        match option:
-            case None:
-                return False
-            case "number":
-                return number
-            case "number?":
-                return arg is None or (number and arg > 0)
-            case "size?":
-                return arg is None or (isinstance(arg, int) and not isinstance(arg, bool) and arg > 0)
-            case "flag":
-                return isinstance(arg, bool)
-            case "share":
-                return number and 0 <= arg < 1
-            case "tensor?":
-                return arg is None or (isinstance(arg, Ref) and arg.name in self.sizes)
 
     def _integer(self, node: Node, arg: Arg) -> tuple[int, int]:
         if isinstance(arg, int) and not isinstance(arg, bool):
