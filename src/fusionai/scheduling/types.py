@@ -15,14 +15,14 @@ class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base: immutable, strict, keyword-only."""
 
 
-class Link(_Data, kw_only=True):
+class Link(_Data, frozen=True, kw_only=True):
     """A directed pair or an access link."""
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
 
 
-class PeerProfile(_Data, kw_only=True):
+class PeerProfile(_Data, frozen=True, kw_only=True):
     """What a peer can do, measured, and what its provider allows."""
 
     peer: str
@@ -51,7 +51,7 @@ class PeerProfile(_Data, kw_only=True):
         return self.flops_per_s * self.share
 
 
-class BlockCost(_Data, kw_only=True):
+class BlockCost(_Data, frozen=True, kw_only=True):
     """One block of the graph (or a role's nodes) for one microbatch, at the job's batch and sequence sizes."""
 
     block: int
@@ -70,14 +70,14 @@ class BlockCost(_Data, kw_only=True):
     ops: tuple[str, ...] = ()
 
 
-class RolePlacement(_Data, kw_only=True):
+class RolePlacement(_Data, frozen=True, kw_only=True):
     """`feed` and `loss` are placed by the plan, by default with the job owner."""
 
     role: Literal["feed", "loss"]
     place: Literal["owner", "pool"] = "owner"
 
 
-class Problem(_Data, kw_only=True):
+class Problem(_Data, frozen=True, kw_only=True):
     """What to plan. `blocks` in order; the last entry is the loss block if `loss` is placed with the owner it is not
     offered to the pool's peers."""
 
@@ -102,7 +102,7 @@ class Problem(_Data, kw_only=True):
     spares_wanted: int | None = None
 
 
-class StagePlacement(_Data, kw_only=True):
+class StagePlacement(_Data, frozen=True, kw_only=True):
     """One stage on one peer. Block ranges are half-open and contiguous."""
 
     stage: int
@@ -119,12 +119,12 @@ class StagePlacement(_Data, kw_only=True):
     memory_limit_bytes: int = 0
 
 
-class Excluded(_Data, kw_only=True):
+class Excluded(_Data, frozen=True, kw_only=True):
     peer: str
     reason: str
 
 
-class Certificate(_Data, kw_only=True):
+class Certificate(_Data, frozen=True, kw_only=True):
     """How good the plan is: `optimality_gap` = bound / predicted - 1 of tokens per second, 0.0 when proven optimal."""
 
     method: str
@@ -134,7 +134,7 @@ class Certificate(_Data, kw_only=True):
     explored: int = 0
 
 
-class Plan(_Data, kw_only=True):
+class Plan(_Data, frozen=True, kw_only=True):
     """Partition + placement + schedule. Immutable; `version` 0 until the broker mints one.
 
     `stages` in pipeline order; a stage of the job owner (the loss, by default) is the last, with its peer id.

@@ -1,0 +1,44 @@
+"""One machine on its own: the baseline every plan is held against. Decides its speed, or that the model does not fit.
+
+No link, no pipeline: a step is M microbatches one after the other, with one in flight.
+Neighbours: `planner` prints it and warns when it wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.types import PeerProfile, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The fastest single machine that fits the whole model, the loss included."""
+
+    peer: PeerProfile
+    tokens_per_s: float
+
+
+def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | None:
+    """Over `peers` (those that may be used, and the owner). None if the model fits none of them."""
+    chain = Chain(problem, problem.blocks)
+    needed_bytes = chain.resident_bytes(0, chain.length) + chain.in_flight_bytes(0, chain.length)
+    ops = {op for block in problem.blocks for op in block.ops}
+    best: Alone | None = None
+    for peer in sorted(peers, key=lambda p: p.peer):
+        if peer.memory_bytes < needed_bytes or not peer.effective_flops_per_s > 0 or ops & set(peer.unsupported_ops):
+            continue
+        tokens_per_s = problem.microbatch_tokens / compute_alone_s(chain, peer)
+        if best is None or tokens_per_s > best.tokens_per_s:
+            best = Alone(peer, tokens_per_s)
+    return best
+
+
+def compute_alone_s(chain: Chain, peer: PeerProfile) -> float:
+    seconds = chain.flops(0, chain.length) / peer.effective_flops_per_s
+    bandwidth = peer.memory_bandwidth_bytes_per_s * peer.share
+    if not chain.training and bandwidth > 0:
+        seconds = max(seconds, chain.parameter_bytes(0, chain.length) / bandwidth)
+    return max(seconds, 1e-12)

@@ -1,0 +1,64 @@
+"""The model as a chain of blocks with prefix sums. Decides what a range of blocks costs and keeps; knows no peer.
+
+Cut `c` lies before the block at position `c`: cut 0 is the feed's side, cut `length` the loss's side. Ranges are
+half-open positions into the chain. Neighbours: `pipeline` adds peers and links, `memory` explains what is counted.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.types import BlockCost, Problem
+
+
+class Chain:
+    """`blocks` in order, costs of `problem.task` at its batch sizes."""
+
+    def __init__(self, problem: Problem, blocks: tuple[BlockCost, ...]) -> None:
+        training = problem.task == "train"
+        slots = 1.0 + problem.optimizer_bytes_per_trainable_byte
+        self.blocks = blocks
+        self.length = len(blocks)
+        self.training = training
+        self._flops = _sums([b.forward_flops + (b.backward_flops if training else 0.0) for b in blocks])
+        self._parameters = _sums([float(b.parameter_bytes) for b in blocks])
+        self._state = _sums([b.parameter_bytes + (slots * b.trainable_bytes if training else 0.0) for b in blocks])
+        self._kept = _sums([float(b.activation_bytes) if training else 0.0 for b in blocks])
+        self._workspace = [float(b.workspace_bytes) for b in blocks]
+        # Nothing of the pipeline crosses cut 0; what the feed sends (token ids) is too small to count.
+        self.forward_bytes = [0.0, *(float(b.output_bytes) for b in blocks)]
+        self.gradient_bytes = [0.0, *(float(b.gradient_bytes) if training else 0.0 for b in blocks)]
+
+    def flops(self, start: int, end: int) -> float:
+        return self._flops[end] - self._flops[start]
+
+    def parameter_bytes(self, start: int, end: int) -> float:
+        return self._parameters[end] - self._parameters[start]
+
+    def resident_bytes(self, start: int, end: int) -> float:
+        """Parameters, their gradients and optimizer slots, and the largest workspace: there whatever is in flight."""
+        return self._state[end] - self._state[start] + max(self._workspace[start:end])
+
+    def in_flight_bytes(self, start: int, end: int) -> float:
+        """What one microbatch in flight takes: activations kept for backward, and both directions of both cuts."""
+        boundary = self.forward_bytes[start] + self.gradient_bytes[start]
+        boundary += self.forward_bytes[end] + self.gradient_bytes[end]
+        return self._kept[end] - self._kept[start] + boundary
+
+    def numbers(self, start: int, end: int) -> tuple[int, int]:
+        """Half-open range of block numbers for a range of positions."""
+        return self.blocks[start].block, self.blocks[end - 1].block + 1
+
+
+def check_blocks(blocks: tuple[BlockCost, ...]) -> None:
+    """Blocks must be numbered without holes, so that a range of numbers says exactly which blocks a stage holds."""
+    if not blocks:
+        raise PlanError("expected at least one block to place, got none.", hint="Capture a model first.")
+    for before, after in pairwise(blocks):
+        if after.block != before.block + 1:
+            raise PlanError(f"expected consecutive block numbers, got block {after.block} after block {before.block}.")
+
+
+def _sums(values: list[float]) -> list[float]:
+    return [0.0, *accumulate(values)]

@@ -1,0 +1,72 @@
+"""Which peers the planner may use, and in one sentence why not the others. Decides nothing about who is best.
+
+Neighbours: `planner` asks first and lists the refusals in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.links import nearest
+from fusionai.scheduling.types import BlockCost, Excluded, PeerProfile, Problem
+
+
+def eligible(
+    problem: Problem, pool_blocks: Sequence[BlockCost], smallest_stage_bytes: float
+) -> tuple[list[PeerProfile], list[Excluded]]:
+    """Split `problem.peers` into usable ones and refused ones, in the order given.
+
+    `smallest_stage_bytes`: the least any stage takes. Raises `PlanError` when a required peer can't be used.
+    """
+    ops = sorted({op for block in pool_blocks for op in block.ops})
+    usable: list[PeerProfile] = []
+    refused: list[Excluded] = []
+    for peer in problem.peers:
+        reason = _refusal(problem, peer, ops, smallest_stage_bytes)
+        if reason is None:
+            usable.append(peer)
+        else:
+            refused.append(Excluded(peer=peer.peer, reason=reason))
+            if peer.peer in problem.required:
+                raise PlanError(
+                    f"peer {peer.peer!r} is required but can't be used: {reason}",
+                    hint="Take it out of `required`, or mend what stands in its way.",
+                )
+    return usable, refused
+
+
+def check_names(problem: Problem) -> None:
+    """Raise `PlanError` on a peer listed twice and on `required` or `excluded` names that are not in the pool."""
+    known = [p.peer for p in problem.peers]
+    if len(set(known)) != len(known):
+        twice = next(name for name in known if known.count(name) > 1)
+        raise PlanError(f"peer {twice!r} is listed twice.", hint="List every peer once.")
+    for setting, names in (("required", problem.required), ("excluded", problem.excluded)):
+        for name in names:
+            if name not in known:
+                raise PlanError(
+                    f"`{setting}` names peer {name!r}, which is not in the pool.", hint=nearest(name, sorted(known))
+                )
+
+
+def _refusal(problem: Problem, peer: PeerProfile, ops: list[str], smallest_stage_bytes: float) -> str | None:
+    if peer.peer in problem.excluded:
+        return "excluded by the job owner."
+    if "stage" not in peer.roles:
+        return "its provider does not lend it for stages."
+    missing = [op for op in ops if op in peer.unsupported_ops]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        return f"its backend {peer.backend!r} can't run {', '.join(missing[:3])}{more}."
+    if not peer.flops_per_s > 0:
+        return f"its measured speed is {peer.flops_per_s} FLOP/s."
+    if not 0 < peer.share <= 1:
+        return f"its share is {peer.share}, expected above 0 and at most 1."
+    if peer.memory_bytes < smallest_stage_bytes:
+        return (
+            f"it lends {format_bytes(peer.memory_bytes)}, "
+            f"the smallest stage takes {format_bytes(smallest_stage_bytes)}."
+        )
+    return None

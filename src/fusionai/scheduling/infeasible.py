@@ -1,0 +1,67 @@
+"""Why there is no plan: the tightest constraint in a sentence, and what to do. Decides only words.
+
+Neighbours: `planner` raises what this returns.
+"""
+
+from __future__ import annotations
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.pipeline import Pipeline
+from fusionai.scheduling.search import Limits
+from fusionai.scheduling.types import Problem
+
+_MORE = "Use smaller microbatches or fewer of them, let providers lend more memory, or let more peers join."
+
+
+def infeasible(problem: Problem, pipeline: Pipeline, limits: Limits, *, proven: bool) -> PlanError:
+    """Memory is the only constraint left once names, counts and operators have been checked."""
+    return _block(pipeline) or _total(pipeline, limits) or _division(problem, pipeline, limits, proven)
+
+
+def _block(pipeline: Pipeline) -> PlanError | None:
+    """One block that no peer holds."""
+    chain = pipeline.chain
+    largest = max(pipeline.memory_bytes[: pipeline.owner])
+    needs = [(_least_bytes(pipeline, b, b + 1), b) for b in range(chain.length)]
+    needed, block = max(needs)
+    if needed <= largest:
+        return None
+    return PlanError(
+        f"block {chain.blocks[block].block} alone needs {format_bytes(needed)}, the largest peer lends "
+        f"{format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
+        hint=_MORE,
+    )
+
+
+def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
+    """All together they lend too little."""
+    needed = _least_bytes(pipeline, 0, pipeline.chain.length)
+    lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
+    if needed <= lent:
+        return None
+    peers = "1 peer" if limits.most == 1 else f"{limits.most} peers"
+    return PlanError(
+        f"the model needs at least {format_bytes(needed)}, the largest {peers} that may hold it lend "
+        f"{format_bytes(lent)}: {format_bytes(needed - lent)} are missing.",
+        hint=_MORE,
+    )
+
+
+def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool) -> PlanError:
+    """Enough in sum, but whole blocks with their microbatches in flight don't fit."""
+    chain = pipeline.chain
+    size, block = max((_least_bytes(pipeline, b, b + 1), b) for b in range(chain.length))
+    lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
+    stages = f"{limits.most} stages" if problem.stages is not None else f"up to {limits.most} stages"
+    verdict = "no cut fits" if proven else "no cut was found that fits"
+    return PlanError(
+        f"{verdict} {stages} with their microbatches in flight into the {format_bytes(lent)} the peers lend; "
+        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}.",
+        hint=_MORE,
+    )
+
+
+def _least_bytes(pipeline: Pipeline, start: int, end: int) -> float:
+    """With one microbatch in flight."""
+    return pipeline.resident[start][end] + pipeline.flight[start][end]

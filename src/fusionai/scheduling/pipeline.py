@@ -1,0 +1,211 @@
+"""The cost model of a pipeline on unequal peers. Decides how long a step takes; chooses nothing.
+
+A pipeline is grown from its last stage towards its first, because all that a stage needs to know lies downstream: the
+next peer, the round trip of a microbatch below it (its memory for microbatches in flight) and how many stages follow.
+
+    step = (M - 1) * period + transit (+ sync, 0 for one replica)
+    transit  = sum of compute over stages + sum over hops of (activation + gradient transfer + both latencies)
+    period   = max over stages of compute, uplink and downlink occupancy, exceptional links' transfer, credit
+    credit_k = round trip of stage k / microbatches its memory holds, where that is fewer than M (Little's law)
+
+For equal stages this is M*tau + (P-1)(t_c + t_n + 2a). Microbatches in flight at stage k: as many as stages from k on
+at least (1F1B never starves), ceil(downstream round trip / period) + 2 to hide the links, at most M and what memory
+holds. Not modelled: what the feed sends, the commit's round trips, jitter.
+
+Neighbours: `chain` (costs of ranges), `links` (hops), `search` and `improvement` (grow pipelines), `planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, floor
+from typing import Final, NamedTuple
+
+from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.links import hops
+from fusionai.scheduling.types import PeerProfile, Problem
+
+
+class Suffix(NamedTuple):
+    """The stages from `start` to the end. Smaller is better in each of the four times, all else equal."""
+
+    start: int
+    """Position of the first block."""
+    head: int
+    """Index of the first stage's peer; `Pipeline.owner` for the owner's loss stage."""
+    stages: int
+    """With the owner's."""
+    period_s: float
+    transit_s: float
+    up_s: float
+    """Occupancy of the head's uplink so far (its downstream side)."""
+    down_s: float
+    held: int
+    """Microbatches the head's memory holds, at most M."""
+    compute_s: float
+    """Of the head."""
+    rest: Suffix | None
+
+
+EMPTY_HEAD: Final = -1
+"""Head of the empty suffix when the loss is in the pool: nothing lies downstream."""
+LOSS_IN_FLIGHT: Final = 2
+"""What the last stage needs: one microbatch in work, one waiting."""
+
+
+class Pipeline:
+    """Problem restricted to usable peers, in an order that does not depend on how they were listed."""
+
+    def __init__(self, problem: Problem, peers: Sequence[PeerProfile], loss_at_owner: bool) -> None:
+        owner = problem.owner
+        self.microbatches = problem.microbatches
+        self.peers = sorted(peers, key=lambda p: (-p.effective_flops_per_s, p.peer))
+        self.owner = len(self.peers)
+        everyone = [*self.peers, *([] if owner is None else [owner])]
+        blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
+        self.chain = Chain(problem, blocks)
+        self.loss = Chain(problem, problem.blocks[-1:]) if loss_at_owner else None
+        self.speed = [p.effective_flops_per_s for p in everyone]
+        self._bandwidth = [p.memory_bandwidth_bytes_per_s * p.share for p in everyone]
+        self._up = [p.uplink.bandwidth_bytes_per_s for p in everyone]
+        self._down = [p.downlink.bandwidth_bytes_per_s for p in everyone]
+        self._hops = hops(everyone, problem.links)
+        self.memory_bytes = [float(p.memory_bytes) for p in everyone]
+        # The owner's machine may lend itself as a peer too: then the loss stage takes its part of both.
+        self._busy_s = [0.0] * len(everyone)
+        self.owner_id = None if owner is None else owner.peer
+        self.owner_memory_bytes = 0 if owner is None else owner.memory_bytes
+        self.tail = self._tail()
+        chain = self.chain
+        length = chain.length
+        self.resident = [
+            [chain.resident_bytes(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)
+        ]
+        self.flight = [
+            [chain.in_flight_bytes(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)
+        ]
+        self._flops = [[chain.flops(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)]
+
+    def extend(self, suffix: Suffix, peer: int, start: int) -> Suffix | None:
+        """Put a stage [start, suffix.start) on `peer` before `suffix`. None if its memory can't hold it."""
+        end, head = suffix.start, suffix.head
+        held = self.held(peer, start, end)
+        if held < min(self.microbatches, suffix.stages + 1):
+            return None
+        compute_s = self.compute_s(peer, start, end)
+        transit_s = suffix.transit_s + compute_s
+        period_s = max(suffix.period_s, compute_s + self._busy_s[peer])
+        up_s = down_s = 0.0
+        if head != EMPTY_HEAD:
+            forward, backward = self._hops[peer][head], self._hops[head][peer]
+            forward_bytes, gradient_bytes = self.chain.forward_bytes[end], self.chain.gradient_bytes[end]
+            forward_s = forward_bytes / forward.bandwidth_bytes_per_s
+            backward_s = gradient_bytes / backward.bandwidth_bytes_per_s
+            transit_s += forward_s + backward_s + forward.latency_s + backward.latency_s
+            head_up_s, head_down_s = suffix.up_s, suffix.down_s
+            if forward.shared:
+                up_s = forward_bytes / self._up[peer]
+                head_down_s += forward_bytes / self._down[head]
+            if backward.shared:
+                down_s = gradient_bytes / self._down[peer]
+                head_up_s += gradient_bytes / self._up[head]
+            period_s = max(period_s, forward_s, backward_s, up_s, down_s, head_up_s, head_down_s)
+        if held < self.microbatches:
+            period_s = max(period_s, transit_s / held)
+        return Suffix(start, peer, suffix.stages + 1, period_s, transit_s, up_s, down_s, held, compute_s, suffix)
+
+    def fold(self, order: Sequence[int], cuts: Sequence[int]) -> Suffix | None:
+        """The pipeline of `order[k]` holding [cuts[k], cuts[k + 1]); `cuts` runs from 0 to the chain's length."""
+        suffix: Suffix | None = self.tail
+        for index in range(len(order) - 1, -1, -1):
+            suffix = self.extend(suffix, order[index], cuts[index])
+            if suffix is None:
+                return None
+        return suffix
+
+    def step_s(self, suffix: Suffix) -> float:
+        return (self.microbatches - 1) * suffix.period_s + suffix.transit_s
+
+    def compute_s(self, peer: int, start: int, end: int) -> float:
+        seconds = self._flops[start][end] / self.speed[peer]
+        # Serving reads every weight once per microbatch, however few tokens it has; training's matrices are large.
+        if not self.chain.training and self._bandwidth[peer] > 0:
+            seconds = max(seconds, self.chain.parameter_bytes(start, end) / self._bandwidth[peer])
+        return seconds
+
+    def held(self, peer: int, start: int, end: int) -> int:
+        """Microbatches in flight that fit beside the stage's resident bytes, at most M; negative if not even those."""
+        free = self.memory_bytes[peer] - self.resident[start][end]
+        flight = self.flight[start][end]
+        if free < 0:
+            return -1
+        return self.microbatches if flight * self.microbatches <= free else floor(free / flight)
+
+    def in_flight(self, stage: Suffix, period_s: float) -> int:
+        downstream_s = stage.transit_s - stage.compute_s
+        hiding = ceil(downstream_s / period_s) + 2 if period_s > 0 else self.microbatches
+        return min(stage.held, self.microbatches, max(stage.stages, hiding))
+
+    def pool_stages(self, suffix: Suffix) -> Iterator[Suffix]:
+        """First stage first, without the owner's."""
+        stage: Suffix | None = suffix
+        while stage is not None and stage is not self.tail:
+            yield stage
+            stage = stage.rest
+
+    def transfer_s(self, upstream: int, downstream: int, cut: int) -> float:
+        """Activation and gradient of one microbatch over `cut`, without latency."""
+        forward, backward = self._hops[upstream][downstream], self._hops[downstream][upstream]
+        seconds = self.chain.forward_bytes[cut] / forward.bandwidth_bytes_per_s
+        return seconds + self.chain.gradient_bytes[cut] / backward.bandwidth_bytes_per_s
+
+    def hop_s(self, upstream: int, downstream: int, cut: int) -> float:
+        """`transfer_s` and both latencies."""
+        latency_s = self._hops[upstream][downstream].latency_s + self._hops[downstream][upstream].latency_s
+        return self.transfer_s(upstream, downstream, cut) + latency_s
+
+    def access_s(self, peer: int, start: int, end: int) -> float:
+        """Occupancy of the busier direction of the peer's access link by stage [start, end)."""
+        chain = self.chain
+        # Without an owner's loss stage nothing crosses the last cut.
+        last = end == chain.length and self.loss is None
+        up = chain.gradient_bytes[start] + (0.0 if last else chain.forward_bytes[end])
+        down = chain.forward_bytes[start] + (0.0 if last else chain.gradient_bytes[end])
+        return max(up / self._up[peer], down / self._down[peer])
+
+    def access_only(self, peer: int) -> bool:
+        """Whether every transfer of the peer takes its access link, whoever is next to it."""
+        others = [i for i in range(len(self._hops)) if i != peer]
+        return all(self._hops[peer][i].shared and self._hops[i][peer].shared for i in others)
+
+    def alike(self, one: int, other: int) -> bool:
+        """Whether two peers can be exchanged without changing any cost."""
+        if not (self.access_only(one) and self.access_only(other)):
+            return False
+        a, b = self.peers[one], self.peers[other]
+        speed = a.effective_flops_per_s == b.effective_flops_per_s and self._bandwidth[one] == self._bandwidth[other]
+        return speed and (a.memory_bytes, a.uplink, a.downlink) == (b.memory_bytes, b.uplink, b.downlink)
+
+    def loss_bytes(self, in_flight: int) -> float:
+        """Memory of the owner's loss stage; its input (usually the logits) is what counts."""
+        if self.loss is None:
+            return 0.0
+        return self.loss.resident_bytes(0, 1) + in_flight * self._loss_flight_bytes(self.loss)
+
+    def _loss_flight_bytes(self, loss: Chain) -> float:
+        cut = self.chain.length
+        return loss.in_flight_bytes(0, 1) + self.chain.forward_bytes[cut] + self.chain.gradient_bytes[cut]
+
+    def _tail(self) -> Suffix:
+        end = self.chain.length
+        if self.loss is None:
+            return Suffix(end, EMPTY_HEAD, 0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
+        compute_s = self.loss.flops(0, 1) / self.speed[self.owner]
+        free = self.memory_bytes[self.owner] - self.loss.resident_bytes(0, 1)
+        flight = self._loss_flight_bytes(self.loss)
+        held = self.microbatches if flight * self.microbatches <= free else floor(free / flight)
+        for index, peer in enumerate(self.peers):
+            if peer.peer == self.owner_id:
+                self._busy_s[index] = compute_s
+                self.memory_bytes[index] -= self.loss_bytes(min(held, LOSS_IN_FLIGHT, self.microbatches))
+        return Suffix(end, self.owner, 1, compute_s, compute_s, 0.0, 0.0, held, compute_s, None)

@@ -1,0 +1,126 @@
+"""A solved pipeline written out as a `Plan`: predictions, memory, bottleneck, spares. Decides no placement.
+
+Neighbours: `planner` calls it last, `pipeline` has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.pipeline import EMPTY_HEAD, Pipeline, Suffix
+from fusionai.scheduling.types import Certificate, Excluded, Plan, Problem, StagePlacement
+
+
+def written_out(
+    problem: Problem,
+    pipeline: Pipeline,
+    best: Suffix,
+    *,
+    certificate: Certificate,
+    feed_at_owner: bool,
+    single_peer_tokens_per_s: float | None,
+    refused: tuple[Excluded, ...],
+    warnings: tuple[str, ...],
+) -> Plan:
+    """The immutable plan of `best`, every field filled."""
+    stages = tuple(_stages(pipeline, best, feed_at_owner))
+    used = {stage.peer for stage in stages}
+    step_s = pipeline.step_s(best)
+    return Plan(
+        task=problem.task,
+        graph_hash=problem.graph_hash,
+        stages=stages,
+        feed=_owner_id(pipeline) if feed_at_owner else stages[0].peer,
+        spares=tuple(peer.peer for peer in pipeline.peers if peer.peer not in used),
+        microbatches=problem.microbatches,
+        step_time_s=step_s,
+        tokens_per_s=problem.microbatches * problem.microbatch_tokens / step_s,
+        single_peer_tokens_per_s=single_peer_tokens_per_s,
+        bottleneck=_bottleneck(problem, pipeline, best),
+        excluded=refused,
+        warnings=warnings,
+        certificate=certificate,
+    )
+
+
+def pool_name(problem: Problem, peer: str) -> str:
+    """The peer's name for people, or its id."""
+    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
+    return next((p.name for p in everyone if p.peer == peer and p.name), peer)
+
+
+def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[StagePlacement]:
+    chain = pipeline.chain
+    pool = list(pipeline.pool_stages(best))
+    for number, stage in enumerate(pool):
+        end = chain.length if stage.rest is None else stage.rest.start
+        in_flight = pipeline.in_flight(stage, best.period_s)
+        head = EMPTY_HEAD if stage.rest is None else stage.rest.head
+        loss_here = number == len(pool) - 1 and pipeline.loss is None
+        yield StagePlacement(
+            stage=number,
+            peer=pipeline.peers[stage.head].peer,
+            blocks=chain.numbers(stage.start, end),
+            roles=(
+                *(("feed",) if number == 0 and not feed_at_owner else ()),
+                "stage",
+                *(("loss",) if loss_here else ()),
+            ),
+            in_flight=in_flight,
+            compute_s=stage.compute_s,
+            send_s=0.0 if head == EMPTY_HEAD else pipeline.transfer_s(stage.head, head, end),
+            memory_bytes=_whole(pipeline.resident[stage.start][end] + in_flight * pipeline.flight[stage.start][end]),
+            memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
+        )
+    if pipeline.loss is not None:
+        tail = pipeline.tail
+        in_flight = min(pipeline.in_flight(tail, best.period_s), tail.held)
+        yield StagePlacement(
+            stage=len(pool),
+            peer=_owner_id(pipeline),
+            blocks=pipeline.loss.numbers(0, 1),
+            roles=("loss",),
+            in_flight=in_flight,
+            compute_s=tail.compute_s,
+            memory_bytes=_whole(pipeline.loss_bytes(in_flight)),
+            memory_limit_bytes=pipeline.owner_memory_bytes,
+        )
+
+
+def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
+    """What a faster pipeline would have to change first."""
+    causes: list[tuple[float, str]] = []
+    pool = list(pipeline.pool_stages(best))
+    for number, stage in enumerate(pool):
+        name = pool_name(problem, pipeline.peers[stage.head].peer)
+        causes.append((stage.compute_s, f"compute of stage {number} on {name}"))
+        if stage.rest is not None and stage.rest.head != EMPTY_HEAD:
+            seconds = pipeline.transfer_s(stage.head, stage.rest.head, stage.rest.start)
+            causes.append((seconds, f"link from stage {number} on {name} to stage {number + 1}"))
+    if pipeline.loss is not None:
+        name = pool_name(problem, _owner_id(pipeline))
+        causes.append((pipeline.tail.compute_s, f"compute of the loss on {name}"))
+    seconds, cause = max(causes, key=lambda c: c[0])
+    # Occupancy of an access link and scarce memory show in no single stage or link.
+    if best.period_s > seconds * (1 + 1e-9):
+        return _shared_cause(problem, pipeline, best, pool)
+    return f"{cause} ({format_seconds(seconds)} per microbatch)"
+
+
+def _shared_cause(problem: Problem, pipeline: Pipeline, best: Suffix, pool: list[Suffix]) -> str:
+    number, stage = next((n, s) for n, s in reversed(list(enumerate(pool))) if s.period_s >= best.period_s)
+    name = pool_name(problem, pipeline.peers[stage.head].peer)
+    period = format_seconds(best.period_s)
+    if stage.held < pipeline.microbatches and stage.transit_s / stage.held >= best.period_s:
+        return f"memory of {name}: it holds {stage.held} microbatches of stage {number} in flight ({period} each)"
+    return f"access links around stage {number} on {name} ({period} per microbatch)"
+
+
+def _owner_id(pipeline: Pipeline) -> str:
+    assert pipeline.owner_id is not None, "roles with the owner were checked to have one"
+    return pipeline.owner_id
+
+
+def _whole(size_bytes: float) -> int:
+    return round(size_bytes)

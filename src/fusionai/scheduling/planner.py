@@ -1,0 +1,253 @@
+"""`plan(problem) -> Plan`: pure and deterministic. Decides which peer holds which blocks; starts nothing.
+
+Small pools are searched exactly (`search`), larger ones heuristically (`improvement`) with a proven bound (`bound`);
+the plan says which, and how far from the bound it can be. The same problem gives the same plan, in whatever order its
+peers are listed. One replica and one stage per peer.
+
+Neighbours: `eligibility` (who may be used), `pipeline` (what a step costs), `alone` (one machine instead), `placement`
+(the plan written out), `infeasible` (why there is none).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.alone import fastest_alone
+from fusionai.scheduling.bound import step_time_bound_s
+from fusionai.scheduling.chain import Chain, check_blocks
+from fusionai.scheduling.eligibility import check_names, eligible
+from fusionai.scheduling.improvement import improve
+from fusionai.scheduling.infeasible import infeasible
+from fusionai.scheduling.links import check_access, check_links
+from fusionai.scheduling.pipeline import Pipeline, Suffix
+from fusionai.scheduling.placement import pool_name, written_out
+from fusionai.scheduling.search import Limits, search
+from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
+
+EXACT_PEERS: Final = 10
+"""Above this many usable peers the exact search would rarely end."""
+SEARCH_BUDGET: Final = 2_000_000
+IMPROVEMENT_BUDGET: Final = 40_000
+
+
+def plan(problem: Problem) -> Plan:
+    """The plan with the shortest predicted step. Raises `PlanError` naming the tightest constraint if there is none."""
+    _check(problem)
+    loss_at_owner = _place(problem, "loss") == "owner"
+    pool_blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
+    chain = Chain(problem, pool_blocks)
+    smallest = min(chain.resident_bytes(b, b + 1) for b in range(chain.length))
+    usable, refused = eligible(problem, pool_blocks, smallest)
+    if not usable:
+        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason}" for e in refused)
+        raise PlanError(f"no peer of the pool can be used ({reasons or 'the pool is empty'})")
+    pipeline = Pipeline(problem, usable, loss_at_owner)
+    limits = _limits(problem, pipeline)
+    solved = _solve(problem, pipeline, limits)
+    if solved is None:
+        raise infeasible(problem, pipeline, limits, proven=len(usable) <= EXACT_PEERS)
+    warnings = _warnings(problem, pipeline, limits, solved)
+    alone = fastest_alone(problem, _machines(problem, usable))
+    if alone is not None:
+        speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(solved.best)
+        if alone.tokens_per_s > speed:
+            warnings.insert(
+                0,
+                f"One machine alone would be faster: {pool_name(problem, alone.peer.peer)} reaches "
+                f"{alone.tokens_per_s:.4g} tokens/s by itself, this plan {speed:.4g}.",
+            )
+    return written_out(
+        problem,
+        pipeline,
+        solved.best,
+        certificate=solved.certificate,
+        feed_at_owner=_place(problem, "feed") == "owner",
+        single_peer_tokens_per_s=None if alone is None else alone.tokens_per_s,
+        refused=tuple(refused),
+        warnings=tuple(warnings),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    best: Suffix
+    certificate: Certificate
+
+
+def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved | None:
+    known, explored = improve(pipeline, limits, budget=IMPROVEMENT_BUDGET)
+    known = _faster(pipeline, _incumbent(problem, pipeline, limits), known)
+    tokens = problem.microbatches * problem.microbatch_tokens
+    if pipeline.owner <= EXACT_PEERS:
+        found = search(pipeline, limits, known=known, budget=SEARCH_BUDGET)
+        explored += found.explored
+        if found.complete:
+            if found.best is None:
+                return None
+            speed = tokens / pipeline.step_s(found.best)
+            certificate = Certificate(
+                method="exact search over peers, order and cuts",
+                exact=True,
+                bound_tokens_per_s=speed,
+                optimality_gap=0.0,
+                explored=explored,
+            )
+            return _Solved(found.best, certificate)
+        known = found.best
+    if known is None:
+        return None
+    speed = tokens / pipeline.step_s(known)
+    bound = max(tokens / step_time_bound_s(pipeline, limits.most, limits.fewest), speed)
+    certificate = Certificate(
+        method="local search, capacity bound",
+        exact=False,
+        bound_tokens_per_s=bound,
+        optimality_gap=bound / speed - 1,
+        explored=explored,
+    )
+    return _Solved(known, certificate)
+
+
+def _incumbent(problem: Problem, pipeline: Pipeline, limits: Limits) -> Suffix | None:
+    """The running plan as a pipeline of this problem, if it still is one: kept where nothing is faster."""
+    running = problem.incumbent
+    if running is None or running.graph_hash != problem.graph_hash:
+        return None
+    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
+    stages = [stage for stage in running.stages if "stage" in stage.roles]
+    first = pipeline.chain.blocks[0].block
+    order = [index.get(stage.peer) for stage in stages]
+    cuts = [0, *(stage.blocks[1] - first for stage in stages)]
+    chosen = [peer for peer in order if peer is not None]
+    fits = len(chosen) == len(order) == len(set(chosen)) and limits.fewest <= len(order) <= limits.most
+    if not fits or cuts[-1] != pipeline.chain.length or limits.required & ~sum(1 << peer for peer in chosen):
+        return None
+    if (
+        any(stage.blocks[0] - first != cut for stage, cut in zip(stages, cuts, strict=False))
+        or sorted(set(cuts)) != cuts
+    ):
+        return None
+    return pipeline.fold(chosen, cuts)
+
+
+def _faster(pipeline: Pipeline, first: Suffix | None, second: Suffix | None) -> Suffix | None:
+    """The first on a tie."""
+    if first is None or second is None:
+        return second if first is None else first
+    return second if pipeline.step_s(second) < pipeline.step_s(first) else first
+
+
+def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Solved) -> list[str]:
+    """Say so when fewer stages than asked for would be faster."""
+    if problem.stages is None or problem.stages == 1:
+        return []
+    fewer = Limits(fewest=max(1, limits.required.bit_count()), most=problem.stages - 1, required=limits.required)
+    if fewer.most < fewer.fewest:
+        return []
+    known, _ = improve(pipeline, fewer, budget=IMPROVEMENT_BUDGET)
+    if pipeline.owner <= EXACT_PEERS:
+        known = search(pipeline, fewer, known=known, budget=SEARCH_BUDGET).best
+    if known is None or pipeline.step_s(known) >= pipeline.step_s(solved.best):
+        return []
+    count = sum(1 for _ in pipeline.pool_stages(known))
+    tokens = problem.microbatches * problem.microbatch_tokens
+    return [
+        f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages} asked for: "
+        f"{tokens / pipeline.step_s(known):.4g} tokens/s instead of {tokens / pipeline.step_s(solved.best):.4g}."
+    ]
+
+
+def _limits(problem: Problem, pipeline: Pipeline) -> Limits:
+    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
+    required = sum(1 << index[name] for name in set(problem.required))
+    usable, blocks = pipeline.owner, pipeline.chain.length
+    reserved = problem.spares_wanted or 0
+    most = min(usable - reserved, blocks)
+    wanted = problem.stages or max(1, required.bit_count())
+    if most < wanted:
+        if wanted > blocks:
+            raise PlanError(
+                f"{wanted} stages need {wanted} blocks, the model has {blocks} to place.",
+                hint=f"Ask for at most {blocks} stages.",
+            )
+        spare = f" with {reserved} kept as spares" if reserved else ""
+        raise PlanError(
+            f"{wanted} stages need {wanted} peers{spare}, but {usable} of {len(problem.peers)} peers can be used.",
+            hint="Ask for fewer stages or spares, or let more peers join.",
+        )
+    if problem.stages is not None and required.bit_count() > problem.stages:
+        raise PlanError(
+            f"{required.bit_count()} peers are required, but only {problem.stages} stages were asked for.",
+            hint="Require fewer peers or ask for more stages.",
+        )
+    return Limits(fewest=wanted, most=problem.stages or most, required=required)
+
+
+def _place(problem: Problem, role: str) -> str:
+    return next((r.place for r in problem.roles if r.role == role), "owner")
+
+
+def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
+    owner = problem.owner
+    if owner is None or any(peer.peer == owner.peer for peer in usable):
+        return usable
+    return [*usable, owner]
+
+
+def _check(problem: Problem) -> None:
+    check_blocks(problem.blocks)
+    check_names(problem)
+    if problem.replicas != 1:
+        raise PlanError(
+            f"expected 1 replica, got {problem.replicas}.", hint="Plans with several replicas don't exist yet."
+        )
+    if problem.microbatches < 1 or problem.microbatch_tokens < 1:
+        raise PlanError(
+            f"expected at least one microbatch of at least one token, "
+            f"got {problem.microbatches} of {problem.microbatch_tokens}."
+        )
+    if problem.stages is not None and problem.stages < 1:
+        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
+    if problem.spares_wanted is not None and problem.spares_wanted < 0:
+        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
+    roles = [r.role for r in problem.roles]
+    if len(set(roles)) != len(roles):
+        raise PlanError(f"expected each role once, got {', '.join(roles)}.")
+    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
+    check_links(problem.links, (p.peer for p in everyone))
+    for peer in everyone:
+        check_access(peer)
+    _check_owner(problem)
+
+
+def _check_owner(problem: Problem) -> None:
+    owner = problem.owner
+    for role in ("feed", "loss"):
+        if _place(problem, role) == "owner" and owner is None:
+            raise PlanError(
+                f"the {role} is placed with the job owner, but the problem has no owner's profile.",
+                hint=f"Give the owner's profile, or place the {role} with the pool.",
+            )
+    if owner is None or _place(problem, "loss") == "pool":
+        return
+    if len(problem.blocks) < 2:
+        raise PlanError("the loss is placed with the job owner, so at least two blocks are needed; got one.")
+    loss = problem.blocks[-1]
+    missing = sorted(set(loss.ops) & set(owner.unsupported_ops))
+    if missing:
+        raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of the loss.")
+    if not owner.effective_flops_per_s > 0:
+        raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
+    before = problem.blocks[-2]
+    chain = Chain(problem, problem.blocks[-1:])
+    boundary = before.output_bytes + (before.gradient_bytes if chain.training else 0)
+    needed = chain.resident_bytes(0, 1) + chain.in_flight_bytes(0, 1) + boundary
+    if needed > owner.memory_bytes:
+        raise PlanError(
+            f"the loss needs {format_bytes(needed)} with the job owner, who has {format_bytes(owner.memory_bytes)}: "
+            f"{format_bytes(needed - owner.memory_bytes)} are missing.",
+            hint="Use smaller microbatches, raise the owner's memory, or place the loss with the pool.",
+        )
