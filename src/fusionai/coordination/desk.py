@@ -25,6 +25,7 @@ from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.coordination.membership import Member
 from fusionai.coordination.pool import Pool, advance
 from fusionai.coordination.requests import (
+    REASON_LENGTH,
     Answer,
     AskLeave,
     Beat,
@@ -36,6 +37,7 @@ from fusionai.coordination.requests import (
     Invite,
     IssueTickets,
     Notify,
+    Refusal,
     Register,
     ReportJob,
     Request,
@@ -49,14 +51,12 @@ from fusionai.wire.messages import (
     Done,
     HeartbeatAck,
     LeaveNotice,
-    RefusalCode,
     Refused,
     Registered,
     StopNotice,
 )
 
 PRESENT: Final = ("idle", "active", "draining")
-REASON_LENGTH: Final = 2000
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -154,17 +154,11 @@ def handle(desk: Desk, request: Request, *, now_s: float, wall_s: float) -> Deci
                 turn.tick()
             case Stalled():
                 turn.restart_leases()
-    except _Refusal as refusal:
-        return Decision(desk, (), (Answer(refusal.refused),))
+    except Refusal as refusal:
+        return Decision(desk, (), (Answer(refusal.message),))
     except ForbiddenTransition as forbidden:
         return Decision(desk, (), (Answer(Refused(code="bad_message", reason=str(forbidden)[:REASON_LENGTH])),))
     return Decision(turn.desk, tuple(turn.facts), tuple(turn.commands))
-
-
-class _Refusal(Exception):
-    def __init__(self, code: RefusalCode, reason: str) -> None:
-        super().__init__(reason)
-        self.refused = Refused(code=code, reason=reason[:REASON_LENGTH])
 
 
 class _Turn:
@@ -194,12 +188,12 @@ class _Turn:
     def enrol(self, request: Enrol) -> None:
         invitation = self._invitation(request.digest)
         if invitation is None or invitation.expires_at_s <= self.wall_s:
-            raise _Refusal("bad_invitation", "This invitation is unknown or expired.")
+            raise Refusal("bad_invitation", "This invitation is unknown or expired.")
         if request.peer not in invitation.peers:
             if invitation.phase != "open":
-                raise _Refusal("bad_invitation", "This invitation is used up.")
+                raise Refusal("bad_invitation", "This invitation is used up.")
             if len(self.pool.members) >= self.rules.max_members:
-                raise _Refusal("busy", f"The pool is full ({self.rules.max_members} members).")
+                raise Refusal("busy", f"The pool is full ({self.rules.max_members} members).")
             self.record(
                 events.PeerEnrolled(
                     at_s=self.wall_s, peer=request.peer, purpose=request.purpose, invitation=invitation.digest
@@ -217,10 +211,10 @@ class _Turn:
 
     def invite(self, request: Invite) -> None:
         if request.sender != self.rules.broker and request.sender not in self.rules.inviters:
-            raise _Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
+            raise Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
         still_open = [one for one in self.pool.invitations.values() if one.phase == "open"]
         if sum(one.expires_at_s > self.wall_s for one in still_open) >= self.rules.max_invitations:
-            raise _Refusal("busy", f"{self.rules.max_invitations} invitations are open already.")
+            raise Refusal("busy", f"{self.rules.max_invitations} invitations are open already.")
         self.record(
             events.InvitationIssued(
                 at_s=self.wall_s,
@@ -236,7 +230,7 @@ class _Turn:
     def register(self, request: Register) -> None:
         member = self._member(request.peer)
         if request.boot in member.earlier_boots:
-            raise _Refusal("stale_fence", f"A later process of {member.entity} has registered (boot {member.boot}).")
+            raise Refusal("stale_fence", f"A later process of {member.entity} has registered (boot {member.boot}).")
         if member.phase in PRESENT and member.boot != request.boot:
             self._lose(member, "a new process of its machine registered")
         same = (
@@ -264,10 +258,10 @@ class _Turn:
     def beat(self, request: Beat) -> None:
         member = self._member(request.peer)
         if request.boot != member.boot:
-            raise _Refusal("stale_fence", f"{member.entity} is now its process with boot {member.boot}.")
+            raise Refusal("stale_fence", f"{member.entity} is now its process with boot {member.boot}.")
         lease = self.desk.leases.get(request.peer)
         if member.phase not in PRESENT or lease is None:
-            raise _Refusal("unknown_peer", f"{member.entity} is {member.phase}; clear your stages and register again.")
+            raise Refusal("unknown_peer", f"{member.entity} is {member.phase}; clear your stages and register again.")
         renewed, _ = LEASE.advance(lease, Heard(self.now_s))
         self.desk = replace(
             self.desk,
@@ -311,17 +305,17 @@ class _Turn:
     def _member(self, peer: PeerId) -> Member:
         member = self.pool.members.get(peer)
         if member is None:
-            raise _Refusal("unknown_peer", f"{short(peer)} has not joined this pool; join with an invitation first.")
+            raise Refusal("unknown_peer", f"{short(peer)} has not joined this pool; join with an invitation first.")
         return member
 
     # ----------------------------------------------------------------------------------------------------- jobs
 
     def request_job(self, request: RequestJob) -> None:
         if not self.desk.knows(request.owner):
-            raise _Refusal("unknown_peer", f"{short(request.owner)} has not joined this pool.")
+            raise Refusal("unknown_peer", f"{short(request.owner)} has not joined this pool.")
         job = self.pool.jobs.get(request.job)
         if job is not None and job.owner != request.owner:
-            raise _Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}; choose another name.")
+            raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}; choose another name.")
         version = self._same_plan(request, job) if request.plan_version else self._mint(request, job)
         self._attend(request.job, request.connection)
         self.commands.append(IssueTickets(request.job, version))
@@ -329,10 +323,10 @@ class _Turn:
     def _same_plan(self, request: RequestJob, job: Job | None) -> int:
         """The owner has this very plan already and wants fresh tickets."""
         if job is None or not job.live:
-            raise _Refusal("unknown_job", f"job {request.job} is not running; ask for it with a plan of version 0.")
+            raise Refusal("unknown_job", f"job {request.job} is not running; ask for it with a plan of version 0.")
         current = self.pool.plans[job.plan_version]
         if request.plan_version != current.version or request.plan != current.plan:
-            raise _Refusal(
+            raise Refusal(
                 "stale_fence",
                 f"{job.entity}: expected plan version {current.version} unchanged, got version {request.plan_version}.",
             )
@@ -340,10 +334,10 @@ class _Turn:
 
     def _mint(self, request: RequestJob, job: Job | None) -> int:
         if job is not None and job.phase == "stopping":
-            raise _Refusal("bad_message", f"{job.entity} is stopping; ask again when it has ended.")
+            raise Refusal("bad_message", f"{job.entity} is stopping; ask again when it has ended.")
         if job is None or not job.live:
             if len(self.pool.live_jobs()) >= self.rules.max_live_jobs:
-                raise _Refusal("busy", f"The pool runs {self.rules.max_live_jobs} jobs already.")
+                raise Refusal("busy", f"The pool runs {self.rules.max_live_jobs} jobs already.")
             self.record(
                 events.JobRequested(
                     at_s=self.wall_s,
@@ -368,22 +362,22 @@ class _Turn:
         peer = PeerId(placement.peer)
         member = self.pool.members.get(peer)
         if member is None or member.phase in ("joining", "left", "evicted", "lost"):
-            raise _Refusal("unknown_peer", f"{short(peer)} is not in the pool now; plan again.")
+            raise Refusal("unknown_peer", f"{short(peer)} is not in the pool now; plan again.")
         if member.phase == "draining":
-            raise _Refusal("leaving", f"{member.entity} is leaving the pool; plan again without it.")
+            raise Refusal("leaving", f"{member.entity} is leaving the pool; plan again without it.")
         if member.job not in (None, job):
-            raise _Refusal("busy", f"{member.entity} holds stages of another job; plan again without it.")
+            raise Refusal("busy", f"{member.entity} holds stages of another job; plan again without it.")
         if not self.desk.reachable(member):
-            raise _Refusal("unknown_peer", f"{member.entity} is out of touch; plan again without it.")
+            raise Refusal("unknown_peer", f"{member.entity} is out of touch; plan again without it.")
 
     def report_job(self, request: ReportJob) -> None:
         job = self._job(request.job)
         if request.sender != job.owner:
-            raise _Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
+            raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
         if not job.live and request.state == job.phase:
             self.commands.append(Answer(Done()))
             return
-        at_s, step, detail = self.wall_s, request.step, request.detail
+        at_s, step, detail = self.wall_s, request.step, request.detail[:REASON_LENGTH]
         match request.state:
             case "done":
                 self.record(events.JobDone(at_s=at_s, job=job.job, step=step, detail=detail))
@@ -409,7 +403,7 @@ class _Turn:
     def stop_job(self, request: StopJob) -> None:
         job = self._job(request.job)
         if request.sender not in (job.owner, self.rules.broker):
-            raise _Refusal("not_authorised", f"Only {job.entity}'s owner and the broker's owner may stop it.")
+            raise Refusal("not_authorised", f"Only {job.entity}'s owner and the broker's owner may stop it.")
         if job.live:
             self.record(events.JobStopAsked(at_s=self.wall_s, job=job.job, by=request.sender))
             driver = self.desk.drivers.get(job.job)
@@ -422,7 +416,7 @@ class _Turn:
     def _job(self, name: JobId) -> Job:
         job = self.pool.jobs.get(name)
         if job is None:
-            raise _Refusal("unknown_job", f"No job is called {name} here.")
+            raise Refusal("unknown_job", f"No job is called {name} here.")
         return job
 
     def _attend(self, name: JobId, connection: int) -> None:

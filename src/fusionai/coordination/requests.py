@@ -7,11 +7,21 @@ Neighbours: `desk` decides, `broker.service` makes requests of messages and perf
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from fusionai.coordination.events import Placement
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.wire.messages import Message
+from fusionai.wire.messages import Message, RefusalCode, Refused
+
+REASON_LENGTH: Final = 2000
+
+
+class Refusal(Exception):
+    """Raised where a request turns out not to fit; it becomes the `Refused` that the sender gets."""
+
+    def __init__(self, code: RefusalCode, reason: str) -> None:
+        super().__init__(reason)
+        self.message = Refused(code=code, reason=reason[:REASON_LENGTH])
 
 
 @dataclass(frozen=True, slots=True)

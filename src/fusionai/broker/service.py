@@ -1,0 +1,331 @@
+"""The broker less its sockets: messages in, messages out, every fact journalled before anything is said.
+
+Turns a message of an authenticated sender into a request, lets `coordination.desk` decide, appends the facts to the
+journal, and only then adopts the decision and performs its commands: certificates, tickets, answers, notices. If the
+journal fails, nothing has happened and the sender is told so.
+
+Decides what a stranger may say (one thing: it asks to join) and what a plan must look like to be looked at. Tensors
+never come this way. Neighbours: `server` owns the connections and the timer, `transport` signs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from fusionai.broker.journal import Journal, Superseded
+from fusionai.coordination import pool, requests, views
+from fusionai.coordination.desk import Decision, Desk, DeskRules, handle, recovered
+from fusionai.coordination.events import Placement
+from fusionai.coordination.requests import Refusal, Request
+from fusionai.primitives.clock import Clock
+from fusionai.primitives.errors import FusionError, RefusedError, StorageError
+from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.transport.authority import Authority
+from fusionai.transport.identity import peer_of, public_key_of
+from fusionai.transport.interface import Remote
+from fusionai.transport.invitation import Invitation, format_invitation
+from fusionai.transport.tickets import DRIVER_STAGE, Ticket, sign_ticket
+from fusionai.wire.messages import (
+    Heartbeat,
+    Invited,
+    InviteRequest,
+    JobGranted,
+    JobQuery,
+    JobReport,
+    JobRequest,
+    JobStop,
+    JoinGranted,
+    JoinRequest,
+    Leave,
+    Message,
+    Ping,
+    Pong,
+    PoolQuery,
+    Refused,
+    Register,
+    TicketFor,
+)
+
+TOKEN_BYTES: Final = 32
+MAX_PROFILE_BYTES: Final = 16_384
+MAX_PLAN_BYTES: Final = 4 * 2**20
+MAX_STAGES: Final = 1024
+_LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A message for a connection that did not ask."""
+
+    connection: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What to send after a request. `answer` is None when nobody asked (a timer, a broken connection)."""
+
+    answer: Message | None
+    notices: tuple[Notice, ...] = ()
+
+
+class BrokerService:
+    """One pool's state and its journal. Calls are made from one thread; none of them waits for the network.
+
+    Writing the journal blocks for one disk synchronisation. `draw_token` is the source of invitation tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        rules: DeskRules,
+        journal: Journal,
+        authority: Authority,
+        clock: Clock,
+        ticket_lifetime_s: float = 600.0,
+        draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES),
+    ) -> None:
+        """Rebuilds the pool from the journal; raises `StorageError` where that is damaged."""
+        self._journal = journal
+        self._authority = authority
+        self._clock = clock
+        self._ticket_lifetime_s = ticket_lifetime_s
+        self._draw_token = draw_token
+        self._sequence, facts = journal.load()
+        self._desk = recovered(rules, pool.replay(facts), clock.now_s())
+        self.addresses: tuple[str, ...] = ()
+        """Where this broker may be dialled; put into invitations."""
+
+    @property
+    def desk(self) -> Desk:
+        return self._desk
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        return self._desk.next_deadline_s
+
+    def receive(self, remote: Remote, connection: int, message: Message) -> Outcome:
+        """Exactly one answer to every message. Raises only `Superseded`: this broker's time is over."""
+        try:
+            if remote.peer is None or remote.role == "stranger":
+                return self._greet_stranger(message)
+            if not self._desk.knows(remote.peer):
+                raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
+            return self._serve(remote.peer, connection, message)
+        except Refusal as refusal:
+            return Outcome(answer=refusal.message)
+        except Superseded:
+            raise
+        except StorageError as error:
+            _LOG.error("nothing could be journalled: %s", error)
+            return Outcome(answer=Refused(code="failed", reason=str(error)))
+
+    def disconnected(self, connection: int) -> Outcome:
+        return self._decide(requests.Disconnected(connection))
+
+    def tick(self) -> Outcome:
+        """A deadline has passed. Raises `StorageError` when the loss of somebody could not be journalled."""
+        return self._decide(requests.Tick())
+
+    def stalled(self) -> Outcome:
+        """This process itself was not running for a while: nobody's silence counts."""
+        return self._decide(requests.Stalled())
+
+    def invite(self, *, uses: int, lifetime_s: float) -> str:
+        """An invitation made by the broker itself. Raises `StorageError` or `RefusedError`."""
+        request = InviteRequest(uses=uses, lifetime_s=lifetime_s)
+        answer = self._hand_out(self._desk.rules.broker, request).answer
+        match answer:
+            case Invited():
+                return answer.invitation
+            case Refused():
+                raise RefusedError("the broker could not invite.", code=answer.code, hint=answer.reason)
+            case _:
+                raise FusionError(f"expected an invitation, got {answer}.")
+
+    # ------------------------------------------------------------------------------------------------- messages
+
+    def _greet_stranger(self, message: Message) -> Outcome:
+        if not isinstance(message, JoinRequest):
+            raise Refusal("not_authorised", "Without a certificate one may only ask to join, with an invitation.")
+        return self._enrol(message)
+
+    def _enrol(self, message: JoinRequest) -> Outcome:
+        digest = _digest(message.token)
+        return self._decide(requests.Enrol(digest, peer_of(message.public_key), message.purpose))
+
+    def _serve(self, peer: PeerId, connection: int, message: Message) -> Outcome:
+        match message:
+            case Heartbeat():
+                return self._decide(requests.Beat(peer, connection, message.boot))
+            case Register():
+                _check_profile(message.profile, peer)
+                profile = bytes(message.profile)
+                return self._decide(
+                    requests.Register(peer, connection, message.boot, profile, tuple(message.addresses))
+                )
+            case Leave():
+                return self._decide(requests.AskLeave(peer, connection, message.drain))
+            case PoolQuery():
+                return Outcome(answer=views.pool_view(self._desk, self._clock.now_s()))
+            case JobQuery():
+                return Outcome(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
+            case JobRequest():
+                return self._decide(_job_request(peer, connection, message))
+            case JobReport():
+                return self._decide(
+                    requests.ReportJob(
+                        peer, connection, JobId(message.job), message.state, message.step, message.detail
+                    )
+                )
+            case JobStop():
+                return self._decide(requests.StopJob(peer, JobId(message.job)))
+            case InviteRequest():
+                return self._hand_out(peer, message)
+            case JoinRequest():
+                # Somebody of the pool asks for a certificate (a new one before the old expires).
+                return self._enrol(message)
+            case Ping():
+                return Outcome(answer=Pong(sequence=message.sequence, sent_at_s=message.sent_at_s))
+            case _:
+                tag = message.__struct_config__.tag
+                raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")
+
+    def _hand_out(self, sender: PeerId, message: InviteRequest) -> Outcome:
+        token = self._draw_token()
+        text = format_invitation(
+            Invitation(
+                pool=self._authority.pool,
+                addresses=self.addresses,
+                authority_key=self._authority.public_key,
+                token=token,
+            )
+        )
+        request = requests.Invite(sender, _digest(token), message.uses, message.lifetime_s)
+        return self._decide(request, invitation=text)
+
+    # ------------------------------------------------------------------------------------------------ decisions
+
+    def _decide(self, request: Request, *, invitation: str = "") -> Outcome:
+        """Decide, journal, adopt, perform: in this order."""
+        decision = handle(self._desk, request, now_s=self._clock.now_s(), wall_s=self._clock.wall_s())
+        if decision.facts:
+            self._sequence = self._journal.append(self._sequence, decision.facts)
+            for fact in decision.facts:
+                _LOG.info("%s", type(fact).__name__)
+        self._desk = decision.desk
+        return self._perform(decision, invitation)
+
+    def _perform(self, decision: Decision, invitation: str) -> Outcome:
+        answer: Message | None = None
+        notices: list[Notice] = []
+        for command in decision.commands:
+            match command:
+                case requests.Answer():
+                    answer = command.message
+                case requests.Notify():
+                    notices.append(Notice(connection=command.connection, message=command.message))
+                case requests.Certify():
+                    answer = self._certify(command.peer)
+                case requests.IssueTickets():
+                    answer = self._issue_tickets(command.job, command.version)
+                case requests.HandOut():
+                    answer = Invited(invitation=invitation)
+        return Outcome(answer=answer, notices=tuple(notices))
+
+    def _certify(self, peer: PeerId) -> JoinGranted:
+        return JoinGranted(
+            peer=peer,
+            certificate=self._authority.issue(public_key_of(peer), "member", now_wall_s=self._clock.wall_s()),
+            authority=self._authority.certificate,
+            pool=self._authority.pool,
+        )
+
+    def _issue_tickets(self, job: JobId, version: int) -> JobGranted:
+        """One ticket per stage, in the plan's order, and one for the driver."""
+        minted = self._desk.pool.plans[version]
+        plan = msgspec.structs.replace(msgspec.msgpack.decode(minted.plan, type=Plan), version=version)
+        owner = self._desk.pool.jobs[job].owner
+        expires_at_s = self._clock.wall_s() + self._ticket_lifetime_s
+        holders = [(placement.peer, placement.stage) for placement in plan.stages] + [(owner, DRIVER_STAGE)]
+        tickets = [
+            Ticket(
+                job=job,
+                peer=peer,
+                stage=stage,
+                plan_version=version,
+                role="driver" if stage == DRIVER_STAGE else "stage",
+                expires_at_s=expires_at_s,
+            )
+            for peer, stage in holders
+        ]
+        peers = tuple(PeerId(placement.peer) for placement in minted.members)
+        return JobGranted(
+            job=job,
+            plan=msgspec.Raw(msgspec.msgpack.encode(plan)),
+            tickets=tuple(TicketFor(one.peer, sign_ticket(one, self._authority.key)) for one in tickets),
+            members=views.members_view(self._desk, peers, self._clock.now_s()),
+        )
+
+
+def _job_request(owner: PeerId, connection: int, message: JobRequest) -> requests.RequestJob:
+    """Decode the plan against its schema and check what the broker relies on. Raises `Refusal`."""
+    try:
+        plan = msgspec.msgpack.decode(message.plan, type=Plan)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal("bad_message", f"The plan does not fit its schema: {error}.") from error
+    if len(bytes(message.plan)) > MAX_PLAN_BYTES:
+        raise Refusal("bad_message", f"Expected a plan of at most {MAX_PLAN_BYTES} bytes.")
+    if not 1 <= len(plan.stages) <= MAX_STAGES:
+        raise Refusal("bad_message", f"Expected a plan of 1 to {MAX_STAGES} stages, got {len(plan.stages)}.")
+    if len({(placement.stage, placement.replica) for placement in plan.stages}) != len(plan.stages):
+        raise Refusal("bad_message", "A stage of the plan is placed twice.")
+    if plan.version < 0 or any(not 0 <= placement.stage < MAX_STAGES for placement in plan.stages):
+        raise Refusal("bad_message", "A number of the plan is out of range.")
+    members = _placements(plan, owner)
+    if not members:
+        raise Refusal("bad_message", "The plan places nothing on a member; it needs no pool.")
+    unversioned = msgspec.msgpack.encode(msgspec.structs.replace(plan, version=0))
+    return requests.RequestJob(
+        owner=owner,
+        connection=connection,
+        job=JobId(message.job),
+        title=message.title,
+        steps=message.steps,
+        plan=unversioned,
+        plan_version=plan.version,
+        members=members,
+    )
+
+
+def _placements(plan: Plan, owner: PeerId) -> tuple[Placement, ...]:
+    """What the plan asks of members. Stages that stay in the owner's process (its feed, its loss) reserve nobody."""
+    stages: dict[str, list[int]] = {}
+    for placement in plan.stages:
+        own = placement.peer == owner and ("loss" in placement.roles or "feed" in placement.roles)
+        if not own:
+            stages.setdefault(placement.peer, []).append(placement.stage)
+    return tuple(Placement(peer, tuple(numbers)) for peer, numbers in stages.items())
+
+
+def _check_profile(profile: msgspec.Raw, peer: PeerId) -> None:
+    if len(bytes(profile)) > MAX_PROFILE_BYTES:
+        raise Refusal("bad_message", f"Expected a profile of at most {MAX_PROFILE_BYTES} bytes.")
+    try:
+        decoded = msgspec.msgpack.decode(profile, type=PeerProfile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal("bad_message", f"The profile does not fit its schema: {error}.") from error
+    if decoded.peer != peer:
+        raise Refusal("not_authorised", f"Expected the profile of {short(peer)}, got another's.")
+
+
+def _digest(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()
