@@ -1,0 +1,211 @@
+"""Initial values of a parameter from (seed, key). Decides every bit of them; depends on no framework and no order.
+
+The program of a parameter (`ParamSpec.init`) runs over Philox4x64 words. The Philox key is the first 16 bytes of
+SHA-256 of `<seed>\\0<key>`; step i of the program starts at the counter whose last word is i. So any peer, in any
+order, makes the same bytes. Normal numbers come from the inverse distribution function (Wichura, Algorithm AS 241, routine
+PPND16) and not from numpy's own sampler, whose stream may change between releases.
+
+Work goes in chunks, so the peak is one tensor and a few hundred kilobytes. Neighbours: `ir.schema.InitOp` says what the
+steps mean, `capture` records them, backends call `initialise`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.ir.schema import InitOp
+from fusionai.primitives.errors import GraphError
+from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES
+
+CHUNK: Final = 1 << 14
+"""Elements at a time: the float64 temporaries stay in a core's cache."""
+
+Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint64]
+
+
+def initialise(
+    key: str, shape: tuple[int, ...], dtype: str, init: Sequence[InitOp], seed: int
+) -> npt.NDArray[np.generic]:
+    """A fresh array of `shape`: values computed in float32, then of numpy's `dtype`.
+
+    numpy has no bfloat16: there the array is the raw bits as uint16. Raises `GraphError` on a dtype or a step it does
+    not know.
+    """
+    if dtype not in ITEMSIZE_BYTES:
+        raise GraphError(f"parameter {key!r}: can't initialise dtype {dtype!r}.")
+    values = np.zeros(shape, dtype=np.float32)
+    flat = values.reshape(-1)
+    for step, op in enumerate(init):
+        match op.op, op.args:
+            case "fill", (value,):
+                flat.fill(value)
+            case "normal", (mean, std):
+                _draw(flat, key, seed, step, lambda words, m=mean, s=std: m + s * _normal(words))
+            case "uniform", (low, high):
+                _draw(flat, key, seed, step, lambda words, a=low, b=high: a + (b - a) * _uniform(words))
+            case "mul", (factor,):
+                np.multiply(flat, np.float32(factor), out=flat)
+            case "add", (term,):
+                np.add(flat, np.float32(term), out=flat)
+            case "erfinv", ():
+                _chunks(flat, _erfinv)
+            case "clamp", (low, high):
+                np.clip(flat, np.float32(low), np.float32(high), out=flat)
+            case "fill_row", (row, value) if shape and 0 <= row < shape[0]:
+                values[int(row)] = value
+            case _:
+                raise GraphError(f"parameter {key!r}: initialisation step {op.op} does not take {op.args}.")
+    if dtype == "bfloat16":
+        return _bfloat16_bits(values)
+    return values if dtype == "float32" else _cast(values, dtype)
+
+
+def _cast(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.generic]:
+    if dtype not in FLOAT_DTYPES:
+        values = np.trunc(values)
+    return values.astype(np.dtype(dtype))
+
+
+def _bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Round to nearest, ties to even; the upper 16 bits of what results."""
+    bits = values.view(np.uint32)
+    bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (bits >> np.uint32(16)).astype(np.uint16)
+
+
+def _draw(flat: npt.NDArray[np.float32], key: str, seed: int, step: int, sample: Callable[[Words], Floats]) -> None:
+    words = _words(key, seed, step)
+    for start in range(0, flat.size, CHUNK):
+        part = flat[start : start + CHUNK]
+        part[:] = sample(words.random_raw(part.size))
+
+
+def _words(key: str, seed: int, step: int) -> Any:
+    digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+    return np.random.Philox(key=int.from_bytes(digest[:16], "little"), counter=step << 192)
+
+
+def _chunks(flat: npt.NDArray[np.float32], function: Callable[[Floats], Floats]) -> None:
+    for start in range(0, flat.size, CHUNK):
+        part = flat[start : start + CHUNK]
+        part[:] = function(part.astype(np.float64))
+
+
+def _uniform(words: Words) -> Floats:
+    """In (0, 1): the middle of one of 2**52 equal cells, so neither end is reached."""
+    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _normal(words: Words) -> Floats:
+    return _quantile(_uniform(words) - 0.5)
+
+
+def _erfinv(x: Floats) -> Floats:
+    """Inverse error function; -1 and 1 give the infinities, as in torch."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = _quantile(x / 2) / math.sqrt(2.0)
+    return np.where(np.abs(x) == 1.0, np.copysign(np.inf, x), found)
+
+
+def _quantile(q: Floats) -> Floats:
+    """Standard normal quantile of 0.5 + q; relative accuracy about 1e-16 (AS 241, 1988)."""
+    r = 0.180625 - q * q
+    found = q * _ratio(r, _CENTRE)
+    tail = np.flatnonzero(np.abs(q) > 0.425)
+    if tail.size:
+        q_tail = q[tail]
+        r_tail = np.sqrt(-np.log(0.5 - np.abs(q_tail)))
+        near = _ratio(r_tail - 1.6, _NEAR)
+        if (r_tail > 5.0).any():
+            near = np.where(r_tail <= 5.0, near, _ratio(r_tail - 5.0, _FAR))
+        found[tail] = np.copysign(near, q_tail)
+    return found
+
+
+def _ratio(x: Floats, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Floats:
+    above, below = coefficients
+    return _polynomial(x, above) / _polynomial(x, below)
+
+
+def _polynomial(x: Floats, coefficients: tuple[float, ...]) -> Floats:
+    found = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        found *= x
+        found += coefficient
+    return found
+
+
+# Coefficients of PPND16, highest power first: |q| <= 0.425, then r <= 5, then r > 5.
+_CENTRE: Final = (
+    (
+        2.5090809287301226727e3,
+        3.3430575583588128105e4,
+        6.7265770927008700853e4,
+        4.5921953931549871457e4,
+        1.3731693765509461125e4,
+        1.9715909503065514427e3,
+        1.3314166789178437745e2,
+        3.3871328727963666080e0,
+    ),
+    (
+        5.2264952788528545610e3,
+        2.8729085735721942674e4,
+        3.9307895800092710610e4,
+        2.1213794301586595867e4,
+        5.3941960214247511077e3,
+        6.8718700749205790830e2,
+        4.2313330701600911252e1,
+        1.0,
+    ),
+)
+_NEAR: Final = (
+    (
+        7.74545014278341407640e-4,
+        2.27238449892691845833e-2,
+        2.41780725177450611770e-1,
+        1.27045825245236838258e0,
+        3.64784832476320460504e0,
+        5.76949722146069140550e0,
+        4.63033784615654529590e0,
+        1.42343711074968357734e0,
+    ),
+    (
+        1.05075007164441684324e-9,
+        5.47593808499534494600e-4,
+        1.51986665636164571966e-2,
+        1.48103976427480074590e-1,
+        6.89767334985100004550e-1,
+        1.67638483018380384940e0,
+        2.05319162663775882187e0,
+        1.0,
+    ),
+)
+_FAR: Final = (
+    (
+        2.01033439929228813265e-7,
+        2.71155556874348757815e-5,
+        1.24266094738807843860e-3,
+        2.65321895265761230930e-2,
+        2.96560571828504891230e-1,
+        1.78482653991729133580e0,
+        5.46378491116411436990e0,
+        6.65790464350110377720e0,
+    ),
+    (
+        2.04426310338993978564e-15,
+        1.42151175831644588870e-7,
+        1.84631831751005468180e-5,
+        7.86869131145613259100e-4,
+        1.48753612908506148525e-2,
+        1.36929880922735805310e-1,
+        5.99832206555887937690e-1,
+        1.0,
+    ),
+)
