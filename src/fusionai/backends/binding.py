@@ -1,0 +1,76 @@
+"""What a stage is fed, against what its graph declares. Decides which sizes the symbols have; needs no framework.
+
+Shared by all backends, called before anything is allocated. Neighbours: `ir.shapes` evaluates the expressions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from fusionai.ir.schema import Graph
+from fusionai.ir.shapes import bounds, evaluate, symbols_of
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+
+
+def bind_symbols(
+    graph: Graph, inputs: Mapping[str, HostTensor], needed: Collection[str], *, half_floats: bool = False
+) -> dict[str, int]:
+    """Symbol name -> size, from the shapes of `inputs`. With `half_floats` a float32 input may come as bfloat16.
+
+    Raises `ExecutionError` on a missing or unknown input, a wrong dtype or rank, a size outside its symbol's range, or
+    sizes that contradict each other.
+    """
+    for name in inputs:
+        if name not in graph.inputs:
+            raise ExecutionError(f"the stage has no input {name!r}{nearest(name, graph.inputs)}.")
+    for name in needed:
+        if name not in inputs:
+            raise ExecutionError(f"expected input {name!r}, got only {', '.join(sorted(inputs)) or 'none'}.")
+    symbols: dict[str, int] = {}
+    for name, tensor in inputs.items():
+        spec = graph.values[name]
+        declared = "int64" if spec.dtype == "symint" else spec.dtype
+        if tensor.dtype != declared and not (half_floats and declared == "float32" and tensor.dtype == "bfloat16"):
+            raise ExecutionError(f"expected input {name!r} as {declared}, got {tensor.dtype}.")
+        if len(tensor.shape) != len(spec.shape):
+            raise ExecutionError(f"expected input {name!r} of shape {list(spec.shape)}, got {list(tensor.shape)}.")
+        for dim, size in zip(spec.shape, tensor.shape, strict=True):
+            if isinstance(dim, str) and dim in graph.symbols:
+                _bind(graph, symbols, name, dim, size)
+    for name, tensor in inputs.items():
+        for dim, size in zip(graph.values[name].shape, tensor.shape, strict=True):
+            _check(graph, symbols, name, dim, size)
+    return symbols
+
+
+def largest(graph: Graph) -> dict[str, int]:
+    """Every symbol at its largest value."""
+    return {name: high for name, (_, high) in graph.symbols.items()}
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _bind(graph: Graph, symbols: dict[str, int], name: str, symbol: str, size: int) -> None:
+    low, high = graph.symbols[symbol]
+    if not low <= size <= high:
+        raise ExecutionError(f"input {name!r} has size {size} where {symbol!r} must be from {low} to {high}.")
+    if symbols.setdefault(symbol, size) != size:
+        raise ExecutionError(f"input {name!r} has size {size} where {symbol!r} is {symbols[symbol]} elsewhere.")
+
+
+def _check(graph: Graph, symbols: Mapping[str, int], name: str, dim: int | str, size: int) -> None:
+    if symbols_of(dim) <= symbols.keys():
+        expected = evaluate(dim, symbols)
+        if size != expected:
+            raise ExecutionError(f"input {name!r} has size {size} where {dim} = {expected} is expected.")
+        return
+    # A symbol that no input states plainly: its expression can still be bounded.
+    low, high = bounds(dim, graph.symbols)
+    if not low <= size <= high:
+        raise ExecutionError(f"input {name!r} has size {size} where {dim} must be from {low} to {high}.")

@@ -1,0 +1,81 @@
+"""The torch backend: CPU, CUDA and MPS. Decides device, threads and deterministic settings for the whole process.
+
+Neighbours: `program` is a loaded stage, `probe` measures the device, `operators` says what can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fusionai.backends.interface import DeviceReport
+from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
+from fusionai.backends.torch.probe import measure_device
+from fusionai.backends.torch.program import TorchStageProgram
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import ExecutionError, UsageError
+from fusionai.wire.messages import StageOptions
+
+
+class TorchBackend:
+    """Implements `backends.interface.Backend`. `threads` limits torch's threads in this process; None leaves them."""
+
+    name = "torch"
+
+    def __init__(self, device: str = "auto", threads: int | None = None) -> None:
+        if threads is not None:
+            if threads < 1:
+                raise UsageError(f"expected at least one thread, got {threads}.")
+            torch.set_num_threads(threads)
+        self._device = _choose(device)
+        self.device: str = self._device.type
+        if self._device.type == "cuda":
+            torch.backends.cudnn.benchmark = False
+            torch.backends.cudnn.deterministic = True
+
+    def probe(self) -> DeviceReport:
+        """Takes about half a second."""
+        return measure_device(self._device)
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({op for op in ops if op not in PLAIN and op not in CONTEXTUAL}))
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> TorchStageProgram:
+        missing = self.unsupported(node.op for node in graph.nodes)
+        if missing:
+            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
+        return TorchStageProgram(
+            graph,
+            grad_inputs=grad_inputs,
+            options=options,
+            device=self._device,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
+    def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
+        """`clip_grad_norm_`: norm of the stacked float32 norms, max_norm / (total + 1e-6), at most 1.0."""
+        if not norms:
+            return 0.0, 1.0
+        stacked = torch.tensor(list(norms), dtype=torch.float32, device=self._device)
+        total = torch.linalg.vector_norm(stacked, 2.0)
+        scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        return total.item(), scale.item()
+
+
+def _choose(device: str) -> torch.device:
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if device == "auto":
+        return torch.device(next(name for name in ("cuda", "mps", "cpu") if available[name]))
+    if device not in available:
+        raise UsageError(f"expected a device auto, cpu, cuda or mps, got {device!r}.")
+    if not available[device]:
+        raise UsageError(f"torch sees no {device} device here.", hint="Run `fusion doctor` to see what it does see.")
+    return torch.device(device)

@@ -1,0 +1,74 @@
+"""Between host tensors and torch tensors. Decides when bytes are copied; never changes a bit of them.
+
+A received tensor is used in place when its memory is writable and aligned like torch's own; otherwise it is copied,
+because matrix kernels may round differently on unaligned memory and torch refuses read-only memory. Neighbours:
+`program` calls these at its boundary, `primitives.tensors` says what a host tensor is.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT_BYTES: Final = 64
+"""What torch's CPU allocator gives."""
+
+
+def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> torch.Tensor:
+    """A torch tensor with these bytes. With `own` the result never shares memory with `tensor`.
+
+    Without `own` it may: the caller keeps the bytes unchanged for as long as the result lives.
+    """
+    dtype = DTYPES[tensor.dtype]
+    if tensor.nbytes == 0:
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    shared = None if tensor.data.readonly else torch.frombuffer(tensor.data, dtype=torch.uint8)
+    if device.type == "cuda":
+        pinned = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        _fill(pinned, tensor.data)
+        return pinned.to(device, non_blocking=True).view(dtype).reshape(tensor.shape)
+    if shared is None or own or shared.data_ptr() % ALIGNMENT_BYTES:
+        shared = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        _fill(shared, tensor.data)
+    return shared.view(dtype).reshape(tensor.shape).to(device)
+
+
+def to_host(value: torch.Tensor | int, *, own: bool = False) -> HostTensor:
+    """The bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` they are a copy."""
+    if isinstance(value, int):
+        value = torch.tensor(value, dtype=torch.int64)
+    name = DTYPE_NAMES.get(value.dtype)
+    if name is None:
+        raise ExecutionError(f"a tensor of dtype {value.dtype} can't leave the backend; known: {', '.join(DTYPES)}.")
+    shape = tuple(value.shape)
+    flat = value.detach()
+    if own and flat.device.type == "cpu":
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    elif flat.device.type == "cuda":
+        staged = torch.empty(shape, dtype=flat.dtype, pin_memory=True)
+        flat = staged.copy_(flat)
+    flat = flat.cpu().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return host_tensor(name, shape, b"")
+    return host_tensor(name, shape, flat.view(torch.uint8).numpy().data)
+
+
+def _fill(target: torch.Tensor, data: memoryview) -> None:
+    target.numpy().data[:] = data

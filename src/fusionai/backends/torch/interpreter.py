@@ -1,0 +1,269 @@
+"""A graph turned into a flat list of calls over registers. Decides the order and when a value is dropped.
+
+Compiled once per set of wanted outputs: nodes that none of them needs are left out. Every value, constant argument and
+parameter has a register; one instruction is one call. A value is dropped after its last use, so that autograd alone
+decides what stays alive. Neighbours: `operators` gives the calls, `program` runs this, `sizes` runs it without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Final
+
+import torch
+
+from fusionai.backends.torch.host import DTYPES
+from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
+from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
+from fusionai.primitives.errors import ExecutionError, FusionError
+
+Registers = list[Any]
+Instruction = Callable[[Registers], None]
+
+_MEMORY_FORMATS: Final = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve": torch.preserve_format,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node: its call, and the registers that nobody reads afterwards."""
+
+    node: Node
+    run: Instruction
+    dead: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """`inputs` and `params`: value name -> register, those the wanted outputs need. `outputs`: meaning -> register.
+    `writes`: buffer key -> register of its new value."""
+
+    steps: tuple[Step, ...]
+    template: Registers
+    values: dict[str, int]
+    inputs: dict[str, int]
+    params: dict[str, int]
+    outputs: dict[str, int]
+    writes: dict[str, int]
+
+    def run(
+        self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """(outputs by meaning, new buffer values by key). `inputs` and `params` by value name; more than needed may
+        be given. Raises `ExecutionError` naming the node that failed."""
+        registers = self.start(context, inputs, params)
+        node: Node | None = None
+        try:
+            for step in self.steps:
+                node = step.node
+                step.run(registers)
+                for register in step.dead:
+                    registers[register] = None
+        except FusionError as error:
+            raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
+        except (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError) as error:
+            raise ExecutionError(f"{describe(node)} failed: {_first_line(error)}") from error
+        return self.results(registers)
+
+    def start(self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> Registers:
+        registers = self.template.copy()
+        registers[_CONTEXT] = context
+        for name, register in self.params.items():
+            registers[register] = params[name]
+        for name, register in self.inputs.items():
+            registers[register] = inputs[name]
+        return registers
+
+    def results(self, registers: Registers) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        outputs = {meaning: registers[register] for meaning, register in self.outputs.items()}
+        return outputs, {key: registers[register] for key, register in self.writes.items()}
+
+
+_CONTEXT: Final = 0
+
+
+def compile_graph(
+    graph: Graph, wanted: Collection[str], *, with_state_writes: bool, device: torch.device
+) -> Interpreter:
+    """Compile what `wanted` (output meanings) needs, and the state writes if asked for. `device` is what `DeviceArg`
+    stands for. Raises `ExecutionError` on an operator this backend lacks."""
+    outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
+    writes = dict(graph.state_writes) if with_state_writes else {}
+    nodes = _needed(graph, {*outputs.values(), *writes})
+    builder = _Builder(graph, device)
+    calls = [(node, builder.instruction(node)) for node in nodes]
+    kept = {builder.value(name) for name in (*outputs.values(), *writes)}
+    last_use: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        for name in (*node.outputs, *_references(node)):
+            last_use[builder.value(name)] = position
+    dead: list[list[int]] = [[] for _ in nodes]
+    for register, position in last_use.items():
+        if register not in kept:
+            dead[position].append(register)
+    used = builder.values
+    return Interpreter(
+        steps=tuple(Step(node, run, tuple(dead[position])) for position, (node, run) in enumerate(calls)),
+        template=builder.template,
+        values=used,
+        inputs={name: used[name] for name in graph.inputs if name in used},
+        params={name: used[name] for name in graph.params if name in used},
+        outputs={meaning: used[value] for meaning, value in outputs.items()},
+        writes={key: used[value] for value, key in writes.items()},
+    )
+
+
+def describe(node: Node | None) -> str:
+    """How an error names a node."""
+    if node is None:
+        return "the stage"
+    return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
+
+
+def _needed(graph: Graph, roots: set[str]) -> list[Node]:
+    wanted = set(roots)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if wanted.intersection(node.outputs):
+            kept.append(node)
+            wanted.update(_references(node))
+    kept.reverse()
+    return kept
+
+
+def _references(node: Node) -> Iterator[str]:
+    pending: list[Arg] = [*node.args, *node.kwargs.values()]
+    while pending:
+        match pending.pop():
+            case Ref(name):
+                yield name
+            case ListArg(items):
+                pending.extend(items)
+            case _:
+                pass
+
+
+class _Builder:
+    """Hands out registers and builds instructions."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.graph = graph
+        self.device = device
+        self.template: Registers = [None]
+        self.values: dict[str, int] = {}
+
+    def value(self, name: str) -> int:
+        register = self.values.get(name)
+        if register is None:
+            register = self.values[name] = self._register(None)
+        return register
+
+    def instruction(self, node: Node) -> Instruction:
+        compute = PLAIN.get(node.op)
+        leading: list[int] = []
+        if compute is None:
+            compute = CONTEXTUAL.get(node.op)
+            leading = [_CONTEXT, self._register(node.id)]
+        if compute is None:
+            raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
+        if node.op in LOOKUPS:
+            compute = guarded(node.op, compute)
+        lists: list[tuple[int, Callable[[Registers], list[Any]]]] = []
+        positional = [*leading, *(self._operand(arg, lists) for arg in node.args)]
+        named = [(name, self._operand(arg, lists)) for name, arg in node.kwargs.items()]
+        call = _call(compute, positional, named)
+        targets = [self.value(name) for name in node.outputs]
+        return _store(call, targets, lists)
+
+    def _operand(self, arg: Arg, lists: list[tuple[int, Callable[[Registers], list[Any]]]]) -> int:
+        if isinstance(arg, Ref):
+            return self.value(arg.name)
+        if isinstance(arg, ListArg) and any(isinstance(item, Ref | ListArg) for item in arg.items):
+            # A list with values in it is built anew for each run, into a register of its own.
+            register = self._register(None)
+            getters = [self._operand(item, lists) for item in arg.items]
+            lists.append((register, lambda registers: [registers[getter] for getter in getters]))
+            return register
+        return self._register(self._constant(arg))
+
+    def _constant(self, arg: Arg) -> Any:
+        match arg:
+            case DTypeArg(name):
+                return DTYPES[name]
+            case DeviceArg():
+                return self.device
+            case MemoryFormatArg(name):
+                return _MEMORY_FORMATS[name]
+            case FloatArg(name):
+                return float(name)
+            case ListArg(items):
+                return [self._constant(item) for item in items]
+            case _:
+                return arg
+
+    def _register(self, constant: Any) -> int:
+        self.template.append(constant)
+        return len(self.template) - 1
+
+
+def _call(
+    compute: Callable[..., Any], positional: list[int], named: list[tuple[str, int]]
+) -> Callable[[Registers], Any]:
+    if named:
+        names = tuple(named)
+
+        def call_named(registers: Registers) -> Any:
+            return compute(
+                *[registers[register] for register in positional],
+                **{name: registers[register] for name, register in names},
+            )
+
+        return call_named
+    if not positional:
+        return lambda _: compute()
+    if len(positional) == 1:
+        only = positional[0]
+        return lambda registers: compute(registers[only])
+    gather = itemgetter(*positional)
+    return lambda registers: compute(*gather(registers))
+
+
+def _store(
+    call: Callable[[Registers], Any],
+    targets: list[int],
+    lists: list[tuple[int, Callable[[Registers], list[Any]]]],
+) -> Instruction:
+    if len(targets) == 1:
+        target = targets[0]
+
+        def store(registers: Registers) -> None:
+            result = call(registers)
+            # A split into one piece is still a list.
+            registers[target] = result[0] if isinstance(result, list | tuple) else result
+    else:
+
+        def store(registers: Registers) -> None:
+            for target, result in zip(targets, call(registers), strict=True):
+                registers[target] = result
+
+    if not lists:
+        return store
+
+    def build_lists(registers: Registers) -> None:
+        for register, build in lists:
+            registers[register] = build(registers)
+        store(registers)
+        for register, _ in lists:
+            registers[register] = None
+
+    return build_lists
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,253 @@
+"""The table from operator names to torch calls. Decides what this backend can run; resolves no name it receives.
+
+Every name comes from `ir.operators.OPERATORS`, chosen by hand; a graph can only pick entries of the finished table.
+Operators that depend on the mode or on counters get the run's `Context` and the node's id first. Neighbours:
+`interpreter` binds these to a graph's values, `attention` and `dropout` are the semantic operators.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from fusionai.backends.torch.attention import attention
+from fusionai.backends.torch.dropout import DropoutKey, dropout
+from fusionai.ir.operators import OPERATORS
+from fusionai.primitives.errors import ExecutionError
+
+MAX_SIZE: Final = 2**48
+"""No size computed in a graph may be larger: repeated products would otherwise fill the memory with one integer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a run is about, for operators that depend on it."""
+
+    training: bool
+    key: DropoutKey
+
+
+def _bounded(compute: Callable[..., int]) -> Callable[..., int]:
+    def run(*sizes: int) -> int:
+        size = compute(*sizes)
+        if abs(size) > MAX_SIZE:
+            raise ExecutionError(f"a size computed in the graph is above {MAX_SIZE}.")
+        return size
+
+    return run
+
+
+def _zeros_for_empty(size: list[int], **options: Any) -> torch.Tensor:
+    # Uninitialised memory could show a graph what this process held before.
+    options.pop("memory_format", None)
+    return torch.ops.aten.zeros.default(size, **options)
+
+
+def _zeros_like_for_empty(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.ops.aten.zeros_like.default(x, **options)
+
+
+def _attention(
+    context: Context,
+    node: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_mask=key_mask,
+        dropout=dropout if context.training else 0.0,
+        key=context.key,
+        node=node,
+    )
+
+
+def _dropout(context: Context, node: int, x: torch.Tensor, *, p: float) -> torch.Tensor:
+    return dropout(x, p, context.key, node) if context.training and p > 0.0 else x
+
+
+def _batch_norm_functional(
+    context: Context,
+    node: int,  # noqa: ARG001 — every operator of this table is called with it
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """(y, saved mean, saved inverse deviation, new running mean, new running variance); the latter two unchanged
+    outside training."""
+    if context.training and training:
+        return torch.ops.aten._native_batch_norm_legit_functional.default(
+            x, weight, bias, mean, variance, True, momentum, eps
+        )
+    y, saved_mean, saved_deviation = torch.ops.aten._native_batch_norm_legit_no_training.default(
+        x, weight, bias, mean, variance, momentum, eps
+    )
+    return y, saved_mean, saved_deviation, mean, variance
+
+
+def _batch_norm(
+    context: Context,
+    node: int,  # noqa: ARG001 — every operator of this table is called with it
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    if training and context.training and mean is not None:
+        raise ExecutionError(
+            "aten.batch_norm.default would change its running statistics in place.",
+            hint="Capture the model functionalised (aten._native_batch_norm_legit_functional.default).",
+        )
+    use_batch = mean is None
+    return torch.ops.aten.batch_norm.default(x, weight, bias, mean, variance, use_batch, momentum, eps, cudnn_enabled)
+
+
+_SIZES: Final[Mapping[str, Callable[..., int]]] = {
+    "sym.add": _bounded(operator.add),
+    "sym.sub": _bounded(operator.sub),
+    "sym.mul": _bounded(operator.mul),
+    "sym.floordiv": _bounded(operator.floordiv),
+    "sym.mod": _bounded(operator.mod),
+    "sym.neg": _bounded(lambda size: -size),
+    "sym.max": _bounded(max),
+    "sym.min": _bounded(min),
+    "aten.sym_size.int": lambda x, dim: x.shape[dim],
+    "aten.sym_numel.default": lambda x: x.numel(),
+}
+_OWN: Final[Mapping[str, Callable[..., Any]]] = {
+    "aten.empty.memory_format": _zeros_for_empty,
+    "aten.empty_like.default": _zeros_like_for_empty,
+}
+
+CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "fusion.attention": _attention,
+        "fusion.dropout": _dropout,
+        "aten._native_batch_norm_legit_functional.default": _batch_norm_functional,
+        "aten.batch_norm.default": _batch_norm,
+    }
+)
+"""Operators called as `f(context, node id, *args, **kwargs)`."""
+
+
+def _resolve() -> dict[str, Callable[..., Any]]:
+    table: dict[str, Callable[..., Any]] = {**_SIZES, **_OWN}
+    for name in OPERATORS:
+        if name in table or name in CONTEXTUAL or not name.startswith("aten."):
+            continue
+        _, packet_name, overload_name = name.split(".")
+        packet = getattr(torch.ops.aten, packet_name, None)
+        overload = getattr(packet, overload_name, None)
+        # An older or newer torch may lack one: then it is unsupported here, and `Backend.unsupported` says so.
+        if overload is not None:
+            table[name] = overload
+    return table
+
+
+PLAIN: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(_resolve())
+"""Operators called as `f(*args, **kwargs)`."""
+
+
+Lookup = tuple[torch.Tensor, int, int, int | None]
+"""Indices, the first and (exclusive) last allowed one, and one that is allowed besides."""
+
+
+def _embedding_lookups(weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> list[Lookup]:
+    return [(indices, 0, weight.shape[0], None)]
+
+
+def _dim_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, **__: Any) -> list[Lookup]:
+    return [(indices, 0, x.shape[dim] if x.dim() else 1, None)]
+
+
+def _along_lookups(x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> list[Lookup]:
+    size = x.numel() if dim is None else x.shape[dim]
+    return [(indices, -size, size, None)]
+
+
+def _index_lookups(x: torch.Tensor, indices: list[torch.Tensor | None]) -> list[Lookup]:
+    return [
+        (index, -size, size, None)
+        for index, size in zip(indices, x.shape, strict=False)
+        if index is not None and index.dtype != torch.bool
+    ]
+
+
+def _class_lookups(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,  # noqa: ARG001 — the operators' own argument order
+    reduction: int = 1,  # noqa: ARG001
+    ignore_index: int = -100,
+    *_: Any,
+    **__: Any,
+) -> list[Lookup]:
+    if target.is_floating_point():
+        return []
+    return [(target, 0, x.shape[1 if x.dim() > 1 else 0], ignore_index)]
+
+
+LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
+    {
+        "aten.embedding.default": _embedding_lookups,
+        "aten.index_select.default": _dim_lookups,
+        "aten.gather.default": _dim_lookups,
+        "aten.take_along_dim.default": _along_lookups,
+        "aten.index.Tensor": _index_lookups,
+        "aten.nll_loss_forward.default": _class_lookups,
+        "aten.nll_loss.default": _class_lookups,
+        "aten.nll_loss_nd.default": _class_lookups,
+        "aten.cross_entropy_loss.default": _class_lookups,
+    }
+)
+"""Which operands hold indices. A device without bounds checks (CUDA) ends the whole process on one outside."""
+
+
+def guarded(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute`, after checking that every index it is given is inside. Raises `ExecutionError` otherwise."""
+    lookups = LOOKUPS[name]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for indices, low, high, ignored in lookups(*args, **kwargs):
+            if indices.device.type == "meta" or indices.numel() == 0:
+                continue
+            outside = (indices < low) | (indices >= high)
+            if ignored is not None:
+                outside &= indices != ignored
+            if bool(outside.any()):
+                wrong = int(indices[outside].flatten()[0])
+                raise ExecutionError(f"expected indices from {low} to {high - 1}, got {wrong}.")
+        return compute(*args, **kwargs)
+
+    return run

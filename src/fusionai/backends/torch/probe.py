@@ -1,0 +1,126 @@
+"""What a device can do, measured. Decides the fingerprint that says whether two peers compute the same bits.
+
+Neighbours: `backend.TorchBackend.probe` calls this; `scheduling` plans with the speeds, takeover compares fingerprints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable
+from typing import Final
+
+import psutil
+import torch
+
+from fusionai.backends.interface import DeviceReport
+from fusionai.backends.torch.host import to_host
+
+MEASURE_S: Final = 0.2
+"""How long each of the two speeds is measured."""
+MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096, "mps": 2048}
+COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20, "mps": 128 << 20}
+
+
+def measure_device(device: torch.device) -> DeviceReport:
+    """Speeds with the threads this process may use now. Takes about half a second."""
+    size = MATRIX_SIZE[device.type]
+    left = torch.ones(size, size, device=device)
+    result = torch.empty_like(left)
+    flops_per_s = 2.0 * size**3 * _calls_per_s(lambda: torch.mm(left, left, out=result), device)
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    # A copy reads and writes every byte.
+    bandwidth_bytes_per_s = 2.0 * source.nbytes * _calls_per_s(lambda: target.copy_(source), device)
+    return DeviceReport(
+        backend="torch",
+        backend_version=torch.__version__,
+        device=device.type,
+        device_name=device_name(device),
+        flops_per_s=flops_per_s,
+        memory_bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        memory_bytes=memory_bytes(device),
+        threads=torch.get_num_threads(),
+        fingerprint=fingerprint(device),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What people call it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of the device, free or not."""
+    match device.type:
+        case "cuda":
+            return torch.cuda.mem_get_info(device)[1]
+        case "mps":
+            return torch.mps.recommended_max_memory()
+        case _:
+            return psutil.virtual_memory().total
+
+
+def fingerprint(device: torch.device) -> str:
+    """Hex SHA-256 over versions, instruction set, device, threads and the bits of a small training computation."""
+    described = (
+        torch.__version__,
+        str(torch.version.cuda),
+        torch.backends.cpu.get_cpu_capability(),
+        platform.machine(),
+        device.type,
+        device_name(device),
+        str(torch.get_num_threads()),
+    )
+    digest = hashlib.sha256("\n".join(described).encode())
+    for tensor in _probe_computation(device):
+        digest.update(to_host(tensor).data)
+    return digest.hexdigest()
+
+
+def _probe_computation(device: torch.device) -> list[torch.Tensor]:
+    """Matrix products of several shapes, softmax, exp, attention and their gradients, on inputs made of integers."""
+
+    def pattern(*shape: int) -> torch.Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        # Exact in float32 on every device: multiples of 2**-10 below 1.
+        values = (torch.arange(count, dtype=torch.int64) * 2_654_435_761 % 2_039 - 1_019).to(torch.float32) / 1_024
+        return values.reshape(shape).to(device).requires_grad_()
+
+    x, first, second = pattern(3, 67, 96), pattern(160, 96), pattern(96, 160)
+    hidden = torch.nn.functional.silu(torch.nn.functional.linear(x, first))
+    y = x + torch.nn.functional.linear(hidden, second)
+    heads = torch.nn.functional.rms_norm(y, (96,)).reshape(3, 67, 4, 24).transpose(1, 2)
+    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    logits = attended.transpose(1, 2).reshape(201, 96) @ second
+    loss = torch.logsumexp(logits, dim=-1).mean() + torch.softmax(logits, dim=-1).exp().square().sum()
+    loss.backward()
+    gradients = [leaf.grad for leaf in (x, first, second) if leaf.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return [logits, loss, *gradients, *norms]
+
+
+def _calls_per_s(call: Callable[[], object], device: torch.device) -> float:
+    call()
+    _synchronise(device)
+    calls = 0
+    start_s = time.perf_counter()
+    while True:
+        call()
+        _synchronise(device)
+        calls += 1
+        elapsed_s = time.perf_counter() - start_s
+        if elapsed_s >= MEASURE_S:
+            return calls / elapsed_s
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

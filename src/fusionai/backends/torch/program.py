@@ -1,0 +1,418 @@
+"""One stage on torch: parameters, contexts of microbatches in flight, gradient sums, the optimizer.
+
+Decides nothing about jobs or time. Gradients are summed by autograd into the parameters' `.grad`, microbatch by
+microbatch, exactly as `loss.backward()` in one process would. Buffers that a training microbatch rewrites are rebound,
+and the values of the last applied step are kept until the next, so that a discarded step leaves no trace.
+Neighbours: `interpreter` runs the graph, `sizes` checks it beforehand, `optimizers` updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Final, Literal, cast, get_args
+
+import torch
+
+from fusionai.backends.binding import bind_symbols, largest, nearest
+from fusionai.backends.interface import Call
+from fusionai.backends.torch.dropout import DropoutKey
+from fusionai.backends.torch.host import DTYPES, to_host, to_torch
+from fusionai.backends.torch.interpreter import Interpreter, compile_graph
+from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.optimizers import Slot, StageOptimizer
+from fusionai.backends.torch.sizes import META, input_shapes, measure, parameter_bytes, trainable_bytes
+from fusionai.ir.init import initialise
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import StageOptions
+
+ContextKey = tuple[int, int, int]
+"""(step, replica, microbatch)."""
+MAX_CHECKED_SHAPES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A microbatch between forward and backward: outputs that carry gradient, and inputs that receive it."""
+
+    outputs: dict[str, torch.Tensor]
+    leaves: dict[str, torch.Tensor]
+
+
+class TorchStageProgram:
+    """Implements `backends.interface.StageProgram`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        device: torch.device,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        self._graph = graph
+        self._grad_inputs = frozenset(grad_inputs)
+        self._options = options
+        self._device = device
+        self._memory_limit_bytes = memory_limit_bytes
+        self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
+        self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
+        self._checked: set[object] = set()
+        self._check_declarations()
+        self._check_memory()
+        self._tensors = {
+            key: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype], device=device, requires_grad=spec.trainable)
+            for key, spec in self._specs.items()
+        }
+        self._unset = set(self._specs)
+        self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
+        self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
+        self._committed: dict[str, torch.Tensor] = {}
+        """Buffers rewritten since the last apply: their values of then."""
+        self._contexts: dict[ContextKey, _InFlight] = {}
+        self._optimizer: StageOptimizer | None = None
+        if options.optimizer is not None and self._trainable:
+            try:
+                self._optimizer = StageOptimizer(options.optimizer, self._trainable)
+            except ValueError as error:
+                raise ExecutionError(f"the optimizer's settings do not hold: {error}.") from error
+
+    # ------------------------------------------------------------------------------------------------------ running
+
+    def forward(
+        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
+    ) -> dict[str, HostTensor]:
+        """See `StageProgram.forward`. The bytes of `inputs` must stay as they are until `backward`."""
+        training = call.mode == "train"
+        names = frozenset(self._graph.outputs if wanted is None else wanted)
+        for name in names:
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+        if self._unset:
+            raise ExecutionError(
+                f"{len(self._unset)} entries have no value yet, among them model/{min(self._unset)}.",
+                hint="Call initialise or import_state first.",
+            )
+        key = (call.step, call.replica, call.microbatch)
+        if training and key in self._contexts:
+            raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
+        interpreter = self._interpreter(names, training, self._device)
+        half_floats = self._options.precision == "bf16"
+        symbols = bind_symbols(self._graph, inputs, interpreter.inputs, half_floats=half_floats)
+        context = Context(training, DropoutKey(self._options.seed, call.step, call.microbatch))
+        self._check_sizes(names, context, inputs, symbols)
+        leaves: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor | int] = {}
+        for name in interpreter.inputs:
+            value = to_torch(inputs[name], self._device)
+            if self._graph.values[name].dtype == "symint":
+                values[name] = int(value)
+                continue
+            if training and name in self._grad_inputs:
+                leaves[name] = value.requires_grad_()
+            values[name] = value
+        params = {value: self._tensors[self._graph.params[value].key] for value in interpreter.params}
+        with torch.set_grad_enabled(training), self._precision():
+            outputs, writes = interpreter.run(context, values, params)
+        if training:
+            self._contexts[key] = _InFlight(
+                {name: value for name, value in outputs.items() if _carries_gradient(value)}, leaves
+            )
+        for buffer, value in writes.items():
+            self._committed.setdefault(buffer, self._tensors[buffer])
+            self._tensors[buffer] = value.detach()
+        return {name: to_host(value, own=self._is_parameter(value)) for name, value in outputs.items()}
+
+    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result."""
+        held = self._contexts.pop((call.step, call.replica, call.microbatch), None)
+        if held is None:
+            raise ExecutionError(
+                f"no forward context of step {call.step}, replica {call.replica}, microbatch {call.microbatch}."
+            )
+        roots: list[torch.Tensor] = []
+        root_gradients: list[torch.Tensor] = []
+        for name, gradient in gradients.items():
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+            output = held.outputs.get(name)
+            if output is None:
+                continue
+            if gradient.shape != tuple(output.shape) or DTYPES[gradient.dtype] != output.dtype:
+                raise ExecutionError(
+                    f"expected the gradient of {name!r} as {output.dtype} {list(output.shape)}, "
+                    f"got {gradient.dtype} {list(gradient.shape)}."
+                )
+            roots.append(output)
+            root_gradients.append(to_torch(gradient, self._device))
+        if roots:
+            try:
+                torch.autograd.backward(roots, root_gradients)
+            except RuntimeError as error:
+                raise ExecutionError(f"backward of step {call.step}, microbatch {call.microbatch}: {error}") from error
+        return {name: to_host(leaf.grad) for name, leaf in held.leaves.items() if leaf.grad is not None}
+
+    # -------------------------------------------------------------------------------------------------- the update
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The norms that `clip_grad_norm_` computes of each gradient, by the same call."""
+        summed = [(key, parameter.grad) for key, parameter in self._trainable.items() if parameter.grad is not None]
+        norms = parameter_norms([gradient for _, gradient in summed])
+        return {key: norm for (key, _), norm in zip(summed, norms, strict=True)}
+
+    def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        """Sums of these parameters, in this order; those without a gradient are absent."""
+        exported: list[tuple[str, HostTensor]] = []
+        for key in keys:
+            gradient = self._parameter(key).grad
+            if gradient is not None:
+                exported.append((key, to_host(gradient, own=True)))
+        return exported
+
+    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+        for key, tensor in entries:
+            parameter = self._parameter(key)
+            self._check_entry(f"gradient of {key!r}", tensor, self._specs[key].dtype, tuple(parameter.shape))
+            value = to_torch(tensor, self._device, own=True)
+            if add and parameter.grad is not None:
+                parameter.grad.add_(value)
+            else:
+                parameter.grad = value
+
+    def apply(self, *, scale: float, learning_rate: float) -> None:
+        self._require_idle("apply")
+        if self._options.optimizer is None:
+            raise ExecutionError("this stage was loaded without an optimizer, it can't apply an update.")
+        gradients = [parameter.grad for parameter in self._trainable.values() if parameter.grad is not None]
+        if gradients and scale != 1.0:
+            scale_gradients(gradients, scale)
+        if self._optimizer is not None:
+            self._optimizer.step(learning_rate)
+        self._clear_gradients()
+        self._committed.clear()
+
+    def discard(self) -> None:
+        self._contexts.clear()
+        self._clear_gradients()
+        self._tensors.update(self._committed)
+        self._committed.clear()
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def initialise(self) -> tuple[str, ...]:
+        self._require_idle("initialise")
+        self._clear_gradients()
+        self._committed.clear()
+        if self._optimizer is not None:
+            self._optimizer.reset()
+        missing: list[str] = []
+        for key in sorted(self._specs):
+            spec = self._specs[key]
+            if spec.init is None:
+                missing.append(f"model/{key}")
+                self._unset.add(key)
+                continue
+            array = initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed)
+            value = torch.from_numpy(array)
+            dtype = DTYPES[spec.dtype]
+            # numpy has no bfloat16: it comes as raw bits.
+            self._set(key, value.view(dtype) if spec.dtype == "bfloat16" else value.to(dtype))
+        return tuple(missing)
+
+    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        self._require_idle("import state")
+        for entry, tensor in entries:
+            part, _, rest = entry.partition("/")
+            if part == "model" and rest in self._specs:
+                spec = self._specs[rest]
+                self._check_entry(entry, tensor, spec.dtype, spec.shape)
+                self._set(rest, to_torch(tensor, self._device))
+                continue
+            key, _, name = rest.rpartition("/")
+            if part == "optimizer" and self._optimizer is not None and key in self._trainable:
+                slot = self._slot(entry, name, self._optimizer)
+                shape = () if slot == "step" else self._specs[key].shape
+                dtype = "float32" if slot == "step" else self._specs[key].dtype
+                self._check_entry(entry, tensor, dtype, shape)
+                self._optimizer.write(key, slot, to_torch(tensor, self._device, own=True))
+                continue
+            raise ExecutionError(f"unknown state entry {entry!r}{nearest(entry, self._entries())}.")
+
+    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
+        """State as of the last applied step, also while the next one is in flight."""
+        if "model" in parts:
+            for key in sorted(self._specs):
+                if key in self._unset:
+                    raise ExecutionError(f"model/{key} has no value yet.", hint="Import it first.")
+                yield f"model/{key}", to_host(self._committed.get(key, self._tensors[key]), own=True)
+        if "optimizer" in parts and self._optimizer is not None:
+            for key in sorted(self._trainable):
+                for slot in self._optimizer.slots:
+                    yield f"optimizer/{key}/{slot}", to_host(self._optimizer.read(key, slot), own=True)
+
+    @property
+    def resident_bytes(self) -> int:
+        gradients = [parameter.grad for parameter in self._trainable.values() if parameter.grad is not None]
+        tensors = [*self._tensors.values(), *self._committed.values(), *gradients]
+        total_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return total_bytes + (self._optimizer.resident_bytes if self._optimizer is not None else 0)
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def _check_declarations(self) -> None:
+        for name in self._grad_inputs:
+            if name not in self._graph.inputs:
+                raise ExecutionError(f"the stage has no input {name!r}{nearest(name, self._graph.inputs)}.")
+        for value, spec in self._graph.params.items():
+            if self._specs[spec.key] != spec:
+                raise ExecutionError(f"the graph describes parameter {spec.key!r} in two ways (see {value!r}).")
+        for key in self._graph.state_writes.values():
+            if key not in self._specs or self._specs[key].trainable:
+                raise ExecutionError(f"the graph writes {key!r}, which is no buffer of this stage.")
+
+    def _check_memory(self) -> None:
+        """At the symbols' largest values: parameters, gradients, optimizer slots, contexts and the forward's peak."""
+        training = self._options.optimizer is not None
+        held_bytes = parameter_bytes(self._graph)
+        if self._options.optimizer is not None:
+            slots = {"adamw": 2, "sgd": 1 if self._options.optimizer.momentum else 0}[self._options.optimizer.kind]
+            held_bytes += (1 + slots) * trainable_bytes(self._graph)
+        limit_bytes = self._memory_limit_bytes
+        if limit_bytes is not None and held_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage's parameters, gradients and optimizer state take {held_bytes} bytes, "
+                f"the limit is {limit_bytes}.",
+                hint="Give this peer fewer blocks or lend more memory.",
+            )
+        symbols = largest(self._graph)
+        names = frozenset(self._graph.outputs)
+        footprint = measure(
+            self._graph,
+            self._interpreter(names, training, META),
+            input_shapes(self._graph, symbols),
+            symbols,
+            Context(training, DropoutKey(self._options.seed, 0, 0)),
+            grad_inputs=self._grad_inputs,
+            limit_bytes=None if limit_bytes is None else limit_bytes - held_bytes,
+        )
+        needed_bytes = held_bytes + footprint.peak_bytes + footprint.saved_bytes * max(1, self._options.in_flight)
+        if limit_bytes is not None and needed_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage needs {needed_bytes} bytes with {self._options.in_flight} microbatches in flight, "
+                f"the limit is {limit_bytes}.",
+                hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
+            )
+
+    def _check_sizes(
+        self, names: frozenset[str], context: Context, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
+    ) -> None:
+        """Sizes never seen before are tried without memory first: a size may grow where a symbol shrinks."""
+        shapes = {name: tensor.shape for name, tensor in inputs.items()}
+        seen = (names, context.training, tuple(sorted(shapes.items())))
+        if seen in self._checked:
+            return
+        limit_bytes = None if self._memory_limit_bytes is None else self._memory_limit_bytes - self.resident_bytes
+        measure(
+            self._graph,
+            self._interpreter(names, context.training, META),
+            shapes,
+            symbols,
+            context,
+            grad_inputs=self._grad_inputs,
+            limit_bytes=limit_bytes,
+        )
+        if len(self._checked) >= MAX_CHECKED_SHAPES:
+            self._checked.clear()
+        self._checked.add(seen)
+
+    def _require_idle(self, action: str) -> None:
+        if self._contexts:
+            raise ExecutionError(
+                f"can't {action} with {len(self._contexts)} microbatches in flight.",
+                hint="Run their backward or discard them first.",
+            )
+
+    @staticmethod
+    def _check_entry(entry: str, tensor: HostTensor, dtype: str, shape: tuple[int, ...]) -> None:
+        if tensor.dtype != dtype or tensor.shape != tuple(shape):
+            raise ExecutionError(f"expected {entry} as {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}.")
+
+    # ----------------------------------------------------------------------------------------------------- details
+
+    def _interpreter(self, names: frozenset[str], training: bool, device: torch.device) -> Interpreter:
+        key = (names, training, device.type)
+        interpreter = self._interpreters.get(key)
+        if interpreter is None:
+            interpreter = compile_graph(self._graph, names, with_state_writes=training, device=device)
+            self._interpreters[key] = interpreter
+        return interpreter
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._options.precision == "bf16":
+            return torch.autocast(self._device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _parameter(self, key: str) -> torch.Tensor:
+        parameter = self._trainable.get(key)
+        if parameter is None:
+            raise ExecutionError(f"no trainable parameter {key!r} in this stage{nearest(key, self._trainable)}.")
+        return parameter
+
+    def _set(self, key: str, value: torch.Tensor) -> None:
+        if self._specs[key].trainable:
+            with torch.no_grad():
+                self._tensors[key].copy_(value)
+        else:
+            # Rebound, never overwritten: a context may still hold the old one.
+            self._tensors[key] = value.to(self._device, copy=True)
+            self._committed.pop(key, None)
+        self._unset.discard(key)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._trainable.values():
+            parameter.grad = None
+
+    def _is_parameter(self, value: torch.Tensor | int) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._parameter_storages
+
+    def _entries(self) -> list[str]:
+        slots = self._optimizer.slots if self._optimizer is not None else ()
+        return [f"model/{key}" for key in self._specs] + [
+            f"optimizer/{key}/{slot}" for key in self._trainable for slot in slots
+        ]
+
+    def _slot(self, entry: str, name: str, optimizer: StageOptimizer) -> Slot:
+        if name not in get_args(Slot) or name not in optimizer.slots:
+            raise ExecutionError(f"unknown state entry {entry!r}{nearest(entry, self._entries())}.")
+        return cast(Slot, name)
+
+
+def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """Euclidean norm of each tensor as `torch.nn.utils.clip_grad_norm_` computes it, exact."""
+    if not gradients:
+        return []
+    if gradients[0].device.type in ("cpu", "cuda"):
+        norms = torch._foreach_norm(list(gradients), 2.0)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        norms = [torch.linalg.vector_norm(gradient, 2.0) for gradient in gradients]
+    if len({norm.dtype for norm in norms}) == 1:
+        return torch.stack(list(norms)).tolist()
+    return [norm.item() for norm in norms]
+
+
+def scale_gradients(gradients: Sequence[torch.Tensor], scale: float) -> None:
+    """Multiply in place as `torch.nn.utils.clip_grad_norm_` does."""
+    factor = torch.tensor(scale, dtype=torch.float32, device=gradients[0].device)
+    if gradients[0].device.type in ("cpu", "cuda"):
+        torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def _carries_gradient(value: torch.Tensor | int) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -1,0 +1,203 @@
+"""What a graph will take, found without allocating. Decides whether a stage may be loaded or fed these sizes.
+
+Runs the compiled graph on torch's `meta` device, where tensors have shapes and no memory. Every value is compared with
+what the graph declares, and what must be alive at once with the limit. A graph's declaration is never trusted: it comes
+from somebody else. Neighbours: `program` calls this at load and whenever new sizes arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fusionai.backends.torch.host import DTYPES
+from fusionai.backends.torch.interpreter import Interpreter, Step, describe
+from fusionai.backends.torch.operators import Context
+from fusionai.ir.schema import Graph
+from fusionai.ir.shapes import evaluate, symbols_of
+from fusionai.primitives.errors import ExecutionError, FusionError
+from fusionai.primitives.tensors import tensor_bytes
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Of one microbatch: the most that values take at once while it runs forward, and what is kept for backward."""
+
+    peak_bytes: int
+    saved_bytes: int
+
+
+def input_shapes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the graph's inputs at these symbol values."""
+    return {name: tuple(evaluate(dim, symbols) for dim in graph.values[name].shape) for name in graph.inputs}
+
+
+def measure(
+    graph: Graph,
+    interpreter: Interpreter,
+    shapes: Mapping[str, tuple[int, ...]],
+    symbols: Mapping[str, int],
+    context: Context,
+    *,
+    grad_inputs: frozenset[str],
+    limit_bytes: int | None,
+) -> Footprint:
+    """Run without memory. `interpreter` must be compiled for `META`. Raises `ExecutionError` when a value is not what
+    the graph declares, or when one value alone or all that are alive together exceed `limit_bytes`."""
+    registers = interpreter.start(
+        context,
+        {name: _input(graph, name, shape, context, grad_inputs) for name, shape in shapes.items()},
+        {name: _param(graph, name, context) for name in interpreter.params},
+    )
+    meter = _Meter(graph, interpreter, symbols, limit_bytes)
+    meter.hold_inputs(registers)
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        meter.save(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor),
+        torch.set_grad_enabled(context.training),
+    ):
+        for step in interpreter.steps:
+            try:
+                step.run(registers)
+            except FusionError as error:
+                raise ExecutionError(f"{describe(step.node)}: {error.message}", hint=error.hint) from error
+            except (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError) as error:
+                raise ExecutionError(f"{describe(step.node)} can't run at these sizes: {error}") from error
+            meter.after(step, registers)
+    return Footprint(meter.peak_bytes, meter.saved_bytes)
+
+
+class _Meter:
+    """Counts distinct storages among live registers: views share theirs."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        interpreter: Interpreter,
+        symbols: Mapping[str, int],
+        limit_bytes: int | None,
+    ) -> None:
+        self.graph = graph
+        self.registers = interpreter.values
+        self.symbols = symbols
+        self.limit_bytes = limit_bytes
+        self.parameter_registers = set(interpreter.params.values())
+        self.users: dict[int, int] = {}
+        """Address of a storage -> number of live registers that see it."""
+        self.held: dict[int, torch.UntypedStorage] = {}
+        self.saved: dict[int, torch.UntypedStorage] = {}
+        self.parameters: set[int] = set()
+        self.live_bytes = self.peak_bytes = self.saved_bytes = 0
+
+    def hold_inputs(self, registers: list[object]) -> None:
+        for name, register in self.registers.items():
+            value = registers[register]
+            if not isinstance(value, torch.Tensor):
+                continue
+            if register in self.parameter_registers:
+                storage = value.untyped_storage()
+                self.parameters.add(storage._cdata)
+            else:
+                self._hold(value, name)
+
+    def after(self, step: Step, registers: list[object]) -> None:
+        for name in step.node.outputs:
+            value = registers[self.registers[name]]
+            if isinstance(value, torch.Tensor):
+                self._compare(step, name, value)
+                self._hold(value, describe(step.node))
+        for register in step.dead:
+            value = registers[register]
+            if isinstance(value, torch.Tensor) and register not in self.parameter_registers:
+                self._release(value)
+            registers[register] = None
+
+    def save(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.parameters or storage._cdata in self.saved:
+            return
+        self.saved[storage._cdata] = storage
+        self.saved_bytes += storage.nbytes()
+
+    def _hold(self, value: torch.Tensor, what: str) -> None:
+        storage = value.untyped_storage()
+        address = storage._cdata
+        if address in self.parameters:
+            return
+        if address not in self.users:
+            # Kept in `held` so that no later storage gets the same address.
+            self.held[address] = storage
+            self.users[address] = 0
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+                raise ExecutionError(
+                    f"{what} needs {storage.nbytes()} bytes, {self.live_bytes} with what else is alive; "
+                    f"the limit is {self.limit_bytes}.",
+                    hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
+                )
+        self.users[address] += 1
+
+    def _release(self, value: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        address = storage._cdata
+        if address not in self.users:
+            return
+        self.users[address] -= 1
+        if self.users[address] == 0:
+            del self.users[address]
+            self.live_bytes -= storage.nbytes()
+            del self.held[address]
+
+    def _compare(self, step: Step, name: str, value: torch.Tensor) -> None:
+        spec = self.graph.values.get(name)
+        if spec is None:
+            raise ExecutionError(f"{describe(step.node)}: its result {name!r} is not declared in the graph.")
+        if all(symbols_of(dim) <= self.symbols.keys() for dim in spec.shape):
+            declared = tuple(evaluate(dim, self.symbols) for dim in spec.shape)
+            if declared != tuple(value.shape):
+                raise ExecutionError(
+                    f"{describe(step.node)}: {name!r} is declared as {list(declared)} "
+                    f"but comes out as {list(value.shape)}."
+                )
+        if DTYPES.get(spec.dtype) != value.dtype:
+            raise ExecutionError(
+                f"{describe(step.node)}: {name!r} is declared as {spec.dtype} but comes out as {value.dtype}."
+            )
+
+
+def parameter_bytes(graph: Graph) -> int:
+    """Bytes of all parameters, buffers and constants, each key once."""
+    sizes = {spec.key: tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values()}
+    return sum(sizes.values())
+
+
+def trainable_bytes(graph: Graph) -> int:
+    """Bytes of what an optimizer updates."""
+    sizes = {spec.key: tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.trainable}
+    return sum(sizes.values())
+
+
+def _input(
+    graph: Graph, name: str, shape: tuple[int, ...], context: Context, grad_inputs: frozenset[str]
+) -> torch.Tensor | int:
+    dtype = graph.values[name].dtype
+    if dtype == "symint":
+        return 1
+    differentiable = context.training and name in grad_inputs
+    return torch.empty(shape, dtype=DTYPES[dtype], device=META, requires_grad=differentiable)
+
+
+def _param(graph: Graph, name: str, context: Context) -> torch.Tensor:
+    spec = graph.params[name]
+    return torch.empty(
+        spec.shape, dtype=DTYPES[spec.dtype], device=META, requires_grad=context.training and spec.trainable
+    )
