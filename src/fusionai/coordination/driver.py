@@ -120,8 +120,16 @@ class StageLost:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CommandFailed:
+    """The driver's own machine could not do what was commanded (disk full, data unreadable)."""
+
+    reason: str
+
+
 DriverEvent = (
-    StageReported
+    CommandFailed
+    | StageReported
     | StageReady
     | LossArrived
     | StagePrepared
@@ -373,6 +381,10 @@ class DriverMachine:
         assert isinstance(event, StageLost)
         return self._fail(f"stage {event.stage} was lost: {event.reason}")
 
+    def on_command_failed(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, CommandFailed)
+        return self._fail(event.reason)
+
     # -------------------------------------------------------------------------------------------------- decisions
 
     def _feed(self) -> list[DriverCommand]:
@@ -507,9 +519,13 @@ TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     (_R, StopAsked): _row(DriverMachine.on_stop, _E),
     (_G, StopAsked): _row(DriverMachine.on_stop, _G),
     (_A, StageLost): _row(DriverMachine.on_lost, _E),
+    (_A, CommandFailed): _row(DriverMachine.on_command_failed, _E),
     (_R, StageLost): _row(DriverMachine.on_lost, _E),
+    (_R, CommandFailed): _row(DriverMachine.on_command_failed, _E),
     (_G, StageLost): _row(DriverMachine.on_lost, _E),
+    (_G, CommandFailed): _row(DriverMachine.on_command_failed, _E),
     (_S, StageLost): _row(DriverMachine.on_lost, _E),
+    (_S, CommandFailed): _row(DriverMachine.on_command_failed, _E),
 }
 """(phase, event) -> transition. What is not here comes too late to matter and changes nothing."""
 

@@ -1,0 +1,156 @@
+"""What crosses a stage's boundary, derived once from the partition. Decides names and directions; moves nothing.
+
+A job's values flow along ports: from a producer stage (or the data feed, -1) to a consumer stage. Training and
+evaluation use every value; inference only those that the job outputs other than the loss depend on, so that labels
+need not exist and nothing is sent to the loss.
+
+Neighbours: made by `training` from `ir.partition`, sent in `Attach`, obeyed by `execution.runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from fusionai.coordination.stage import StageShape
+from fusionai.ir.partition import Partition, SharedParam
+from fusionai.ir.schema import Graph, ListArg, Ref
+from fusionai.primitives.errors import PlanError
+from fusionai.wire.messages import Mode
+
+FEED: Final = -1
+"""Stage number of the data feed."""
+LOSS: Final = "loss"
+
+
+class Port(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Values between this stage and stage `other`, in canonical order. `needs_grad` and `inference` are subsets."""
+
+    other: int
+    values: tuple[str, ...]
+    needs_grad: tuple[str, ...] = ()
+    inference: tuple[str, ...] = ()
+
+    def carried(self, mode: Mode) -> tuple[str, ...]:
+        return self.inference if mode == "infer" else self.values
+
+
+class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`outputs`: meanings of the job outputs this stage produces, e.g. `loss`, `logits`."""
+
+    stage: int
+    grad_inputs: tuple[str, ...]
+    receives: tuple[Port, ...]
+    sends: tuple[Port, ...]
+    outputs: tuple[str, ...] = ()
+    shared: tuple[SharedParam, ...] = ()
+
+    def wanted(self, mode: Mode) -> tuple[str, ...]:
+        """Graph output meanings to compute in this mode."""
+        values = {value for port in self.sends for value in port.carried(mode)}
+        return (*sorted(values), *(meaning for meaning in self.job_outputs(mode) if meaning not in values))
+
+    def job_outputs(self, mode: Mode) -> tuple[str, ...]:
+        """What goes to the driver: the loss in training and evaluation, everything else in inference."""
+        return tuple(meaning for meaning in self.outputs if (meaning == LOSS) != (mode == "infer"))
+
+    def shape(self, *, microbatches: int, in_flight: int) -> StageShape:
+        """The stage machine's view of this boundary."""
+        modes: tuple[Mode, ...] = ("train", "eval", "infer")
+        others = {stage for shared in self.shared for stage in shared.stages if stage != self.stage}
+        if len({shared.stages[0] for shared in self.shared}) > 1:
+            keys = ", ".join(shared.key for shared in self.shared)
+            raise PlanError(
+                f"stage {self.stage} shares weights with several home stages ({keys}).",
+                hint="Place the tied weights on one stage.",
+            )
+        return StageShape(
+            stage=self.stage,
+            microbatches=microbatches,
+            in_flight=in_flight,
+            producers={mode: frozenset(p.other for p in self.receives if p.carried(mode)) for mode in modes},
+            consumers=frozenset(port.other for port in self.sends if port.needs_grad),
+            shares_with=frozenset(others),
+            shared_home=all(shared.stages[0] == self.stage for shared in self.shared),
+        )
+
+
+def boundaries(partition: Partition) -> tuple[Boundary, ...]:
+    """One boundary per stage, in stage order."""
+    inference = _inference_values(partition)
+    receives: dict[int, dict[int, list[str]]] = {stage.stage: {} for stage in partition.stages}
+    sends: dict[int, dict[int, list[str]]] = {stage.stage: {} for stage in partition.stages}
+    needs_grad = {route.value for route in partition.routes if route.needs_grad}
+    for route in partition.routes:
+        for consumer in route.consumers:
+            receives[consumer].setdefault(route.producer, []).append(route.value)
+            if route.producer != FEED:
+                sends[route.producer].setdefault(consumer, []).append(route.value)
+
+    def ports(table: dict[int, list[str]], at_stage: int, *, incoming: bool) -> tuple[Port, ...]:
+        made: list[Port] = []
+        for other, values in sorted(table.items()):
+            consumer = at_stage if incoming else other
+            ordered = tuple(sorted(values))
+            made.append(
+                Port(
+                    other,
+                    ordered,
+                    tuple(value for value in ordered if value in needs_grad),
+                    tuple(value for value in ordered if (consumer, value) in inference),
+                )
+            )
+        return tuple(made)
+
+    return tuple(
+        Boundary(
+            stage=stage.stage,
+            grad_inputs=stage.grad_inputs,
+            receives=ports(receives[stage.stage], stage.stage, incoming=True),
+            sends=ports(sends[stage.stage], stage.stage, incoming=False),
+            outputs=_job_outputs(partition, stage.stage, stage.graph),
+            shared=tuple(shared for shared in partition.shared if stage.stage in shared.stages),
+        )
+        for stage in partition.stages
+    )
+
+
+def _job_outputs(partition: Partition, stage: int, graph: Graph) -> tuple[str, ...]:
+    sent = {route.value for route in partition.routes if route.producer == stage}
+    return tuple(sorted(meaning for meaning, value in graph.outputs.items() if meaning != value or value not in sent))
+
+
+def _inference_values(partition: Partition) -> set[tuple[int, str]]:
+    """(consumer stage, value) pairs that job outputs other than the loss depend on, walking the stages backwards."""
+    wanted: dict[int, set[str]] = {stage.stage: set() for stage in partition.stages}
+    pairs: set[tuple[int, str]] = set()
+    for stage in reversed(partition.stages):
+        job = {meaning for meaning in _job_outputs(partition, stage.stage, stage.graph) if meaning != LOSS}
+        values = {stage.graph.outputs[meaning] for meaning in job | wanted[stage.stage]}
+        for value in _inputs_needed(stage.graph, values):
+            pairs.add((stage.stage, value))
+            producer = next(
+                route.producer for route in partition.routes if route.value == value and stage.stage in route.consumers
+            )
+            if producer != FEED:
+                wanted[producer].add(value)
+    return pairs
+
+
+def _inputs_needed(graph: Graph, values: Iterable[str]) -> set[str]:
+    """Graph inputs that `values` depend on."""
+    needed = set(values)
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs):
+            needed.update(_refs((*node.args, *node.kwargs.values())))
+    return needed.intersection(graph.inputs)
+
+
+def _refs(args: Iterable[object]) -> Iterable[str]:
+    for arg in args:
+        if isinstance(arg, Ref):
+            yield arg.name
+        elif isinstance(arg, ListArg):
+            yield from _refs(arg.items)

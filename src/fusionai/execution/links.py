@@ -1,0 +1,128 @@
+"""The tensor connections of one job member: one per other peer, both directions, dialled by one fixed side.
+
+Decides who dials: the job owner always (its machine may listen to nobody), else the peer with the smaller id. Never
+looks into what is sent.
+
+Neighbours: `execution.member` posts and receives; `transport` connects; `transport.tickets` prove the right to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from fusionai.execution.outbox import Outbox
+from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError, TransportError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Channel, Envelope, Transport
+from fusionai.wire import messages as wire
+
+LINK_TIMEOUT_S = 30.0
+
+
+def dials(me: PeerId, other: PeerId, owner: PeerId) -> bool:
+    """Whether this side opens the connection between `me` and `other`."""
+    if owner in (me, other):
+        return me == owner
+    return me < other
+
+
+async def open_job(
+    transport: Transport, addresses: Sequence[str], peer: PeerId, stream: wire.Stream, opening: wire.OpenJob
+) -> Channel:
+    """Dial a member of a job and show the ticket. Raises `RefusedError`, `TransportError`, `TrustError`."""
+    channel = await transport.dial(addresses, expect=peer, stream=stream)
+    await channel.send(opening)
+    answer = (await channel.receive()).message
+    if isinstance(answer, wire.Done):
+        return channel
+    await channel.close()
+    if isinstance(answer, wire.Refused):
+        sentence = wire.REFUSAL_SENTENCES[answer.code]
+        raise RefusedError(f"peer {short(peer)} refused: {sentence} {answer.reason}".strip(), code=answer.code)
+    raise TransportError(f"peer {short(peer)} answered {type(answer).__name__} instead of opening job {opening.job}.")
+
+
+class Links:
+    """`on_message` gets every envelope from any link; `on_lost` is told once per lost link."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        on_message: Callable[[PeerId, Envelope], Awaitable[None]],
+        on_lost: Callable[[PeerId, str], None],
+    ) -> None:
+        self._transport = transport
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._outboxes: dict[PeerId, asyncio.Future[Outbox]] = {}
+        self._dialling: dict[PeerId, asyncio.Task[None]] = {}
+        self._closing = False
+
+    def post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
+        """Queue for `peer`; its link must be up (`up`)."""
+        future = self._outboxes.get(peer)
+        if future is None or not future.done():
+            raise TransportError(f"there is no link to peer {short(peer)} yet.")
+        future.result().post(message, tensors)
+
+    async def up(self, peer: PeerId) -> None:
+        """Wait for the link. Raises `TransportError` after `LINK_TIMEOUT_S`."""
+        try:
+            await asyncio.wait_for(asyncio.shield(self._slot(peer)), LINK_TIMEOUT_S)
+        except TimeoutError:
+            raise TransportError(f"no link to peer {short(peer)} within {LINK_TIMEOUT_S:.0f} s.") from None
+
+    def dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
+        """Open the link unless it is there or under way."""
+        slot = self._slot(peer)
+        if not slot.done() and peer not in self._dialling:
+            self._dialling[peer] = asyncio.create_task(self._dial(peer, addresses, opening))
+
+    async def _dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
+        try:
+            channel = await open_job(self._transport, addresses, peer, "tensors", opening)
+        except FusionError as error:
+            self._on_lost(peer, str(error))
+            return
+        finally:
+            self._dialling.pop(peer, None)
+        await self.serve(peer, channel)
+
+    async def serve(self, peer: PeerId, channel: Channel) -> None:
+        """Adopt an open channel as the link to `peer` and read it until it ends."""
+        slot = self._slot(peer)
+        outbox = Outbox(channel, lambda reason: self._lost(peer, reason))
+        if slot.done():
+            slot.result().abandon()
+            self._outboxes[peer] = slot = asyncio.get_running_loop().create_future()
+        slot.set_result(outbox)
+        try:
+            while True:
+                await self._on_message(peer, await channel.receive())
+        except ChannelClosed as closed:
+            self._lost(peer, str(closed))
+        except FusionError as error:
+            await channel.close()
+            self._lost(peer, str(error))
+
+    def _lost(self, peer: PeerId, reason: str) -> None:
+        if not self._closing:
+            self._on_lost(peer, reason)
+
+    def _slot(self, peer: PeerId) -> asyncio.Future[Outbox]:
+        if peer not in self._outboxes:
+            self._outboxes[peer] = asyncio.get_running_loop().create_future()
+        return self._outboxes[peer]
+
+    async def close(self) -> None:
+        self._closing = True
+        for task in list(self._dialling.values()):
+            task.cancel()
+        for slot in self._outboxes.values():
+            if slot.done():
+                await slot.result().close()
+            else:
+                slot.cancel()

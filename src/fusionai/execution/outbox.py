@@ -1,0 +1,61 @@
+"""An ordered sending queue in front of a channel, so that computing and sending overlap.
+
+Decides nothing; keeps the order of `post`. A lost channel is reported once through `on_lost`, later posts are dropped:
+whoever posted learns of the loss from its machine's events, not from an exception in the middle of other work.
+
+Neighbours: `execution.member` and `training.driver` post; `transport` sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from fusionai.primitives.errors import TransportError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Channel
+from fusionai.wire.messages import Message
+
+
+class Outbox:
+    """`post` never blocks; what bounds the queue is the credit of whoever posts."""
+
+    def __init__(self, channel: Channel, on_lost: Callable[[str], None]) -> None:
+        self.channel = channel
+        self._on_lost = on_lost
+        self._queue: asyncio.Queue[tuple[Message, Sequence[HostTensor]] | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(), name="outbox")
+
+    def post(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
+        if not self._task.done():
+            self._queue.put_nowait((message, tensors))
+
+    async def _run(self) -> None:
+        while (item := await self._queue.get()) is not None:
+            try:
+                await self.channel.send(*item)
+            except TransportError as error:
+                self._on_lost(str(error))
+                return
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    async def flush(self) -> None:
+        """Wait until everything posted so far has been handed to the channel, or the channel is lost."""
+        waiting = asyncio.create_task(self._queue.join())
+        await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+    async def close(self) -> None:
+        """Send what is queued, then close the channel."""
+        if not self._task.done():
+            self._queue.put_nowait(None)
+            await asyncio.wait({self._task})
+        with suppress(TransportError):
+            await self.channel.close()
+
+    def abandon(self) -> None:
+        """Drop what is queued; the channel is somebody else's to close."""
+        self._task.cancel()

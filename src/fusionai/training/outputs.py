@@ -1,0 +1,42 @@
+"""Job outputs awaited by microbatch: evaluation losses and inference logits. Decides nothing.
+
+Neighbour: `training.driver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import Mode
+
+_Key = tuple[Mode, int, int]
+
+
+class Outputs:
+    """`expect` before feeding, `arrived` when it comes, `fail` when it can't come any more."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[_Key, asyncio.Future[dict[str, HostTensor]]] = {}
+        self._inferences = 0
+
+    def next_inference(self) -> int:
+        self._inferences += 1
+        return self._inferences
+
+    def expect(self, mode: Mode, step: int, microbatch: int) -> asyncio.Future[dict[str, HostTensor]]:
+        future: asyncio.Future[dict[str, HostTensor]] = asyncio.get_running_loop().create_future()
+        self._waiting[mode, step, microbatch] = future
+        return future
+
+    def arrived(self, mode: Mode, step: int, microbatch: int, tensors: dict[str, HostTensor]) -> None:
+        future = self._waiting.pop((mode, step, microbatch), None)
+        if future is not None and not future.done():
+            future.set_result(tensors)
+
+    def fail(self, reason: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ExecutionError(reason))
+        self._waiting.clear()
