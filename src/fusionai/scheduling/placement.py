@@ -25,7 +25,8 @@ def written_out(
 ) -> Plan:
     """The immutable plan of `best`, every field filled."""
     stages = tuple(_stages(pipeline, best, feed_at_owner))
-    used = {stage.peer for stage in stages}
+    # The owner's machine, where it lends itself too, can stand by although it takes the loss.
+    used = {stage.peer for stage in stages if "stage" in stage.roles}
     step_s = pipeline.step_s(best)
     return Plan(
         task=problem.task,

@@ -1,0 +1,258 @@
+"""The planner against brute force: every choice and order of peers, every cut, with the formulas written out again."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, permutations
+from math import inf
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
+
+OWNER_ROLES = (RolePlacement(role="feed"), RolePlacement(role="loss"))
+POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
+
+
+@st.composite
+def block_costs(draw: st.DrawFn, number: int) -> BlockCost:
+    parameters = draw(st.integers(0, 40)) * 1000
+    crossing = draw(st.integers(0, 12)) * 1000
+    return BlockCost(
+        block=number,
+        forward_flops=draw(st.integers(1, 60)) * 1e6,
+        backward_flops=draw(st.integers(0, 120)) * 1e6,
+        parameter_bytes=parameters,
+        trainable_bytes=draw(st.sampled_from([0, parameters])),
+        activation_bytes=draw(st.integers(0, 20)) * 1000,
+        workspace_bytes=draw(st.integers(0, 10)) * 1000,
+        output_bytes=crossing,
+        gradient_bytes=draw(st.sampled_from([0, crossing])),
+    )
+
+
+@st.composite
+def profiles(draw: st.DrawFn, name: str) -> PeerProfile:
+    return PeerProfile(
+        peer=name,
+        flops_per_s=draw(st.sampled_from([1e9, 2e9, 5e9])) * draw(st.integers(8, 12)),
+        share=draw(st.sampled_from([0.25, 0.5, 1.0])),
+        memory_bytes=draw(st.integers(80, 900)) * 1000,
+        uplink=Link(
+            bandwidth_bytes_per_s=draw(st.sampled_from([1e6, 1e7, 1e8])),
+            latency_s=draw(st.sampled_from([0.0, 0.0005, 0.01])),
+        ),
+        downlink=Link(bandwidth_bytes_per_s=draw(st.sampled_from([4e6, 1e7, 1e9]))),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, most_peers: int = 4, most_blocks: int = 6) -> Problem:
+    owner_takes_loss = draw(st.booleans())
+    count = draw(st.integers(max(2, most_blocks - 3), most_blocks))
+    blocks = tuple(draw(block_costs(number)) for number in range(count))
+    names = [f"peer{i}" for i in range(draw(st.integers(max(1, most_peers - 2), most_peers)))]
+    peers = tuple(draw(profiles(name)) for name in names)
+    owner = None
+    if owner_takes_loss:
+        # The owner's own machine may lend itself to the pool as well.
+        shared = draw(st.booleans())
+        owner = peers[0] if shared else draw(profiles("owner"))
+        owner = msgspec.structs.replace(owner, memory_bytes=10**7)
+        peers = (owner, *peers[1:]) if shared else peers
+    links: dict[str, Link] = {}
+    if len(names) > 1 and draw(st.booleans()):
+        exception = Link(bandwidth_bytes_per_s=draw(st.sampled_from([1e5, 1e9])), latency_s=0.005)
+        links[f"{names[0]}>{names[1]}"] = exception
+        if draw(st.booleans()):
+            links[f"{names[1]}>{names[0]}"] = exception
+    return Problem(
+        graph_hash="graph",
+        blocks=blocks,
+        peers=peers,
+        owner=owner,
+        roles=OWNER_ROLES if owner_takes_loss else POOL_ROLES,
+        stages=draw(st.sampled_from([None, None, 1, 2, 3])),
+        microbatches=draw(st.sampled_from([1, 2, 8, 20])),
+        microbatch_tokens=64,
+        links=links,
+        required=tuple(names[-1:]) if draw(st.integers(0, 4)) == 0 else (),
+    )
+
+
+def brute_force_step_s(problem: Problem) -> float:
+    """Least step time over everything; inf if nothing fits."""
+    owner_takes_loss = problem.roles[1].place == "owner"
+    length = len(problem.blocks) - owner_takes_loss
+    best = inf
+    counts = range(1, min(len(problem.peers), length) + 1) if problem.stages is None else [problem.stages]
+    for count in counts:
+        for order in permutations(problem.peers, count):
+            if not set(problem.required) <= {p.peer for p in order}:
+                continue
+            for inner in combinations(range(1, length), count - 1):
+                cuts = [0, *inner, length]
+                ranges = [problem.blocks[a:b] for a, b in pairwise(cuts)]
+                best = min(best, step_s(problem, list(order), ranges, owner_takes_loss))
+    return best
+
+
+def step_s(
+    problem: Problem, order: list[PeerProfile], ranges: list[tuple[BlockCost, ...]], owner_takes_loss: bool
+) -> float:
+    rounds = problem.microbatches
+    machines, stages = list(order), list(ranges)
+    if owner_takes_loss:
+        assert problem.owner is not None
+        machines.append(problem.owner)
+        stages.append(problem.blocks[-1:])
+    last = len(stages) - 1
+    compute = [
+        sum(b.forward_flops + b.backward_flops for b in stage) / (machine.flops_per_s * machine.share)
+        for machine, stage in zip(machines, stages, strict=True)
+    ]
+    loss_memory = 0.0
+    if owner_takes_loss:
+        loss_memory = resident(problem, stages[-1]) + min(rounds, 2) * flight(stages[-2], stages[-1], None)
+
+    def direction(sender: PeerProfile, receiver: PeerProfile) -> tuple[float, float, bool]:
+        if sender.peer == receiver.peer:
+            return inf, 0.0, False
+        own = problem.links.get(f"{sender.peer}>{receiver.peer}")
+        if own is not None:
+            return own.bandwidth_bytes_per_s, own.latency_s, False
+        slower = min(sender.uplink.bandwidth_bytes_per_s, receiver.downlink.bandwidth_bytes_per_s)
+        return slower, sender.uplink.latency_s + receiver.downlink.latency_s, True
+
+    up, down = [0.0] * len(stages), [0.0] * len(stages)
+    hop = [0.0] * len(stages)
+    transfers = [0.0]
+    for k in range(last):
+        a, b = machines[k], machines[k + 1]
+        block = stages[k][-1]
+        bandwidth, latency, shared = direction(a, b)
+        hop[k] += block.output_bytes / bandwidth + latency
+        transfers.append(block.output_bytes / bandwidth)
+        if shared:
+            up[k] += block.output_bytes / a.uplink.bandwidth_bytes_per_s
+            down[k + 1] += block.output_bytes / b.downlink.bandwidth_bytes_per_s
+        bandwidth, latency, shared = direction(b, a)
+        hop[k] += block.gradient_bytes / bandwidth + latency
+        transfers.append(block.gradient_bytes / bandwidth)
+        if shared:
+            up[k + 1] += block.gradient_bytes / b.uplink.bandwidth_bytes_per_s
+            down[k] += block.gradient_bytes / a.downlink.bandwidth_bytes_per_s
+    period = max(*compute, *transfers, *up, *down)
+    for k in range(len(order)):
+        own_loss = owner_takes_loss and problem.owner is not None and order[k].peer == problem.owner.peer
+        if own_loss:
+            period = max(period, compute[k] + compute[-1])
+        before = stages[k - 1] if k else None
+        after = stages[k] if k < last else None
+        fixed = resident(problem, stages[k]) + (loss_memory if own_loss else 0.0)
+        each = flight(before, stages[k], after)
+        downstream = len(stages) - k
+        if fixed + min(rounds, downstream) * each > order[k].memory_bytes:
+            return inf
+        held = next((n for n in range(rounds, 0, -1) if fixed + n * each <= order[k].memory_bytes), 1)
+        if held < rounds:
+            period = max(period, (sum(compute[k:]) + sum(hop[k:])) / held)
+    return (rounds - 1) * period + sum(compute) + sum(hop)
+
+
+def resident(problem: Problem, stage: tuple[BlockCost, ...]) -> float:
+    slots = 1 + problem.optimizer_bytes_per_trainable_byte
+    state = sum(b.parameter_bytes + slots * b.trainable_bytes for b in stage)
+    return state + max(b.workspace_bytes for b in stage)
+
+
+def flight(before: tuple[BlockCost, ...] | None, stage: tuple[BlockCost, ...], after: object) -> float:
+    crossing = stage[-1].output_bytes + stage[-1].gradient_bytes
+    if before is not None:
+        crossing += before[-1].output_bytes + before[-1].gradient_bytes
+    return sum(b.activation_bytes for b in stage) + crossing
+
+
+def planned(problem: Problem) -> Plan | None:
+    try:
+        return plan(problem)
+    except PlanError:
+        return None
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(problems())
+def test_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
+    found, best_s = planned(problem), brute_force_step_s(problem)
+    if found is None:
+        assert best_s == inf
+    else:
+        assert found.step_time_s == pytest.approx(best_s, rel=1e-9)
+        assert found.certificate.exact
+        assert found.certificate.optimality_gap == 0.0
+        assert found.certificate.bound_tokens_per_s == found.tokens_per_s
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems(most_peers=5, most_blocks=8))
+def test_larger_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
+    found, best_s = planned(problem), brute_force_step_s(problem)
+    assert (inf if found is None else found.step_time_s) == pytest.approx(best_s, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(problems(most_peers=6, most_blocks=8))
+def test_plan_keeps_its_promises(problem: Problem) -> None:
+    found = planned(problem)
+    if found is None:
+        return
+    covered = [number for stage in found.stages for number in range(*stage.blocks)]
+    assert covered == [block.block for block in problem.blocks]
+    assert [stage.stage for stage in found.stages] == list(range(len(found.stages)))
+    pool = [stage for stage in found.stages if "stage" in stage.roles]
+    assert len({stage.peer for stage in pool}) == len(pool)
+    assert problem.stages in (None, len(pool))
+    assert set(problem.required) <= {stage.peer for stage in pool}
+    for stage in found.stages:
+        assert stage.memory_bytes <= stage.memory_limit_bytes
+        assert min(problem.microbatches, len(found.stages) - stage.stage) <= stage.in_flight <= problem.microbatches
+    everyone = {p.peer for p in problem.peers}
+    assert {s.peer for s in pool} | set(found.spares) | {e.peer for e in found.excluded} == everyone
+    assert found.bottleneck
+    assert (found.single_peer_tokens_per_s or 0.0) <= found.tokens_per_s or found.warnings
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems(), st.randoms(use_true_random=False))
+def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: object) -> None:
+    shuffled = list(problem.peers)
+    random.shuffle(shuffled)  # pyright: ignore[reportAttributeAccessIssue]
+    assert planned(msgspec.structs.replace(problem, peers=tuple(shuffled))) == planned(problem)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems())
+def test_more_resources_never_slow_a_plan(problem: Problem) -> None:
+    before = planned(problem)
+    if before is None:
+        return
+    free = msgspec.structs.replace(problem, owner=None, roles=POOL_ROLES)
+    for base in (problem, free):
+        base_plan = planned(base)
+        if base_plan is None or any(problem.owner and p.peer == problem.owner.peer for p in base.peers):
+            continue
+        first = base.peers[0]
+        faster = msgspec.structs.replace(first, flops_per_s=first.flops_per_s * 2)
+        roomier = msgspec.structs.replace(first, memory_bytes=first.memory_bytes * 2)
+        for better in (faster, roomier):
+            richer = plan(msgspec.structs.replace(base, peers=(better, *base.peers[1:])))
+            assert richer.step_time_s <= base_plan.step_time_s * (1 + 1e-9)
+        if base.stages is None:
+            newcomer = msgspec.structs.replace(first, peer="newcomer")
+            richer = plan(msgspec.structs.replace(base, peers=(*base.peers, newcomer)))
+            assert richer.step_time_s <= base_plan.step_time_s * (1 + 1e-9)
