@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 # One thread per process: tests and peers are many processes, and results depend on the number of threads.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONWARNDEFAULTENCODING=
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: setup demo check lint types contracts test test-long bench docs
 .DEFAULT_GOAL := check

@@ -15,17 +15,25 @@ import itertools
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, get_args
 
 import msgspec
 from msgspec import NODEFAULT
 
+from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, stage
+from fusionai.coordination.machine import START, rows
 from fusionai.wire import messages
 
 DOCS: Final = Path(__file__).parent
 MARKER: Final = "<!-- generated below this line by docs/generate.py: edit its source, then `make docs` -->"
+
+
+Arrow = tuple[str, str, str]
+"""(phase, event, next phase)."""
 
 
 class UndocumentedError(Exception):
@@ -182,7 +190,52 @@ def _bound(value: int | None) -> str:
     return f"2^{power}" if value > 2**15 and value == 2**power else str(value)
 
 
-GENERATED: Final = {"wire.md": wire_page}
+def machines_page() -> str:
+    """A diagram of every state machine, from its table."""
+    lines: list[str] = []
+    for title, module, arrows in _machines():
+        lines += [f"## {title}", "", _one_line(inspect.getdoc(module) or "").split(". ")[0] + ".", ""]
+        lines += ["```mermaid", "stateDiagram-v2", *_drawn(arrows), "```", ""]
+    return "\n".join(lines)
+
+
+def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
+    for module, machine in (
+        (membership, membership.MEMBERSHIP),
+        (lease, lease.LEASE),
+        (invitation, invitation.INVITATION),
+        (job, job.JOB),
+        (plan_version, plan_version.PLAN_VERSION),
+    ):
+        yield machine.name.capitalize(), module, [(*row[:3],) for row in rows(machine)]
+    yield "Driver", driver, _arrows(driver.TABLE, driver.DriverPhase.ATTACHING)
+    yield "Stage", stage, _arrows(stage.TABLE, stage.StagePhase.DETACHED)
+
+
+def _arrows(table: Mapping[tuple[Enum, type], Any], initial: Enum) -> list[Arrow]:
+    """The arrows of a machine whose rows name an act and its targets."""
+    found: list[Arrow] = [(START, "", initial.value)]
+    for (source, event), transition in table.items():
+        targets = sorted(target.value for target in transition.targets)
+        found += [(source.value, event.__name__, target) for target in targets]
+    return found
+
+
+def _drawn(arrows: list[Arrow]) -> Iterator[str]:
+    """Mermaid lines; events that lead the same way share an arrow."""
+    events: dict[tuple[str, str], list[str]] = {}
+    for source, event, target in arrows:
+        events.setdefault((source, target), []).append(event)
+    for (source, target), names in events.items():
+        label = f": {', '.join(dict.fromkeys(names))}" if any(names) else ""
+        yield f"    {'[*]' if source == START else _phase(source)} --> {_phase(target)}{label}"
+
+
+def _phase(name: str) -> str:
+    return name.replace("-", "_").replace(" ", "_")
+
+
+GENERATED: Final = {"wire.md": wire_page, "machines.md": machines_page}
 
 
 def rendered(name: str) -> str:

@@ -1,0 +1,159 @@
+"""Rules for the whole source, read from its syntax: what is never called, what is read where, what is typed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "src" / "fusionai"
+FILES = sorted(SOURCE.rglob("*.py"))
+PACKAGES = sorted(path.parent for path in SOURCE.glob("*/__init__.py"))
+
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr"}
+UNSAFE_ATTRIBUTES = {
+    ("torch", "load"),
+    ("export", "load"),
+    ("jit", "load"),
+    ("package", "PackageImporter"),
+    ("numpy", "load"),
+    ("np", "load"),
+    ("sympy", "sympify"),
+    ("yaml", "load"),
+    ("os", "system"),
+}
+ENVIRONMENT_FILE = SOURCE / "primitives" / "environment.py"
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def dotted(node: ast.expr) -> tuple[str, ...]:
+    match node:
+        case ast.Name():
+            return (node.id,)
+        case ast.Attribute():
+            return (*dotted(node.value), node.attr)
+        case _:
+            return ("",)
+
+
+def unsafe(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    if alias.name.partition(".")[0] in UNSAFE_MODULES:
+                        yield f"{node.lineno}: import {alias.name}"
+            case ast.ImportFrom():
+                if (node.module or "").partition(".")[0] in UNSAFE_MODULES:
+                    yield f"{node.lineno}: from {node.module}"
+                for alias in node.names:
+                    if alias.name == "sympify" or (node.module, alias.name) == ("torch", "load"):
+                        yield f"{node.lineno}: from {node.module} import {alias.name}"
+            case ast.Call():
+                name = dotted(node.func)
+                if len(name) == 1 and name[0] in UNSAFE_CALLS:
+                    yield f"{node.lineno}: {name[0]}()"
+                if name[-2:] in UNSAFE_ATTRIBUTES:
+                    yield f"{node.lineno}: {'.'.join(name)}()"
+                for keyword in node.keywords:
+                    true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                    if keyword.arg in ("allow_pickle", "shell", "trust_remote_code") and true:
+                        yield f"{node.lineno}: {keyword.arg}=True"
+            case _:
+                pass
+
+
+def environment_reads(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb"):
+                yield f"{node.lineno}: os.{node.attr}"
+            case ast.ImportFrom(module="os"):
+                if any(alias.name in ("environ", "getenv", "environb") for alias in node.names):
+                    yield f"{node.lineno}: from os import environ"
+            case _:
+                pass
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.export.load('x')",
+        "from sympy import sympify",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "f(shell=True)",
+    ],
+)
+def test_the_rule_finds_what_it_is_for(code: str):
+    assert list(unsafe(ast.parse(code)))
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    found = {relative(path): list(unsafe(tree(path))) for path in FILES}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_the_environment_is_read_in_one_file():
+    assert list(environment_reads(tree(ENVIRONMENT_FILE)))
+    found = {relative(path): list(environment_reads(tree(path))) for path in FILES if path != ENVIRONMENT_FILE}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_every_module_says_what_it_is():
+    silent = [relative(path) for path in FILES if not ast.get_docstring(tree(path))]
+    assert not silent, f"without a module docstring: {silent}"
+
+
+def test_every_package_names_its_neighbours():
+    silent = []
+    for package in PACKAGES:
+        said = ast.get_docstring(tree(package / "__init__.py")) or ""
+        if package.name != "primitives" and "eighbour" not in said:
+            silent.append(relative(package))
+    assert not silent, f"a package's docstring says what it decides, what it never does, and its neighbours: {silent}"
+
+
+def test_every_public_function_is_typed():
+    bare = []
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                untyped = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+                if node.returns is None or untyped:
+                    bare.append(f"{relative(path)}:{node.lineno} {node.name}")
+    assert not bare
+
+
+def test_no_module_has_a_banned_name():
+    banned = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+    found = [relative(path) for path in FILES if banned & {path.stem, path.parent.name}]
+    assert not found
+
+
+def test_annotations_are_postponed_everywhere():
+    eager = []
+    for path in FILES:
+        body = [node for node in tree(path).body if not isinstance(node, ast.Expr)]
+        if body and path.name != "__init__.py":
+            first = body[0]
+            if not (isinstance(first, ast.ImportFrom) and first.module == "__future__"):
+                eager.append(relative(path))
+    assert not eager
