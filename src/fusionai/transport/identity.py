@@ -1,0 +1,93 @@
+"""One Ed25519 key per machine is its identity everywhere. Decides how a key becomes a peer id and where it is kept.
+
+The private key never leaves this machine and is never put into a message.
+Neighbours: `authority` certifies public keys, `credentials` presents the certificate in TLS.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fusionai.primitives.errors import TrustError
+from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId
+from fusionai.transport.private_files import create_private, read_private
+
+KEY_FILE: Final = "identity.pem"
+PUBLIC_KEY_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This machine's key. `path` is the PEM file (PKCS8) it came from."""
+
+    peer: PeerId
+    public_key: bytes
+    path: Path
+    key: Ed25519PrivateKey = field(repr=False)
+
+
+def load_identity(home: Path) -> Identity:
+    """The key in `home/identity.pem`, created there (mode 0600) at the first call.
+
+    Raises `TrustError` when the file is open to others or holds no Ed25519 key, `StorageError` when it can't be kept.
+    """
+    path = home / KEY_FILE
+    data = read_private(path)
+    if data is None:
+        create_private(path, private_pem(Ed25519PrivateKey.generate()))
+        # Read back: another process may have been first.
+        data = read_private(path) or b""
+    key = parse_private_pem(data, path)
+    public = public_bytes(key.public_key())
+    return Identity(peer_of(public), public, path, key)
+
+
+def peer_of(public_key: bytes) -> PeerId:
+    """Lower-case base32 of the 32 bytes of the public key."""
+    if len(public_key) != PUBLIC_KEY_BYTES:
+        raise TrustError(f"expected a public key of {PUBLIC_KEY_BYTES} bytes, got {len(public_key)}.")
+    return PeerId(base64.b32encode(public_key).decode().rstrip("=").lower())
+
+
+def public_key_of(peer: str) -> bytes:
+    """The 32 bytes a peer id stands for. Raises `TrustError` when it is no peer id."""
+    try:
+        if len(peer) != PEER_ID_LENGTH or peer != peer.lower():
+            raise ValueError
+        public_key = base64.b32decode(peer.upper() + "====")
+    except (ValueError, binascii.Error) as error:
+        raise TrustError(f"expected a peer id of {PEER_ID_LENGTH} base32 characters, got {peer[:64]!r}.") from error
+    if peer_of(public_key) != peer:
+        raise TrustError(f"expected a peer id in its canonical spelling, got {peer!r}.")
+    return public_key
+
+
+def public_bytes(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+
+
+def private_pem(key: Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def parse_private_pem(data: bytes, path: Path) -> Ed25519PrivateKey:
+    """Raises `TrustError` naming `path` when `data` is no Ed25519 key."""
+    try:
+        key = serialization.load_pem_private_key(data, password=None)
+    except (ValueError, TypeError) as error:
+        raise TrustError(
+            f"expected an Ed25519 key as PEM in {path}, got something else.",
+            hint="Restore it from a backup, or delete it and join the pool again under a new identity.",
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise TrustError(f"expected an Ed25519 key in {path}, got another kind of key.")
+    return key

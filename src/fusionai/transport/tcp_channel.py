@@ -1,0 +1,205 @@
+"""One connection of mutual TLS 1.3 over TCP, as a channel. Decides how bytes move: buffers, marks, deadlines.
+
+Reading: TLS writes straight into the frame reader's buffers, so a tensor is copied once, by decryption. Writing: a
+small frame in one write; a large body in slices, each waiting until the connection is below its high-water mark.
+Neighbours: `framed` decides what frames mean, `tcp` dials, `tcp_listener` accepts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import sys
+from collections.abc import Sequence
+from typing import Final, cast
+
+import numpy as np
+
+from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.credentials import Credentials
+from fusionai.transport.framed import Dialling, FramedChannel
+from fusionai.transport.interface import Role
+from fusionai.wire.frame import encode_frame_head
+from fusionai.wire.messages import Message
+
+SMALL_BODY_BYTES: Final = 64 * 2**10
+SLICE_BYTES: Final = 256 * 2**10
+HIGH_WATER_BYTES: Final = 512 * 2**10
+LARGE_ALLOCATION_BYTES: Final = 2**20
+CLOSE_TIMEOUT_S: Final = 2.0
+"""How long closing waits for the other side to take what was sent and to say goodbye."""
+KEEPALIVE_S: Final = 1
+DEAD_AFTER_MS: Final = 3000
+"""Unacknowledged bytes or probes older than this end the connection, where the platform can do it."""
+
+
+class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
+    """Implements `Channel`; made by an event loop as the protocol of a TLS connection."""
+
+    def __init__(self, credentials: Credentials, own_role: Role, dialling: Dialling | None) -> None:
+        super().__init__(own_role=own_role, dialling=dialling, allocate=_allocate)
+        self._credentials = credentials
+        self._transport: asyncio.Transport | None = None
+        self._sending = asyncio.Lock()
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._gone = asyncio.Event()
+        self._discarded = bytearray(SMALL_BODY_BYTES)
+
+    async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
+        self._check_open()
+        head = encode_frame_head(message, tensors, self._outbound)
+        body_bytes = sum(tensor.nbytes for tensor in tensors)
+        async with self._sending:
+            transport = self._live_transport()
+            if body_bytes <= SMALL_BODY_BYTES:
+                transport.write(b"".join([head, *(tensor.data for tensor in tensors)]) if tensors else head)
+            else:
+                await self._send_large(transport, head, tensors)
+            self.stats.sent_frames += 1
+            self.stats.sent_bytes += len(head) + body_bytes
+            if not self._writable.is_set():
+                await self._until_writable()
+
+    async def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            try:
+                # Whoever is in the middle of a frame finishes it, if the other side still reads.
+                async with asyncio.timeout(CLOSE_TIMEOUT_S), self._sending:
+                    pass
+            except TimeoutError:
+                self._abort()
+            self._inbox.end(ChannelClosed("this side closed the channel."), discard=True)
+            self._finish()
+        if self._transport is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._gone.wait()
+        except TimeoutError:
+            self._abort()
+
+    def abort(self) -> None:
+        """Drop the connection at once."""
+        self._closing = True
+        self._settle(ChannelClosed("this side dropped the connection."))
+        self._abort()
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        set_options(transport.get_extra_info("socket"))
+        tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
+        try:
+            remote = self._credentials.remote(tls.getpeercert(binary_form=True))
+        except FusionError as error:
+            self._fail(error)
+            return
+        self._connected(remote)
+
+    def get_buffer(self, sizehint: int) -> memoryview | bytearray:  # noqa: ARG002 - the event loop's signature
+        return self._discarded if self.closed else self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if not self.closed:
+            self._reader.advance(nbytes)
+            self._drain_reader()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        match exc:
+            case None if self._dialling is not None and not self.opened.done():
+                self._settle(
+                    ChannelClosed(
+                        "the other side closed the connection before it answered.",
+                        hint="It does so when this machine's certificate is not of its pool, or when it is overloaded.",
+                    )
+                )
+            case None:
+                self._lost("this side closed the channel" if self._closing else "the other side closed the channel")
+            case ssl.SSLError() if not self.opened.done():
+                self._settle(
+                    TrustError(
+                        f"the other side did not accept this machine's certificate ({exc.reason or exc}).",
+                        hint="Check that both machines belong to the same pool.",
+                    )
+                )
+            case _:
+                self._lost(f"the connection was lost ({exc})")
+        self._gone.set()
+        self._writable.set()
+
+    # The rest.
+
+    async def _send_large(self, transport: asyncio.Transport, head: bytes, tensors: Sequence[HostTensor]) -> None:
+        try:
+            transport.write(head)
+            for tensor in tensors:
+                for start in range(0, tensor.nbytes, SLICE_BYTES):
+                    transport.write(tensor.data[start : start + SLICE_BYTES])
+                    if not self._writable.is_set():
+                        await self._until_writable()
+        except BaseException:
+            # Half a frame is out; nothing sensible can follow it.
+            self._abort()
+            raise
+
+    async def _until_writable(self) -> None:
+        await self._writable.wait()
+        if self._gone.is_set():
+            raise ChannelClosed("the connection was lost while sending.")
+
+    def _live_transport(self) -> asyncio.Transport:
+        self._check_open()
+        if self._transport is None:
+            raise ChannelClosed("the channel was never connected.")
+        return self._transport
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _finish(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _pause_reading(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+
+def set_options(sock: socket.socket) -> None:
+    """No delay for small frames; a dead path is found within seconds where the platform can."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_AFTER_MS // 1000 // KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_MS)
+
+
+def _allocate(count: int) -> memoryview:
+    # numpy neither clears a large buffer (a second pass over its memory) nor touches it before bytes arrive.
+    return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))
