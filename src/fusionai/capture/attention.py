@@ -1,0 +1,211 @@
+"""Attention as one semantic operator, put in place through transformers' attention and mask interfaces.
+
+Decides how a mask made by transformers is read: as a rule (causal or not, a window, a padding mask), never as a tensor.
+The rule travels through the model in the place of the mask, and the attention function turns it into the operator
+`fusion::attention`. A mask that is no such rule is refused: dropping it would compute something else.
+
+Neighbours: `capture.export` turns the operator into the IR's `fusion.attention`; backends implement that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from fusionai.primitives.errors import ModelError
+
+ATTENTION: Final = "fusion"
+"""The name under which the interfaces know our functions."""
+
+_HARMLESS: Final = frozenset(
+    [
+        "cache",
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "max_length_k",
+        "max_length_q",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",
+        "sliding_window",
+        "return_dict",
+        "use_cache",
+        "deterministic",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_router_logits",
+        "past_key_values",
+        "layer_idx",
+        "is_causal",
+    ]
+)
+"""Keyword arguments of an attention function that change nothing here when the mask is known as a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """Which keys a query sees. `window`: causal, only keys less than this many positions back; otherwise, keys at most
+    this far to either side. `key_mask` [b, s], bool: keys that are no padding."""
+
+    causal: bool
+    window: int | None = None
+    key_mask: torch.Tensor | None = None
+
+
+@torch.library.custom_op("fusion::attention", mutates_args=())
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention, forward only and without dropout: for checks of a module in its own process.
+
+    query [b, hq, s, d], key and value [b, hkv, s, d and dv], result [b, hq, s, dv].
+    """
+    if dropout:
+        raise NotImplementedError("fusion::attention runs eagerly without dropout only; run the captured graph")
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    rows = torch.arange(query.shape[2], device=query.device)[:, None]
+    columns = torch.arange(key.shape[2], device=query.device)[None, :]
+    seen = columns <= rows if causal else torch.ones_like(columns <= rows)
+    if window is not None:
+        seen = seen & (columns > rows - window if causal else (columns - rows).abs() <= window)
+    if key_mask is not None:
+        seen = seen & key_mask.bool()[:, None, None, :]
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = F.softmax(scores.float(), dim=-1).to(query.dtype)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attention.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    batch, heads, sequence, _ = query.shape
+    # Laid out as flash attention lays it out, so that the caller's transpose and reshape need no copy.
+    return query.new_empty(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: MaskRule | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out."""
+    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which `fusion.attention` has not.",
+            hint="Choose a model whose attention takes scale, window, softcap, sinks and padding only.",
+        )
+    match attention_mask:
+        case MaskRule():
+            rule = attention_mask
+        case None:
+            causal = kwargs.get("is_causal")
+            rule = MaskRule(bool(getattr(module, "is_causal", True) if causal is None else causal))
+        case _:
+            raise ModelError(
+                f"{type(module).__name__} computes its own attention mask, which `fusion.attention` can't express.",
+                hint="Let the model create its masks through transformers' masking functions.",
+            )
+    result = attention(
+        query,
+        key,
+        value,
+        s_aux,
+        rule.key_mask,
+        float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        rule.causal,
+        rule.window,
+        None if softcap is None else float(softcap),
+        float(dropout),
+    )
+    return result.transpose(1, 2), None
+
+
+def mask_rule(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> MaskRule:
+    """Transformers' mask function: reads `mask_function` instead of running it. Raises `ModelError`."""
+    rule = _read(mask_function)
+    return rule if attention_mask is None else replace(rule, key_mask=attention_mask)
+
+
+def _read(function: Callable[..., Any]) -> MaskRule:
+    from transformers import masking_utils as masks
+
+    if function is masks.causal_mask_function:
+        return MaskRule(causal=True)
+    if function is masks.bidirectional_mask_function:
+        return MaskRule(causal=False)
+    closure = dict(
+        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
+    )
+    match function.__qualname__.split(".")[0]:
+        case "and_masks":
+            window: int | None = None
+            rule: MaskRule | None = None
+            for part in closure["mask_functions"]:
+                match part.__qualname__.split(".")[0]:
+                    case "sliding_window_overlay" | "sliding_window_bidirectional_overlay":
+                        window = int(part.__closure__[0].cell_contents)
+                    case "packed_sequence_mask_function":
+                        # Only while tracing: rows are taken to be one sequence each, positions counting from 0.
+                        pass
+                    case _:
+                        rule = _read(part)
+            if rule is not None:
+                return rule if window is None else replace(rule, window=window)
+        case "remap_positions_for_packed_sequence" | "add_offsets_to_mask_function":
+            return _read(closure["mask_function"])
+        case _:
+            pass
+    raise ModelError(
+        f"the model's attention mask ({function.__qualname__}) is neither causal, windowed nor bidirectional.",
+        hint="Chunked, blockwise and custom masks are not supported; choose another model.",
+    )
+
+
+@cache
+def register() -> None:
+    """Make the functions known to transformers under `ATTENTION`, once per process."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(ATTENTION, attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, mask_rule)

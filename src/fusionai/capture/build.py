@@ -1,0 +1,232 @@
+"""Build a module with its parameters on the meta device and its buffers real, fast and without weights.
+
+Decides how a source becomes an `nn.Module` and what is known of each parameter's initialisation. Buffers (also the
+non-persistent ones, such as rotary frequencies) are computed for real, because a graph ships them by value. Never runs
+code that was downloaded: only `module:function` of the job owner is imported, from the working directory.
+
+Neighbours: `capture.initialisation` watches, `capture.huggingface` makes Hugging Face models, `capture.state` reads or
+makes bytes later through `rebuild`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusionai.capture.huggingface import HuggingFaceModel, resolve
+from fusionai.capture.initialisation import InitialisationWatch, Program, watching
+from fusionai.capture.source import CodeSource, FactorySource, ModelSource, describe
+from fusionai.primitives.errors import ModelError
+
+Construct = Callable[[], nn.Module | tuple[nn.Module, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A module ready for capture. `programs` has every parameter by its first name; `registered` its place in the order
+    of construction, by which `rebuild` finds it again. `real`: the parameters hold memory, because the module could
+    not be built without it."""
+
+    name: str
+    module: nn.Module
+    construct: Construct
+    programs: Mapping[str, Program | None]
+    registered: Mapping[str, int]
+    seed: int
+    real: bool = False
+    example_inputs: Mapping[str, Any] | None = None
+    huggingface: HuggingFaceModel | None = None
+    notes: tuple[str, ...] = ()
+
+
+def build(source: ModelSource, seed: int) -> Built:
+    """Build `source`'s module. Raises `ModelError` when it can't be found, configured or constructed."""
+    name = describe(source)
+    huggingface: HuggingFaceModel | None = None
+    match source:
+        case CodeSource(target=target):
+            construct: Construct = load_function(target)
+        case FactorySource(factory=factory):
+            construct = factory
+        case _:
+            huggingface = resolve(source)
+            construct = huggingface.construct
+    notes = () if huggingface is None else huggingface.notes
+    try:
+        module, inputs, programs, registered = _build_on_meta(construct, name, seed)
+        real = False
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001  the owner's constructor may raise anything
+        module, inputs = _construct(construct, name, seed)
+        programs = {key: None for key, _ in module.named_parameters()}
+        registered, real = {}, True
+        notes = (*notes, f"Built in real memory: without it the constructor failed ({_first_line(error)}).")
+    return Built(
+        name, module, construct, programs, registered, seed, real, example_inputs=inputs, huggingface=huggingface,
+        notes=notes,
+    )  # fmt: skip
+
+
+def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Construct the module again with just these parameters in real memory, and yield them.
+
+    The random state is seeded from (seed, first key), so that the same keys give the same values on any machine with
+    the same versions.
+    """
+    if built.real:
+        parameters = dict(built.module.named_parameters())
+        yield from ((key, parameters[key].detach()) for key in sorted(keys))
+        return
+    wanted = frozenset(built.registered[key] for key in keys)
+    with watching() as watch, _parameters_on_meta(watch, wanted):
+        module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
+    for key, parameter in module.named_parameters():
+        if key in keys:
+            if parameter.is_meta:
+                raise ModelError(
+                    f"{built.name} leaves its parameter {key} without a value.",
+                    hint="Give it one when the module is constructed, for example in reset_parameters.",
+                )
+            yield key, parameter.detach()
+
+
+def load_function(target: str) -> Construct:
+    """Import `module:function` of the job owner's own code from the working directory. Raises `ModelError`."""
+    module_name, _, function_name = target.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"the module {error.name!r} of {target!r} was not found.",
+            hint=f"Run from the directory that holds it (now {Path(here)}), or install it.",
+        ) from None
+    except Exception as error:
+        raise ModelError(f"importing {module_name!r} failed: {_first_line(error)}.") from error
+    finally:
+        sys.path.remove(here)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ModelError(
+            f"{module_name!r} has no function {function_name!r}.",
+            hint="Name a function without arguments that returns an nn.Module.",
+        )
+    required = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise ModelError(
+            f"{target!r} must take no argument, but it requires {', '.join(required)}.",
+            hint="Give them defaults, or wrap the call in a function without arguments.",
+        )
+    return function
+
+
+@dataclass(slots=True)
+class _Registration:
+    count: int = 0
+    indices: dict[int, int] = field(default_factory=dict)
+    """id of a parameter that stays -> its place in the order of construction."""
+    kept: list[nn.Parameter] = field(default_factory=list)
+    """Keeps those ids from being reused."""
+
+
+@contextmanager
+def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = frozenset()) -> Iterator[_Registration]:
+    """While open, a parameter moves to the meta device as a module registers it, except those `wanted`."""
+    original = nn.Module.register_parameter
+    registration = _Registration()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"{type(self).__name__}.{name} is a lazy parameter: its shape is not known before data is seen.",
+                hint="Use the module that takes explicit sizes, such as nn.Linear instead of nn.LazyLinear.",
+            )
+        if param is not None and id(param) not in registration.indices:
+            replacement = watch.replacement(param)
+            if replacement is None:
+                index, registration.count = registration.count, registration.count + 1
+                replacement = param
+                if index not in wanted and not param.is_meta:
+                    replacement = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                watch.replace(param, replacement)
+                registration.indices[id(replacement)] = index
+                registration.kept.append(replacement)
+            param = replacement
+        original(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield registration
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _build_on_meta(
+    construct: Construct, name: str, seed: int
+) -> tuple[nn.Module, Mapping[str, Any] | None, dict[str, Program | None], dict[str, int]]:
+    with watching() as watch, _parameters_on_meta(watch) as registration:
+        result = _seeded(construct, seed, salt="")
+    module, inputs = _checked(result, name)
+    programs: dict[str, Program | None] = {}
+    registered: dict[str, int] = {}
+    for key, parameter in module.named_parameters():
+        if not parameter.is_meta:
+            raise RuntimeError(f"the parameter {key} got round registration")
+        programs[key] = watch.program(parameter)
+        registered[key] = registration.indices[id(parameter)]
+    return module, inputs, programs, registered
+
+
+def _construct(
+    construct: Construct, name: str, seed: int, salt: str = ""
+) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    try:
+        result = _seeded(construct, seed, salt)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{name} could not be built: {type(error).__name__}: {_first_line(error)}.") from error
+    return _checked(result, name)
+
+
+def _seeded(construct: Construct, seed: int, salt: str) -> nn.Module | tuple[nn.Module, Mapping[str, Any]]:
+    digest = hashlib.sha256(f"{seed}:{salt}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return construct()
+
+
+def _checked(result: Any, name: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    match result:
+        case nn.Module():
+            return result, None
+        case (nn.Module() as module, Mapping() as inputs):
+            return module, inputs
+        case _:
+            raise ModelError(
+                f"{name} returned {type(result).__name__}, expected an nn.Module or (nn.Module, example inputs).",
+                hint="Return the module itself, or a pair with a dictionary of example tensors by argument name.",
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,0 +1,249 @@
+"""From a model to the IR: `capture(source, ...) -> Captured`.
+
+Decides the order of the work: build without weights, trace, spell in the IR, number the blocks, validate. Allocates no
+weights. The graph is data and may travel; everything else here stays in the job owner's process.
+
+Neighbours: `capture.build`, `capture.export`, `capture.lowering` do the steps; `capture.self_check` compares the graph
+with the module; `client` ships the graph and streams `Captured.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusionai.capture.build import Built, build
+from fusionai.capture.export import export
+from fusionai.capture.lowering import Lowered, Unsupported, lower
+from fusionai.capture.source import ModelSource
+from fusionai.capture.state import StateSource, group, index_checkpoint
+from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
+from fusionai.ir.blocks import assign_blocks
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.validate import validate
+from fusionai.primitives.errors import ModelError
+from fusionai.primitives.tensors import HostTensor
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model as a graph. `config`: its Hugging Face configuration, None for other modules. `attention_nodes` equals
+    `attention_layers` exactly if every attention is the semantic operator, which cached serving needs. `owed`: keys
+    of the graph without declarative initialisation, whose bytes `state` gives. `unused`: parameters of the module
+    that no output depends on."""
+
+    graph: Graph
+    config: Mapping[str, Any] | None
+    n_parameters: int
+    attention_layers: int
+    attention_nodes: int
+    owed: tuple[str, ...]
+    unused: tuple[str, ...]
+    notes: tuple[str, ...]
+    inputs: tuple[InputSpec, ...]
+    source: StateSource
+    task: Task
+    train: bool
+
+    def state(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
+        """Bytes of buffers, constants, pretrained weights and parameters that have no initialisation program, one at
+        a time. Raises `ModelError` on an unknown key."""
+        return self.source.tensors(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A capture before it is known to be supported."""
+
+    captured: Captured
+    unsupported: tuple[Unsupported, ...]
+
+
+def capture(
+    source: ModelSource,
+    *,
+    task: Task = "causal_lm",
+    batch: Range = (1, 64),
+    sequence: Range = (1, 2048),
+    seed: int = 0,
+    train: bool = True,
+    example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
+) -> Captured:
+    """Capture `source` with its loss as a validated graph, for every batch and sequence in the ranges (inclusive).
+
+    Raises `ModelError` when the model can't be built, traced or spelt in the IR; it names what, where and what to do.
+    """
+    made = draft(
+        source, task=task, batch=batch, sequence=sequence, seed=seed, train=train, example_inputs=example_inputs
+    )
+    if made.unsupported:
+        first = made.unsupported[0]
+        where = f" in {first.path}" if first.path else ""
+        more = len(made.unsupported) - 1
+        others = f" and {more} other operation{'s' if more > 1 else ''}" if more else ""
+        raise ModelError(
+            f"{made.captured.graph.name} uses {first.op}{where}{others}, which can't be captured: {first.reason}.",
+            hint="`fusion check` lists everything unsupported; replace these operations in the model.",
+        )
+    validate(made.captured.graph)
+    return made.captured
+
+
+def draft(
+    source: ModelSource,
+    *,
+    task: Task,
+    batch: Range,
+    sequence: Range,
+    seed: int,
+    train: bool,
+    example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
+) -> Draft:
+    """As `capture`, but collects what is unsupported instead of refusing."""
+    for name, (low, high) in (("batch", batch), ("sequence", sequence)):
+        if not 1 <= low <= high:
+            raise ModelError(f"the range of {name} sizes is {low} to {high}.", hint="Give 1 <= smallest <= largest.")
+    built = build(source, seed)
+    specs, names = input_specs(built.module, task, example_inputs or built.example_inputs)
+    used_symbols = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    symbols = {name: bounds for name, bounds in (("b", batch), ("s", sequence)) if name in used_symbols}
+    if extra := sorted(used_symbols - set(symbols)):
+        raise ModelError(f"the inputs name the size {extra[0]!r}.", hint="Sizes that vary are 'b' (batch) and 's'.")
+    notes = list(built.notes)
+    sequence_limit = _longest_sequence(built)
+    if "s" in symbols and sequence_limit is not None and sequence_limit < symbols["s"][1]:
+        if sequence_limit < symbols["s"][0]:
+            raise ModelError(
+                f"{built.name} takes sequences up to {sequence_limit} tokens, the job wants {sequence[0]}.",
+                hint="Lower the sequence length, or raise max_position_embeddings.",
+            )
+        notes.append(f"Sequences are limited to the model's {sequence_limit} positions.")
+        symbols["s"] = (symbols["s"][0], sequence_limit)
+    built.module.train(train)
+    program = export(TaskModule(built.module, task, names), specs, symbols)
+    lowered = lower(program, specs, _canonical(built.module))
+    constants = {
+        key: program.constants[f"module.{key}" if f"module.{key}" in program.constants else key]
+        for key in lowered.constants.values()
+    }
+    return _assemble(built, lowered, specs, symbols, constants, task, train, notes)
+
+
+def _assemble(
+    built: Built,
+    lowered: Lowered,
+    specs: tuple[InputSpec, ...],
+    symbols: Mapping[str, Range],
+    constants: Mapping[str, torch.Tensor],
+    task: Task,
+    train: bool,
+    notes: list[str],
+) -> Draft:
+    parameters = dict(built.module.named_parameters())
+    aliases = _aliases(built.module)
+    params: dict[str, ParamSpec] = {}
+    order = {key: index for index, key in enumerate(parameters)}
+    checkpoint = None
+    if built.huggingface is not None and built.huggingface.weights:
+        checkpoint = index_checkpoint(built.huggingface.weights, built, aliases)
+    for value, key in lowered.parameters.items():
+        spec = lowered.values[value]
+        params[value] = ParamSpec(
+            key=key,
+            kind="parameter",
+            shape=tuple(parameters[key].shape),
+            dtype=spec.dtype,
+            trainable=parameters[key].requires_grad,
+            order=order[key],
+            aliases=aliases.get(key, ()),
+            init=None if checkpoint is not None else built.programs[key],
+        )
+    for kind, table in (("buffer", lowered.buffers), ("constant", lowered.constants)):
+        for value, key in table.items():
+            spec = lowered.values[value]
+            shape = tuple(int(size) for size in spec.shape)
+            params[value] = ParamSpec(
+                key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=aliases.get(key, ()),
+            )  # fmt: skip
+    graph = Graph(
+        name=built.name,
+        symbols=dict(symbols),
+        inputs=lowered.inputs,
+        outputs=lowered.outputs,
+        values=lowered.values,
+        params=params,
+        state_writes=lowered.state_writes,
+        nodes=tuple(lowered.nodes),
+    )
+    graph = assign_blocks(graph)
+    unused = tuple(key for key in parameters if key not in set(lowered.parameters.values()))
+    if unused:
+        notes.append(f"{len(unused)} parameters have no part in the outputs, first {unused[0]}.")
+    nodes = sum(node.op == "fusion.attention" for node in graph.nodes)
+    layers = _attention_layers(built, graph)
+    if nodes != layers:
+        notes.append(
+            f"{nodes} of {layers} attention layers are the semantic operator: training works, cached serving does not."
+        )
+    without_program = [key for key, program in built.programs.items() if program is None]
+    captured = Captured(
+        graph=graph,
+        config=None if built.huggingface is None else built.module.config.to_dict(),
+        n_parameters=sum(parameter.numel() for parameter in parameters.values()),
+        attention_layers=layers,
+        attention_nodes=nodes,
+        owed=tuple(spec.key for spec in params.values() if spec.init is None),
+        unused=unused,
+        notes=tuple(notes),
+        inputs=specs,
+        source=StateSource(built, constants, group(without_program, parameters), checkpoint),
+        task=task,
+        train=train,
+    )
+    return Draft(captured, tuple(lowered.unsupported))
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """First name -> further names of the same parameter or buffer."""
+    names: dict[int, list[str]] = {}
+    for iterate in (module.named_parameters, module.named_buffers):
+        for name, tensor in iterate(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    return {found[0]: tuple(found[1:]) for found in names.values() if len(found) > 1}
+
+
+def _canonical(module: nn.Module) -> dict[str, str]:
+    """Every name of a shared parameter or buffer -> its first name."""
+    return {name: first for first, others in _aliases(module).items() for name in (first, *others)}
+
+
+def _attention_layers(built: Built, graph: Graph) -> int:
+    """How many attention layers the model has. Hugging Face configurations say; elsewhere whatever makes a softmax of
+    its own is taken for one, so that a doubt counts against cached serving."""
+    if built.huggingface is None:
+        return sum(
+            node.op == "fusion.attention" or "softmax" in node.op.replace("log_softmax", "") or "scaled_dot" in node.op
+            for node in graph.nodes
+        )
+    config = built.huggingface.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if isinstance(kinds, list | tuple):
+        return sum("attention" in kind and "linear" not in kind for kind in kinds)
+    return int(getattr(config, "num_hidden_layers", 0))
+
+
+def _longest_sequence(built: Built) -> int | None:
+    """The number of positions a model has a learned embedding for; rotary models have no such limit."""
+    positions = [
+        child.num_embeddings
+        for name, child in built.module.named_modules()
+        if isinstance(child, nn.Embedding)
+        and name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings", "embed_positions")
+    ]
+    return min(positions, default=None)

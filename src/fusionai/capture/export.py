@@ -1,0 +1,159 @@
+"""Trace a module into functional ATen operations with `torch.export` on fake tensors; nothing is allocated.
+
+Decides the dynamic sizes, which gradient stops survive functionalisation, and how a tracing failure is told to the
+user. The exported program never leaves this process and is never saved: `capture.lowering` turns it into the IR.
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fusionai.capture.tasks import InputSpec, TaskModule
+from fusionai.primitives.errors import ModelError
+
+_EXAMPLE_SIZES = {"b": 3, "s": 13}
+"""Sizes of the symbols while tracing: odd and unlike each other, so that they rarely equal a size of the model."""
+
+
+def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str, tuple[int, int]]) -> ExportedProgram:
+    """Trace `task`, functionalised, every symbol with its range. Raises `ModelError` when it can't be traced."""
+    sizes = {name: _example_size(name, bounds) for name, bounds in symbols.items()}
+    dynamic = {
+        name: Dim(name, min=low, max=high) for name, (low, high) in symbols.items() if low < high and sizes[name] > 1
+    }
+    example = {
+        spec.name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims], dtype=spec.dtype)
+        for spec in inputs
+    }
+    shapes = {
+        spec.name: {i: dynamic[dim] for i, dim in enumerate(spec.dims) if isinstance(dim, str) and dim in dynamic}
+        for spec in inputs
+    }
+    with warnings.catch_warnings(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise _explain(error) from error
+        _keep_gradient_stops(program)
+        return program.run_decompositions({})
+
+
+@contextmanager
+def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
+    """While open, parameters are fake tensors of the device the buffers are on, so that nothing is allocated."""
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True, prefer_deferred_runtime_asserts_over_guards=False),
+        allow_non_fake_inputs=True,
+        export=True,
+    )
+    fakes: dict[int, nn.Parameter] = {}
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in task.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            originals.append((module, name, parameter))
+            if id(parameter) not in fakes:
+                with mode:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    try:
+        for module, name, parameter in originals:
+            module._parameters[name] = fakes[id(parameter)]
+        yield mode
+    finally:
+        for module, name, parameter in originals:
+            module._parameters[name] = parameter
+
+
+def _keep_gradient_stops(program: ExportedProgram) -> None:
+    """Functionalisation inlines `torch.no_grad()` regions and forgets that no gradient passes them. Where one depends
+    on something that learns, its results get an explicit detach."""
+    signature = program.graph_signature
+    learning: set[fx.Node] = set()
+    for node in list(program.graph.nodes):
+        if node.op == "placeholder":
+            if node.name in signature.inputs_to_parameters:
+                learning.add(node)
+            continue
+        depends = any(source in learning for source in node.all_input_nodes)
+        if node.target is wrap_with_set_grad_enabled and depends and node.args[0] is False:
+            for result in [user for user in node.users if user.target is operator.getitem]:
+                with program.graph.inserting_after(result):
+                    stop = program.graph.call_function(torch.ops.aten.detach.default, (result,))
+                stop.meta = dict(result.meta)
+                result.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
+        elif depends and node.op != "output" and node.target is not torch.ops.aten.detach.default:
+            stopped = (
+                node.target is operator.getitem
+                and isinstance(source := node.args[0], fx.Node)
+                and source.target is wrap_with_set_grad_enabled
+                and source.args[0] is False
+            )
+            if not stopped:
+                learning.add(node)
+        if node.target is wrap_with_set_grad_enabled and depends:
+            learning.add(node)
+    program.graph_module.recompile()
+
+
+def _example_size(name: str, bounds: tuple[int, int]) -> int:
+    low, high = bounds
+    return min(max(_EXAMPLE_SIZES.get(name, 7), low), high)
+
+
+def _explain(error: Exception) -> ModelError:
+    """What, where, and what to do, in the model's own terms."""
+    text = str(error)
+    where = _where(error)
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
+        return ModelError(
+            f"the model decides by the values of tensors{where}, which a graph can't follow.",
+            hint="Replace the branch by torch.where or arithmetic, or move it out of forward.",
+        )
+    if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
+        return ModelError(
+            f"the model works at one fixed size of batch or sequence only{where}: {_first_line(text)}.",
+            hint="Take sizes from x.shape instead of fixed numbers, or set the range of that size to one value.",
+        )
+    return ModelError(
+        f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.",
+        hint="Check that its forward runs on the example inputs in plain PyTorch.",
+    )
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[0] if lines else "no message").rstrip(".")
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the model's own code on the way to the error."""
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(libraries) and not frame.filename.startswith("<")
+    ]
+    if not frames:
+        return ""
+    last = frames[-1]
+    code = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
+    return f" at {Path(last.filename).name}:{last.lineno} in {last.name} (`{code}`)"

@@ -1,0 +1,146 @@
+"""Hugging Face models by their configuration, through transformers' own classes. Weights stay where they are.
+
+Decides which auto class an architecture means, where a directory's or hub model's safetensors lie, and that neither
+remote code nor a pickle is ever loaded. Neighbours: `capture.build` calls `construct` (several times, perhaps),
+`capture.state` reads `weights` lazily.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fusionai.capture.attention import ATTENTION, register
+from fusionai.capture.source import Architecture, ConfigSource, DirectorySource, HubSource
+from fusionai.primitives.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_HUB_FILES = ["*.json", "*.safetensors"]
+_STORED_KEYS = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+"""Keys that files carry besides a configuration class's own fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceModel:
+    """`weights`: safetensors files of a pretrained model, empty for a new one."""
+
+    config: PreTrainedConfig
+    architecture: Architecture
+    weights: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def construct(self, attention: str = ATTENTION) -> nn.Module:
+        """The module in float32, with `attention` as its attention implementation."""
+        import transformers
+
+        register()
+        auto = {
+            "causal_lm": transformers.AutoModelForCausalLM,
+            "masked_lm": transformers.AutoModelForMaskedLM,
+            "sequence_classification": transformers.AutoModelForSequenceClassification,
+            "plain": transformers.AutoModel,
+        }[self.architecture]
+        config = copy.deepcopy(self.config)
+        if self.architecture == "masked_lm":
+            config.is_decoder = False
+        return auto.from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+
+def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceModel:
+    """Read the configuration and find the weights. Raises `ModelError`."""
+    match source:
+        case ConfigSource(config=config, architecture=architecture):
+            made, notes = _from_fields(config)
+            return HuggingFaceModel(made, architecture, notes=notes)
+        case DirectorySource(path=path, architecture=architecture):
+            return _from_directory(path, architecture)
+        case HubSource(repository=repository, revision=revision, architecture=architecture):
+            return _from_directory(_download(repository, revision), architecture)
+
+
+def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "See the list of models in the documentation of transformers."
+        raise ModelError(f"transformers has no model_type {model_type!r}.", hint=hint)
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | _STORED_KEYS
+    notes: list[str] = []
+    for key in sorted(set(fields) - known):
+        near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
+        if near:
+            raise ModelError(
+                f"the configuration of {model_type} has no field {key!r}.", hint=f"Did you mean {near[0]!r}?"
+            )
+        notes.append(f"The configuration's field {key!r} is unknown to {model_type} and has no effect.")
+    try:
+        return config_class(**{key: value for key, value in fields.items() if key != "model_type"}), tuple(notes)
+    except Exception as error:
+        raise ModelError(f"the configuration of {model_type} does not hold: {error}.") from error
+
+
+def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"the configuration in {path} can't be used: {error}") from error
+    weights = tuple(sorted(path.glob("*.safetensors")))
+    notes: tuple[str, ...] = ()
+    if not weights:
+        if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
+            raise ModelError(
+                f"{path} holds weights as pickles only, which are never loaded.",
+                hint="Save the model with save_pretrained of a recent transformers, which writes safetensors.",
+            )
+        notes = (f"{path} has no weights: the model is new, initialised from the seed.",)
+    return HuggingFaceModel(config, architecture, weights, notes)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub has no model {repository!r} that this machine may read.",
+            hint="Check the spelling; a gated model needs `hf auth login` first.",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"the model {repository!r} is not on this machine and the hub can't be reached.",
+            hint="Connect to the network, or give a local directory or a configuration file instead.",
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise ModelError(f"the model {repository!r} could not be fetched from the hub: {error}") from error

@@ -1,0 +1,239 @@
+"""Each parameter's initialisation as a declarative program, learnt by watching a model being built.
+
+Decides which in-place random and fill operations a program can express; anything else makes the program unknown
+(`None`), and the bytes then come from the job owner (`capture.materialise`). Never draws a random number itself: the
+programs are run by `ir.init`.
+
+How: while the watch is open every tensor operation passes through a dispatch mode. Tensors are known by their storage,
+so that views, `.data` and detached aliases belong to the tensor they look into; parameters land on the meta device as
+they are registered, so nothing large is ever computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusionai.ir.schema import InitOp
+
+Program = tuple[InitOp, ...]
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one storage. `program` None: unknown, or not initialised yet."""
+
+    program: Program | None
+    anchor: StorageWeakRef
+    """Keeps the storage's address from being reused without keeping its memory."""
+    parameter: nn.Parameter | None = None
+    """The meta parameter that stands for a real one registered with this storage."""
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: float) -> float | None:
+    value = args[index] if len(args) > index else kwargs.get(name, default)
+    return _number(value)
+
+
+class InitialisationWatch(TorchDispatchMode):
+    """Follows initialisation while entered. `program(tensor)` answers afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: dict[int, _Record] = {}
+
+    def program(self, tensor: torch.Tensor) -> Program | None:
+        """The program that made the whole of `tensor`, None when it is unknown."""
+        record = self._lookup(tensor)
+        return None if record is None or not _is_whole(tensor) else record.program
+
+    def replacement(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The meta parameter standing for this one, if it has been registered before (ties)."""
+        record = self._lookup(parameter)
+        return None if record is None else record.parameter
+
+    def replace(self, real: nn.Parameter, meta: nn.Parameter) -> None:
+        """From now on both storages share one record: code that still holds `real` may go on initialising it."""
+        record = self._lookup(real)
+        if record is None:
+            record = _Record(None, StorageWeakRef(real.untyped_storage()))
+            self._records[_address(real)] = record
+        record.parameter = meta
+        # The meta storage lives as long as the record, through `parameter`.
+        self._records[_address(meta)] = record
+
+    def write(self, tensor: torch.Tensor, program: Program | None) -> None:
+        """Note that `tensor` now holds what `program` makes."""
+        record = self._lookup(tensor)
+        if record is None:
+            record = _Record(None, StorageWeakRef(tensor.untyped_storage()))
+            self._records[_address(tensor)] = record
+        record.program = program if _is_whole(tensor) else self._row(record, tensor, program)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        before = None if target is None else self.program(target)
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name.endswith("_") and not name.endswith("__"):
+            if target is not None:
+                self.write(target, self._after(name[:-1], before, args, kwargs))
+        elif func._schema.is_mutable:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and self._lookup(value) is not None:
+                    self.write(value, None)
+        elif isinstance(result, torch.Tensor) and _address(result) not in self._records:
+            self.write(result, self._created(name, before, args, kwargs))
+        return result
+
+    def _after(
+        self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program | None:
+        """The program of a tensor after the operation `name` on it, in place or not."""
+        first: float | None
+        second: float | None
+        match name:
+            case "zero":
+                return (InitOp("fill", (0.0,)),)
+            case "fill":
+                value = _number(args[1]) if len(args) > 1 else None
+                return None if value is None else (InitOp("fill", (value,)),)
+            case "normal":
+                first, second = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
+                return None if first is None or second is None else (InitOp("normal", (first, second)),)
+            case "uniform":
+                first, second = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
+                return None if first is None or second is None else (InitOp("uniform", (first, second)),)
+            case "copy":
+                source = args[1] if len(args) > 1 else None
+                same = isinstance(source, torch.Tensor) and source.shape == args[0].shape
+                return self.program(source) if same else None
+            case _:
+                step = _transform(name, args, kwargs)
+                return None if before is None or step is None else (*before, *step)
+
+    def _created(
+        self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program | None:
+        """The program of a new tensor returned by the operation `name`."""
+        match name:
+            case "zeros" | "zeros_like" | "new_zeros":
+                return (InitOp("fill", (0.0,)),)
+            case "ones" | "ones_like" | "new_ones":
+                return (InitOp("fill", (1.0,)),)
+            case "full" | "full_like" | "new_full":
+                index = 2 if name == "new_full" else 1
+                value = _number(args[index]) if len(args) > index else None
+                return None if value is None else (InitOp("fill", (value,)),)
+            case "randn" | "randn_like":
+                return (InitOp("normal", (0.0, 1.0)),)
+            case "rand" | "rand_like":
+                return (InitOp("uniform", (0.0, 1.0)),)
+            case "clone" | "_to_copy" | "detach" | "alias" | "lift_fresh":
+                return before
+            case _:
+                step = _transform(name, args, kwargs)
+                return None if before is None or step is None else (*before, *step)
+
+    def _row(self, record: _Record, part: torch.Tensor, program: Program | None) -> Program | None:
+        """What is known of the whole after `part` of it was written: only a filled row can be said."""
+        whole = record.parameter
+        if record.program is None or program is None or len(program) != 1 or program[0].op != "fill" or whole is None:
+            return None
+        row_numel = math.prod(whole.shape[1:])
+        if part.shape != whole.shape[1:] or not part.is_contiguous() or part.storage_offset() % max(row_numel, 1):
+            return None
+        return (*record.program, InitOp("fill_row", (part.storage_offset() // row_numel, program[0].args[0])))
+
+    def _lookup(self, tensor: torch.Tensor) -> _Record | None:
+        return self._records.get(_address(tensor))
+
+
+def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program | None:
+    """The steps of an elementwise operation with plain numbers, None for any other operation."""
+    value = _number(args[1]) if len(args) > 1 else None
+    match name:
+        case "mul" if value is not None:
+            return (InitOp("mul", (value,)),)
+        case "div" if value:
+            return (InitOp("mul", (1.0 / value,)),)
+        case "add" if value is not None and not kwargs:
+            return (InitOp("add", (value,)),)
+        case "sub" if value is not None and not kwargs:
+            return (InitOp("add", (-value,)),)
+        case "neg":
+            return (InitOp("mul", (-1.0,)),)
+        case "erfinv":
+            return (InitOp("erfinv"),)
+        case "clamp":
+            low = args[1] if len(args) > 1 else kwargs.get("min")
+            high = args[2] if len(args) > 2 else kwargs.get("max")
+            low, high = -math.inf if low is None else low, math.inf if high is None else high
+            bounds = (_number(low), _number(high))
+            return None if bounds[0] is None or bounds[1] is None else (InitOp("clamp", (bounds[0], bounds[1])),)
+        case _:
+            return None
+
+
+def truncated_normal(mean: float, std: float, low: float, high: float) -> Program:
+    """The normal distribution cut to [low, high], by the inverse of its distribution function."""
+
+    def distribution(x: float) -> float:
+        return (1.0 + math.erf((x - mean) / std / math.sqrt(2.0))) / 2.0
+
+    bounds = (2 * distribution(low) - 1, 2 * distribution(high) - 1)
+    return (
+        InitOp("uniform", bounds),
+        InitOp("erfinv"),
+        InitOp("mul", (std * math.sqrt(2.0),)),
+        InitOp("add", (mean,)),
+        InitOp("clamp", (low, high)),
+    )
+
+
+@contextmanager
+def watching() -> Iterator[InitialisationWatch]:
+    """Open a watch. `torch.nn.init.trunc_normal_` does nothing at all on meta tensors in recent versions, so its
+    inner function is replaced for the time being: it is recorded, and drawn only for a tensor with memory."""
+    watch = InitialisationWatch()
+    name = "_no_grad_trunc_normal_"
+    original: Callable[..., torch.Tensor] = getattr(nn.init, name)
+
+    def recorded(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        original(tensor, mean, std, a, b, generator=generator)
+        watch.write(tensor, truncated_normal(float(mean), float(std), float(a), float(b)))
+        return tensor
+
+    setattr(nn.init, name, recorded)
+    try:
+        with watch:
+            yield watch
+    finally:
+        setattr(nn.init, name, original)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether the tensor spans its storage, in whatever order. Programs draw elements independently, so order does
+    not matter to them."""
+    return tensor.storage_offset() == 0 and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -1,0 +1,396 @@
+"""From an exported program to the IR: names, closed argument grammar, semantic operators, dead code.
+
+Decides how each traced operation is spelt in the IR. Views become reshapes (strides at capture mean nothing where the
+graph runs), device constants become "the stage's device", results of multi-output operations belong to their node,
+assertions are dropped, ties are one parameter. What has no spelling is collected as `Unsupported`, never guessed.
+
+Neighbours: `capture.export` traces, `ir.operators` says what exists, `capture.shapes` spells sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from fusionai.capture.shapes import spell
+from fusionai.capture.tasks import InputSpec
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import (
+    Arg,
+    DeviceArg,
+    DTypeArg,
+    FloatArg,
+    ListArg,
+    MemoryFormatArg,
+    Node,
+    Ref,
+    ValueSpec,
+)
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+
+PREFIX: Final = "module."
+"""Where the owner's module hangs in the `TaskModule`."""
+
+_SIZE_OPS: Final[Mapping[Any, str]] = {
+    operator.add: "sym.add",
+    operator.sub: "sym.sub",
+    operator.mul: "sym.mul",
+    operator.floordiv: "sym.floordiv",
+    operator.mod: "sym.mod",
+    operator.neg: "sym.neg",
+    torch.sym_max: "sym.max",
+    torch.sym_min: "sym.min",
+}
+_DROPPED_KWARGS: Final = frozenset({"layout", "pin_memory", "non_blocking"})
+_SAME: Final = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
+_RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+_MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "channels_last", "preserve"]]] = {
+    torch.contiguous_format: "contiguous",
+    torch.channels_last: "channels_last",
+    torch.preserve_format: "preserve",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An operation the IR has no word for, and the first module that uses it."""
+
+    op: str
+    path: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A graph in the making: parameters are still FX placeholders by value name."""
+
+    nodes: list[Node] = field(default_factory=list)
+    values: dict[str, ValueSpec] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    """Value -> name of a parameter of the module, ties not yet resolved."""
+    buffers: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    outputs: dict[str, str] = field(default_factory=dict)
+    state_writes: dict[str, str] = field(default_factory=dict)
+    unsupported: list[Unsupported] = field(default_factory=list)
+
+
+def lower(
+    program: ExportedProgram,
+    inputs: tuple[InputSpec, ...],
+    canonical: Mapping[str, str],
+) -> Lowered:
+    """Spell `program` in the IR. `canonical`: every name of a parameter or buffer -> its first name."""
+    lowering = _Lowering(program, inputs, canonical)
+    lowering.run()
+    return lowering.result
+
+
+class _Refusal(Exception):
+    """This operation has no spelling; the message says why."""
+
+
+class _Lowering:
+    def __init__(self, program: ExportedProgram, inputs: tuple[InputSpec, ...], canonical: Mapping[str, str]) -> None:
+        self.program = program
+        self.specs = inputs
+        self.canonical = canonical
+        self.result = Lowered()
+        self.names: dict[fx.Node, Arg | tuple[str, ...]] = {}
+        """FX node -> what stands for it: a reference, a number, or the results of a multi-output node."""
+        self.tied: dict[str, str] = {}
+        """Canonical name -> the one value of that parameter."""
+        self.symbols: dict[str, str] = {}
+        self.constant_values: set[str] = set()
+
+    def run(self) -> None:
+        user_inputs = iter(self.specs)
+        for node in self.program.graph.nodes:
+            try:
+                self.visit(node, user_inputs)
+            except _Refusal as refusal:
+                self.refuse(node, _op_name(node), str(refusal))
+        self.drop_dead()
+
+    def visit(self, node: fx.Node, user_inputs: Iterator[InputSpec]) -> None:
+        signature = self.program.graph_signature
+        match node.op:
+            case "placeholder" if node.name in signature.inputs_to_parameters:
+                self.state(node, signature.inputs_to_parameters[node.name], self.result.parameters)
+            case "placeholder" if node.name in signature.inputs_to_buffers:
+                self.state(node, signature.inputs_to_buffers[node.name], self.result.buffers)
+            case "placeholder" if node.name in signature.inputs_to_lifted_tensor_constants:
+                key = signature.inputs_to_lifted_tensor_constants[node.name]
+                self.state(node, key, self.result.constants)
+            case "placeholder":
+                self.user_input(node, next(user_inputs))
+            case "call_function":
+                self.spell(node)
+            case "output":
+                self.outputs(node)
+            case _:
+                raise _Refusal("the trace kept a sub-graph (control flow)")
+
+    def state(self, node: fx.Node, target: str, table: dict[str, str]) -> None:
+        key = target.removeprefix(PREFIX)
+        key = self.canonical.get(key, key)
+        if key not in self.tied:
+            value = node.name.replace("_module_", "_", 1)
+            self.tied[key] = value
+            table[value] = key
+            self.result.values[value] = self.spec(node.meta["val"])
+            if table is self.result.constants:
+                self.constant_values.add(value)
+        self.names[node] = Ref(self.tied[key])
+
+    def user_input(self, node: fx.Node, spec: InputSpec) -> None:
+        for size, dim in zip(node.meta["val"].shape, spec.dims, strict=True):
+            if isinstance(dim, str) and isinstance(size, torch.SymInt):
+                self.symbols[str(size.node.expr)] = dim
+        self.result.inputs = (*self.result.inputs, spec.name)
+        self.result.values[spec.name] = self.spec(node.meta["val"])
+        self.names[node] = Ref(spec.name)
+
+    def spell(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            results = self.names[source] if isinstance(source, fx.Node) else None
+            if not isinstance(results, tuple) or not isinstance(index, int):
+                raise _Refusal("an item is taken of something that is no list of tensors")
+            self.names[node] = Ref(results[index])
+            return
+        name = _op_name(node)
+        if name.startswith(("aten._assert", "aten.sym_constrain", "aten._functional_assert")):
+            return
+        if node.target in _SIZE_OPS:
+            self.emit(node, _SIZE_OPS[node.target], node.args, {})
+            return
+        if isinstance(node.meta.get("val"), torch.SymBool | bool):
+            # Comparisons of sizes feed assertions only; one that feeds an operation fails there, as an unknown name.
+            return
+        if name in _SAME or (name == "aten.clone.default" and self.is_constant(node.args[0])):
+            self.names[node] = self.argument(node.args[0])
+            return
+        rewrite = _REWRITES.get(name)
+        if rewrite is not None:
+            rewrite(self, node)
+        elif name in _RESHAPES:
+            self.emit(node, "aten.reshape.default", node.args, node.kwargs)
+        else:
+            self.emit(node, name, node.args, node.kwargs)
+
+    def emit(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if op not in OPERATORS:
+            raise _Refusal("it is not in the operator vocabulary")
+        spelt_args = tuple(self.argument(arg) for arg in args)
+        spelt_kwargs = {name: self.argument(value) for name, value in kwargs.items() if name not in _DROPPED_KWARGS}
+        value = node.meta["val"]
+        if isinstance(value, tuple | list):
+            outputs = tuple(f"{node.name}.{index}" for index in range(len(value)))
+            specs = tuple(self.spec(item) for item in value)
+            self.names[node] = outputs
+        else:
+            outputs, specs = (node.name,), (self.spec(value),)
+            self.names[node] = Ref(node.name)
+        self.result.values.update(zip(outputs, specs, strict=True))
+        self.result.nodes.append(
+            Node(
+                id=len(self.result.nodes),
+                op=op,
+                args=spelt_args,
+                kwargs=spelt_kwargs,
+                outputs=outputs,
+                path=_path(node),
+            )
+        )
+
+    def argument(self, value: Any) -> Arg:
+        match value:
+            case fx.Node():
+                spelt = self.names.get(value)
+                if spelt is None or isinstance(spelt, tuple):
+                    raise _Refusal(f"it uses {value.name}, which has no spelling")
+                return spelt
+            case bool() | int() | str() | None:
+                return value
+            case float():
+                if math.isnan(value):
+                    return FloatArg("nan")
+                if math.isinf(value):
+                    return FloatArg("inf" if value > 0 else "-inf")
+                return value
+            case torch.dtype():
+                return DTypeArg(_dtype_name(value))
+            case torch.device():
+                return DeviceArg()
+            case torch.memory_format():
+                return MemoryFormatArg(_MEMORY_FORMATS[value])
+            case list() | tuple():
+                return ListArg(tuple(self.argument(item) for item in value))
+            case _:
+                raise _Refusal(f"it has an argument of type {type(value).__name__}")
+
+    def spec(self, value: Any) -> ValueSpec:
+        match value:
+            case torch.Tensor():
+                if value.layout is not torch.strided:
+                    raise _Refusal(f"it makes a tensor of layout {value.layout}")
+                return ValueSpec(tuple(self.dim(size) for size in value.shape), _dtype_name(value.dtype))
+            case torch.SymInt() | int():
+                return ValueSpec((), "symint")
+            case _:
+                raise _Refusal(f"it makes a {type(value).__name__}, not a tensor")
+
+    def dim(self, size: int | torch.SymInt) -> int | str:
+        if isinstance(size, int):
+            return size
+        try:
+            return spell(size.node.expr, self.symbols)
+        except ValueError as error:
+            raise _Refusal(f"the size of its result depends on the data ({error})") from None
+
+    def is_constant(self, value: Any) -> bool:
+        if not isinstance(value, fx.Node):
+            return False
+        spelt = self.names.get(value)
+        return isinstance(spelt, Ref) and spelt.name in self.constant_values
+
+    def outputs(self, node: fx.Node) -> None:
+        signature = self.program.graph_signature
+        by_name = {result.name: result for result in node.all_input_nodes}
+        for name, target in signature.buffers_to_mutate.items():
+            written = self.names.get(by_name[name])
+            key = target.removeprefix(PREFIX)
+            if isinstance(written, Ref):
+                self.result.state_writes[written.name] = self.canonical.get(key, key)
+        # The task returns a dictionary; its keys are in the program's output tree in order.
+        meanings = self.program.call_spec.out_spec.context
+        for meaning, name in zip(meanings, signature.user_outputs, strict=True):
+            value = self.names.get(by_name[name]) if name in by_name else None
+            if isinstance(value, Ref):
+                self.result.outputs[str(meaning)] = value.name
+
+    def refuse(self, node: fx.Node, op: str, reason: str) -> None:
+        path = _path(node)
+        if all(found.op != op for found in self.result.unsupported):
+            self.result.unsupported.append(Unsupported(op, path, reason))
+
+    def drop_dead(self) -> None:
+        """Keep what outputs and state writes need, and number nodes in order."""
+        needed = {*self.result.outputs.values(), *self.result.state_writes}
+        kept: list[Node] = []
+        for node in reversed(self.result.nodes):
+            if needed.isdisjoint(node.outputs):
+                continue
+            kept.append(node)
+            needed.update(ref for arg in (*node.args, *node.kwargs.values()) for ref in _refs(arg))
+        kept.reverse()
+        used = needed | {value for node in kept for value in node.outputs} | set(self.result.inputs)
+        # A buffer that is only written must stay known.
+        written = set(self.result.state_writes.values())
+        used |= {value for value, key in self.result.buffers.items() if key in written}
+        self.result.nodes = [
+            Node(
+                id=index, op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs, path=node.path,
+            )
+            for index, node in enumerate(kept)
+        ]  # fmt: skip
+        self.result.values = {name: spec for name, spec in self.result.values.items() if name in used}
+        for table in (self.result.parameters, self.result.buffers, self.result.constants):
+            for value in [value for value in table if value not in used]:
+                del table[value]
+
+
+def _attention(lowering: _Lowering, node: fx.Node) -> None:
+    query, key, value, sinks, key_mask, scale, causal, window, softcap, dropout = node.args
+    kwargs = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "sinks": sinks,
+        "key_mask": key_mask,
+    }  # fmt: skip
+    lowering.emit(node, "fusion.attention", (query, key, value), kwargs)
+
+
+def _scaled_dot_product(lowering: _Lowering, node: fx.Node) -> None:
+    bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+    bound |= node.kwargs
+    query = bound["query"].meta["val"]
+    dropout = float(bound.get("dropout_p", 0.0))
+    if bound.get("attn_mask") is None and query.ndim == 4:
+        scale = bound.get("scale")
+        kwargs = {
+            "scale": query.shape[-1] ** -0.5 if scale is None else scale, "causal": bool(bound.get("is_causal")),
+            "window": None, "softcap": None, "dropout": dropout, "sinks": None, "key_mask": None,
+        }  # fmt: skip
+        lowering.emit(node, "fusion.attention", (bound["query"], bound["key"], bound["value"]), kwargs)
+        return
+    if dropout:
+        raise _Refusal("attention with a mask tensor has no reproducible dropout; set its dropout to 0")
+    lowering.emit(node, "aten.scaled_dot_product_attention.default", node.args, node.kwargs)
+
+
+def _dropout(lowering: _Lowering, node: fx.Node) -> None:
+    x, p, training = (*node.args, *node.kwargs.values())[:3]
+    if not isinstance(p, float | int) or not isinstance(training, bool | None):
+        raise _Refusal("its probability depends on the data")
+    if training is False or p == 0:
+        identity = lowering.argument(x)
+        pair = isinstance(node.meta["val"], tuple | list)
+        lowering.names[node] = (identity.name,) if pair and isinstance(identity, Ref) else identity
+        return
+    masks = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1 and user.users]
+    if masks:
+        raise _Refusal("the model uses a dropout mask by itself")
+    value = node.meta["val"]
+    if isinstance(value, tuple | list):
+        node.meta["val"] = value[0]
+    lowering.emit(node, "fusion.dropout", (x,), {"p": float(p)})
+    if isinstance(value, tuple | list):
+        node.meta["val"] = value
+        lowering.names[node] = (node.name,)
+
+
+_REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
+    "fusion.attention.default": _attention,
+    "aten.scaled_dot_product_attention.default": _scaled_dot_product,
+    "aten.dropout.default": _dropout,
+    "aten.native_dropout.default": _dropout,
+}
+
+
+def _op_name(node: fx.Node) -> str:
+    target = node.target
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = path if isinstance(path, str) and not path.startswith("_empty") else ""
+    return path.removeprefix("module").removeprefix(".") if path.startswith("module") else ""
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZE_BYTES:
+        raise _Refusal(f"it uses the dtype {name}")
+    return name
+
+
+def _refs(arg: Arg) -> list[str]:
+    match arg:
+        case Ref(name=name):
+            return [name]
+        case ListArg(items=items):
+            return [name for item in items for name in _refs(item)]
+        case _:
+            return []

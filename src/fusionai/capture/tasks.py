@@ -1,0 +1,204 @@
+"""What a captured graph computes around a module: its inputs, its outputs, its loss.
+
+Decides the inputs of each task, how they reach the module's forward, and the loss, whose operations are exactly those
+of transformers' loss functions so that its bits are the same. Neighbours: `capture.export` traces a `TaskModule`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusionai.primitives.errors import ModelError
+
+Task = Literal["causal_lm", "masked_lm", "classification", "regression", "module_loss", "none"]
+"""`causal_lm`: next token, labels shifted by the feed. `masked_lm`: labels at their own position. `classification`:
+cross entropy of logits [b, c]. `regression`: mean squared error. `module_loss`: the module returns its loss. `none`:
+the module's outputs only."""
+
+IGNORED_LABEL: Final = -100
+BATCH: Final = "b"
+SEQUENCE: Final = "s"
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleInput:
+    """A tensor like those the module will get. `dims` names the sizes that vary (`b`, `s`, or None for a fixed one);
+    by default the first size is the batch and the others are fixed."""
+
+    tensor: torch.Tensor
+    dims: tuple[str | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input of the graph. `dims`: a number or the name of a symbol per dimension. `high`: for integers, a bound
+    on the values (exclusive) that a check may draw. `example`: a tensor to draw rows from instead."""
+
+    name: str
+    dims: tuple[int | str, ...]
+    dtype: torch.dtype
+    high: int = 2
+    example: torch.Tensor | None = None
+
+
+class TaskModule(nn.Module):
+    """The module with its loss around it: a dictionary of inputs in, a dictionary of outputs out."""
+
+    def __init__(self, module: nn.Module, task: Task, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self.task: Task = task
+        self.names = names
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        result = self._call({name: inputs[name] for name in self.names})
+        match self.task:
+            case "causal_lm" | "masked_lm":
+                logits = _tensor(result, "logits").float()
+                loss = F.cross_entropy(
+                    logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1), ignore_index=IGNORED_LABEL
+                )
+                return {"logits": logits, "loss": loss}
+            case "classification":
+                logits = _tensor(result, "logits").float()
+                return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"])}
+            case "regression":
+                output = _tensor(result, "logits")
+                return {"output": output, "loss": F.mse_loss(output, inputs["labels"])}
+            case "module_loss":
+                loss = _tensor(result, "loss")
+                if loss.ndim:
+                    raise ModelError(
+                        f"the module's loss has shape {list(loss.shape)}, expected a scalar.",
+                        hint="Return the mean, or choose a task that computes the loss from outputs.",
+                    )
+                return {"loss": loss}
+            case "none":
+                return _tensors(result)
+
+    def _call(self, inputs: dict[str, torch.Tensor]) -> Any:
+        parameters = inspect.signature(self.module.forward).parameters
+        if "use_cache" in parameters:
+            return self.module(**inputs, use_cache=False)
+        if all(name in parameters for name in inputs):
+            return self.module(**inputs)
+        return self.module(*inputs.values())
+
+
+def input_specs(
+    module: nn.Module, task: Task, examples: Mapping[str, ExampleInput | torch.Tensor] | None
+) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
+    """The graph's inputs and the names of those that go to the module. Raises `ModelError`."""
+    if examples is None:
+        if task not in ("causal_lm", "masked_lm"):
+            raise ModelError(
+                f"the task {task!r} needs example inputs to know the module's inputs.",
+                hint="Return (module, {name: example tensor}) from your function.",
+            )
+        return _token_inputs(module, task)
+    specs = [_from_example(name, example) for name, example in examples.items()]
+    names = tuple(spec.name for spec in specs if spec.name != "labels" or task in ("module_loss", "none"))
+    if any(spec.name == "labels" for spec in specs) or task in ("module_loss", "none"):
+        return tuple(specs), names
+    match task:
+        case "classification":
+            labels = InputSpec("labels", (BATCH,), torch.int64)
+        case "regression":
+            labels = InputSpec("labels", _output_dims(module, specs), torch.float32)
+        case _:
+            labels = InputSpec("labels", specs[0].dims, torch.int64)
+    return (*specs, labels), names
+
+
+def _token_inputs(module: nn.Module, task: Task) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
+    vocabulary = _vocabulary(module)
+    dims = (BATCH, SEQUENCE)
+    specs = [InputSpec("input_ids", dims, torch.int64, vocabulary)]
+    if task == "causal_lm" and "position_ids" in inspect.signature(module.forward).parameters:
+        specs.append(InputSpec("position_ids", dims, torch.int64))
+    names = tuple(spec.name for spec in specs)
+    return (*specs, InputSpec("labels", dims, torch.int64, vocabulary)), names
+
+
+def _vocabulary(module: nn.Module) -> int:
+    sizes = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
+    config = getattr(module, "config", None)
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int):
+        size = max(sizes, default=2)
+    return size
+
+
+def _from_example(name: str, example: ExampleInput | torch.Tensor) -> InputSpec:
+    if isinstance(example, torch.Tensor):
+        example = ExampleInput(example)
+    tensor = example.tensor
+    named = (BATCH, *[None] * (tensor.ndim - 1))[: tensor.ndim] if example.dims is None else example.dims
+    if len(named) != tensor.ndim:
+        raise ModelError(
+            f"the example input {name!r} has {tensor.ndim} dimensions, but {len(named)} are named.",
+            hint="Name every dimension: 'b', 's', or None for a fixed one.",
+        )
+    dims = tuple(size if symbol is None else symbol for size, symbol in zip(tensor.shape, named, strict=True))
+    return InputSpec(name, dims, tensor.dtype, example=tensor)
+
+
+def _output_dims(module: nn.Module, specs: list[InputSpec]) -> tuple[int | str, ...]:
+    """Dims of the module's output, by running it on the meta device; its first dimension is taken for the batch."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    names = tuple(spec.name for spec in specs if spec.name != "labels")
+    with mode, torch.no_grad():
+        fakes = {spec.name: torch.empty_like(spec.example, device="meta") for spec in specs if spec.name in names}
+        result = _tensor(TaskModule(_on_meta(module), "none", names)._call(fakes), "logits")
+    return (BATCH, *result.shape[1:])
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(module).to("meta")
+
+
+def _tensor(result: Any, name: str) -> torch.Tensor:
+    """The tensor `name` of whatever a module returned: itself, a field, a key, or the first of a tuple."""
+    match result:
+        case torch.Tensor():
+            return result
+        case Mapping() if isinstance(result.get(name), torch.Tensor):
+            return result[name]
+        case (torch.Tensor() as first, *_):
+            return first
+        case _ if isinstance(getattr(result, name, None), torch.Tensor):
+            return getattr(result, name)
+        case _:
+            raise ModelError(
+                f"the module returned {type(result).__name__} without a tensor {name!r}.",
+                hint=f"Return the {name} as a tensor, first in a tuple, or under the key {name!r}.",
+            )
+
+
+def _tensors(result: Any) -> dict[str, torch.Tensor]:
+    match result:
+        case torch.Tensor():
+            return {"output": result}
+        case Mapping():
+            found = {str(name): value for name, value in result.items() if isinstance(value, torch.Tensor)}
+        case tuple() | list():
+            found = {f"output_{i}": value for i, value in enumerate(result) if isinstance(value, torch.Tensor)}
+        case _:
+            found = {}
+    if not found:
+        raise ModelError(
+            f"the module returned {type(result).__name__} without any tensor.",
+            hint="Return a tensor, a tuple of tensors or a dictionary of tensors.",
+        )
+    return found
