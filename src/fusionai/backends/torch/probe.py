@@ -35,7 +35,7 @@ def measure_device(device: torch.device) -> DeviceReport:
     bandwidth_bytes_per_s = 2.0 * source.nbytes * _calls_per_s(lambda: target.copy_(source), device)
     return DeviceReport(
         backend="torch",
-        backend_version=torch.__version__,
+        backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
         device=device.type,
         device_name=device_name(device),
         flops_per_s=flops_per_s,
