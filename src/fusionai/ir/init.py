@@ -2,8 +2,8 @@
 
 The program of a parameter (`ParamSpec.init`) runs over Philox4x64 words. The Philox key is the first 16 bytes of
 SHA-256 of `<seed>\\0<key>`; step i of the program starts at the counter whose last word is i. So any peer, in any
-order, makes the same bytes. Normal numbers come from the inverse distribution function (Wichura, Algorithm AS 241, routine
-PPND16) and not from numpy's own sampler, whose stream may change between releases.
+order, makes the same bytes. Normal numbers come from the inverse distribution function (Wichura, Algorithm AS 241,
+routine PPND16) and not from numpy's own sampler, whose stream may change between releases.
 
 Work goes in chunks, so the peak is one tensor and a few hundred kilobytes. Neighbours: `ir.schema.InitOp` says what the
 steps mean, `capture` records them, backends call `initialise`.

@@ -1,0 +1,222 @@
+"""Blocks: the repeated layers of a model, found in the module paths. Decides `Node.block`; cuts and prices nothing.
+
+0 is what comes before the first layer, 1..L are the layers, L+1 what comes after, L+2 the loss. A layer is named by its
+path up to the first number (`model.layers.7`, `transformer.h.3`, `layer1.0`); a model without any such path is grouped
+by the children of its root, and one without paths where a single value crosses. A part a model does not have takes no
+number, so the first block is 0 and the loss, if there is one, is the last. Numbers never fall along a data
+dependency (cheap nodes apart, which every stage repeats), so that any range of blocks is a legal stage.
+
+Neighbours: `capture` calls `assign_blocks`, `ir.partition` cuts between blocks, `block_hashes` tells equal layers apart
+from different ones, for costs and compiled code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from fusionai.ir.graph import cheap_nodes, consumers, producers, reads
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+
+LABELS: Final = "labels"
+"""Whatever depends on this input belongs to the loss."""
+LOGITS: Final = "logits"
+"""Whatever depends on this output belongs to the loss."""
+
+_LAYER: Final = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
+
+_encode: Final = msgspec.json.Encoder(order="deterministic").encode
+
+
+def assign_blocks(graph: Graph) -> Graph:
+    """The same graph with every node's block number set from its path and its place in the data flow."""
+    loss = _loss_nodes(graph)
+    cheap = cheap_nodes(graph)
+    body = [node for node in graph.nodes if node.id not in loss and node.id not in cheap]
+    layer_of = _layers(graph, body)
+    floor = _raised(graph, cheap, layer_of)
+    last = max(layer_of.values(), default=0)
+    feeding = _feeding_layers(graph, layer_of, cheap)
+    blocks: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.id in loss:
+            blocks[node.id] = last + 2
+        elif node.id in cheap:
+            blocks[node.id] = 0
+        elif node.id in layer_of or node.id in feeding or floor[node.id] == 0:
+            blocks[node.id] = floor[node.id]
+        else:
+            blocks[node.id] = last + 1
+    numbers = _dense(blocks, {node.id for node in graph.nodes if node.id not in cheap})
+    nodes = tuple(msgspec.structs.replace(node, block=numbers[node.id]) for node in graph.nodes)
+    return msgspec.structs.replace(graph, nodes=nodes)
+
+
+def block_hashes(graph: Graph) -> tuple[str, ...]:
+    """One SHA-256 per block, equal for blocks that compute the same: names, node ids and layer numbers are masked,
+    cheap nodes (shared by all layers) left out. Index: block number."""
+    cheap = cheap_nodes(graph)
+    count = 1 + max((node.block for node in graph.nodes), default=-1)
+    members: list[list[Node]] = [[] for _ in range(count)]
+    for node in graph.nodes:
+        if node.id not in cheap:
+            members[node.block].append(node)
+    return tuple(_hash(graph, nodes) for nodes in members)
+
+
+def _layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
+    """Node id -> number of its layer, from 1 in order of first appearance; nodes of no layer are absent."""
+    for key in (_numbered_layer, _child_of_root(body)):
+        numbers: dict[str, int] = {}
+        found: dict[int, int] = {}
+        for node in body:
+            name = key(node.path)
+            if name is not None:
+                found[node.id] = numbers.setdefault(name, len(numbers) + 1)
+        if found:
+            return found
+    return _narrow_layers(graph, body)
+
+
+def _numbered_layer(path: str) -> str | None:
+    match = _LAYER.match(path)
+    return None if match is None else match[0]
+
+
+def _child_of_root(body: Iterable[Node]) -> Callable[[str], str | None]:
+    """Names modules by one component more than all paths have in common."""
+    paths = {tuple(node.path.split(".")) for node in body if node.path}
+    shortest = min((len(path) for path in paths), default=0)
+    common = 0
+    while common < shortest - 1 and len({path[: common + 1] for path in paths}) == 1:
+        common += 1
+
+    def child(path: str) -> str | None:
+        parts = path.split(".")
+        return ".".join(parts[: common + 1]) if path and len(parts) > common else None
+
+    return child
+
+
+def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
+    """Without paths: a new layer starts after each place in the order that only one value crosses."""
+    inside = {node.id for node in body}
+    order = {node.id: place for place, node in enumerate(body)}
+    last_read = {
+        value: max(order[reader.id] for reader in readers if reader.id in inside)
+        for value, readers in consumers(graph).items()
+        if any(reader.id in inside for reader in readers)
+    }
+    found: dict[int, int] = {}
+    layer = 1
+    live: set[str] = set()
+    for place, node in enumerate(body):
+        found[node.id] = layer
+        live.update(value for value in node.outputs if last_read.get(value, -1) > place)
+        live = {value for value in live if last_read[value] > place}
+        # Views and casts are free to stay with what they follow.
+        if len(live) <= 1 and OPERATORS[node.op].flops != "none":
+            layer += 1
+    return found
+
+
+def _raised(graph: Graph, cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:
+    """Node id -> its layer, raised to the highest of what it reads. Readers of one written buffer go together."""
+    maker = producers(graph)
+    written = {value for value, spec in graph.params.items() if spec.key in set(graph.state_writes.values())}
+    floor: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.id in cheap:
+            continue
+        block = layer_of.get(node.id, 0)
+        for value in reads(node):
+            made_by = maker.get(value)
+            if made_by is not None and made_by.id not in cheap:
+                block = max(block, floor[made_by.id])
+            if value in written and node.id not in layer_of:
+                block = max(block, _reader_layer(graph, value, layer_of))
+        floor[node.id] = block
+    return floor
+
+
+def _reader_layer(graph: Graph, buffer: str, layer_of: dict[int, int]) -> int:
+    return max((layer_of.get(node.id, 0) for node in consumers(graph).get(buffer, ())), default=0)
+
+
+def _feeding_layers(graph: Graph, layer_of: dict[int, int], cheap: frozenset[int]) -> frozenset[int]:
+    """Nodes some layer still depends on: they stand before or between layers, not after them."""
+    wanted: set[str] = set()
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        if node.id in cheap:
+            continue
+        if node.id in layer_of or not wanted.isdisjoint(node.outputs):
+            found.add(node.id)
+            wanted.update(reads(node))
+    return frozenset(found)
+
+
+def _loss_nodes(graph: Graph) -> frozenset[int]:
+    """Nodes that depend on the labels, or on the logits without being needed for them."""
+    tainted = {LABELS} & set(graph.inputs)
+    if LOGITS in graph.outputs:
+        tainted.add(graph.outputs[LOGITS])
+    found: set[int] = set()
+    for node in graph.nodes:
+        if any(value in tainted for value in reads(node)):
+            tainted.update(node.outputs)
+            found.add(node.id)
+    return frozenset(found)
+
+
+def _dense(blocks: dict[int, int], working: set[int]) -> dict[int, int]:
+    """Close the gaps, so that every block has something to do: a model may have nothing before its first layer."""
+    numbers = sorted({blocks[node_id] for node_id in working})
+    return {node_id: min(bisect_left(numbers, block), max(0, len(numbers) - 1)) for node_id, block in blocks.items()}
+
+
+def _hash(graph: Graph, nodes: Sequence[Node]) -> str:
+    names: dict[str, str] = {}
+    digest = hashlib.sha256()
+    for node in nodes:
+        for value in (*reads(node), *node.outputs):
+            if value not in names:
+                names[value] = f"v{len(names)}"
+                digest.update(_encode((names[value], _described(graph, value))))
+        args = [_renamed(arg, names) for arg in node.args]
+        kwargs = {name: _renamed(arg, names) for name, arg in node.kwargs.items()}
+        outputs = [names[value] for value in node.outputs]
+        writes = [value in graph.state_writes for value in node.outputs]
+        digest.update(_encode((node.op, args, kwargs, outputs, writes, _masked(node.path))))
+    return digest.hexdigest()
+
+
+def _described(graph: Graph, value: str) -> ValueSpec | ParamSpec:
+    spec = graph.params.get(value)
+    if spec is None:
+        return graph.values[value]
+    return msgspec.structs.replace(
+        spec, key=_masked(spec.key), aliases=tuple(_masked(alias) for alias in spec.aliases), order=0
+    )
+
+
+def _renamed(arg: Arg, names: dict[str, str]) -> Arg:
+    match arg:
+        case Ref(name):
+            return Ref(names[name])
+        case ListArg(items):
+            return ListArg(tuple(_renamed(item, names) for item in items))
+        case _:
+            return arg
+
+
+def _masked(path: str) -> str:
+    """Only the first number is the layer's; `experts.3` inside it stays."""
+    return _NUMBER.sub("#", path, count=1)

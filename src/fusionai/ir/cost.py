@@ -1,0 +1,205 @@
+"""What a graph costs: floating-point operations and bytes per node and per block, from shapes alone.
+
+Decides the counting rules; measures nothing. A multiply-add is two operations. Products, convolutions and attention
+are counted exactly, other operators roughly (one per element; five for softmax and normalisation), since those are
+limited by memory anyway. Backward: a product costs its forward once per operand that needs a gradient, attention 2.5
+times its forward (scores are computed again, as in FlashAttention, arXiv 2205.14135, section 3), the rest once.
+
+Neighbours: `ir.operators` names the rules, `scheduling` turns records into `BlockCost` and seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final
+
+import msgspec
+
+from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, reads
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.shapes import evaluate
+from fusionai.primitives.errors import GraphError
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+
+FLOPS_PER_ELEMENT: Final = 5
+"""Of softmax, normalisation and losses: subtract, square or exponential, sum, divide, scale."""
+ATTENTION_BACKWARD: Final = 2.5
+
+
+class BlockCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One block for one microbatch. Fields and meaning as in `scheduling.types.BlockCost`."""
+
+    block: int
+    forward_flops: float
+    backward_flops: float
+    parameter_bytes: int
+    trainable_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+    output_bytes: int
+    gradient_bytes: int
+    ops: tuple[str, ...]
+
+
+def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCostRecord, ...]:
+    """Cost of every block at these sizes; index: block number. Without `training`, backward, gradients and kept
+    activations are 0. Raises `GraphError` when a symbol has no value."""
+    return _Prices(graph, symbols, training=training).records()
+
+
+def forward_flops(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> float:
+    """Floating-point operations of one node; `sizes`: value name -> its size, symbolic integers absent."""
+    results = sum(prod(sizes[value]) for value in node.outputs if value in sizes)
+    match OPERATORS[node.op].flops:
+        case "none":
+            return 0.0
+        case "element":
+            return float(results)
+        case "reduce":
+            return float(_largest(node, sizes))
+        case "softmax" | "norm":
+            return float(FLOPS_PER_ELEMENT * _largest(node, sizes))
+        case "matmul":
+            left = _operand(node, sizes, 1 if node.op in ("aten.addmm.default", "aten.baddbmm.default") else 0)
+            return 2.0 * results * left[-1]
+        case "conv":
+            return 2.0 * results * prod(_operand(node, sizes, 1)[1:])
+        case "conv_transpose":
+            return 2.0 * prod(_operand(node, sizes, 0)) * prod(_operand(node, sizes, 1)[1:])
+        case "attention":
+            (batch, heads, queries, width), (_, _, keys, out_width) = _operand(node, sizes, 0), _operand(node, sizes, 2)
+            return 2.0 * batch * heads * queries * keys * (width + out_width)
+
+
+class _Prices:
+    def __init__(self, graph: Graph, symbols: Mapping[str, int], *, training: bool) -> None:
+        self.graph = graph
+        self.training = training
+        self.cheap = cheap_nodes(graph)
+        self.readers = consumers(graph)
+        self.needs_grad = needing_gradient(graph) if training else frozenset[str]()
+        self.sizes = {
+            value: tuple(evaluate(dim, symbols) for dim in spec.shape)
+            for value, spec in graph.values.items()
+            if spec.dtype in ITEMSIZE_BYTES
+        }
+        self.roots = self._storage()
+
+    def records(self) -> tuple[BlockCostRecord, ...]:
+        count = 1 + max((node.block for node in self.graph.nodes), default=-1)
+        members: list[list[Node]] = [[] for _ in range(count)]
+        for node in self.graph.nodes:
+            members[node.block].append(node)
+        crossing, returning = self._crossing(count)
+        return tuple(
+            self._record(block, nodes, crossing[block], returning[block]) for block, nodes in enumerate(members)
+        )
+
+    def _record(self, block: int, nodes: list[Node], output_bytes: int, gradient_bytes: int) -> BlockCostRecord:
+        params = {
+            value: self.graph.params[value] for node in nodes for value in reads(node) if value in self.graph.params
+        }
+        return BlockCostRecord(
+            block=block,
+            forward_flops=sum(forward_flops(node, self.sizes) for node in nodes),
+            backward_flops=sum(self._backward_flops(node) for node in nodes),
+            parameter_bytes=sum(self._bytes(value) for value in params),
+            trainable_bytes=sum(self._bytes(value) for value, spec in params.items() if spec.trainable),
+            activation_bytes=self._kept_bytes(nodes),
+            workspace_bytes=max((self._workspace_bytes(node) for node in nodes), default=0),
+            output_bytes=output_bytes,
+            gradient_bytes=gradient_bytes,
+            ops=tuple(sorted({node.op for node in nodes})),
+        )
+
+    def _backward_flops(self, node: Node) -> float:
+        """Depends on what is upstream: nothing flows into operands that need no gradient."""
+        if not any(value in self.needs_grad for value in node.outputs):
+            return 0.0
+        forward = forward_flops(node, self.sizes)
+        match OPERATORS[node.op].flops:
+            case "matmul" | "conv" | "conv_transpose":
+                factors = _factors(node)
+                return forward * sum(value in self.needs_grad for value in factors)
+            case "attention":
+                return forward * ATTENTION_BACKWARD
+            case _:
+                return forward
+
+    def _kept_bytes(self, nodes: list[Node]) -> int:
+        """Distinct storage kept from forward to backward; views share theirs, parameters are there anyway."""
+        kept: set[str] = set()
+        for node in nodes:
+            if not any(value in self.needs_grad for value in node.outputs):
+                continue
+            match OPERATORS[node.op].saves:
+                case "nothing":
+                    continue
+                case "result":
+                    values = node.outputs
+                case "operands":
+                    values = self._saved_operands(node)
+            kept.update(self.roots.get(value, value) for value in values)
+            if OPERATORS[node.op].category == "attention":
+                kept.update(node.outputs)
+        return sum(self._bytes(value) for value in kept if value not in self.graph.params)
+
+    def _saved_operands(self, node: Node) -> tuple[str, ...]:
+        found = tuple(reads(node))
+        if OPERATORS[node.op].flops not in ("matmul", "conv", "conv_transpose"):
+            return found
+        # One factor is kept only if the gradient of the other is wanted.
+        factors = _factors(node)
+        wanted = [value in self.needs_grad for value in factors]
+        return tuple(factors[1 - i] for i in range(len(factors)) if wanted[i])
+
+    def _workspace_bytes(self, node: Node) -> int:
+        """Results of one node and their gradients, which live for a moment only."""
+        results = sum(self._bytes(value) for value in node.outputs)
+        return 2 * results if self.training else results
+
+    def _crossing(self, count: int) -> tuple[list[int], list[int]]:
+        """Bytes over a cut after each block, forward and backward. Cheap values never cross: they are made again."""
+        output_bytes, gradient_bytes = [0] * count, [0] * count
+        for node in self.graph.nodes:
+            if node.id in self.cheap:
+                continue
+            for value in node.outputs:
+                readers = [reader for reader in self.readers.get(value, ()) if reader.id not in self.cheap]
+                for block in range(node.block, max((reader.block for reader in readers), default=0)):
+                    output_bytes[block] += self._bytes(value)
+                    gradient_bytes[block] += self._bytes(value) if value in self.needs_grad else 0
+        return output_bytes, gradient_bytes
+
+    def _storage(self) -> dict[str, str]:
+        """View -> the value whose memory it shows."""
+        roots: dict[str, str] = {}
+        for node in self.graph.nodes:
+            if OPERATORS[node.op].view:
+                source = next(reads(node))
+                for value in node.outputs:
+                    roots[value] = roots.get(source, source)
+        return roots
+
+    def _bytes(self, value: str) -> int:
+        spec = self.graph.values[value]
+        return prod(self.sizes[value]) * ITEMSIZE_BYTES[spec.dtype] if value in self.sizes else 0
+
+
+def _factors(node: Node) -> tuple[str, ...]:
+    """The two tensors of a product or convolution; the bias is not one of them."""
+    first = 1 if node.op in ("aten.addmm.default", "aten.baddbmm.default") else 0
+    return tuple(arg.name for arg in node.args[first : first + 2] if isinstance(arg, Ref))
+
+
+def _operand(node: Node, sizes: Mapping[str, tuple[int, ...]], position: int) -> tuple[int, ...]:
+    arg = node.args[position] if position < len(node.args) else None
+    if not isinstance(arg, Ref) or arg.name not in sizes:
+        raise GraphError(f"node {node.id} ({node.op}): expected a tensor as argument {position}.")
+    return sizes[arg.name]
+
+
+def _largest(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> int:
+    return max((prod(sizes[value]) for value in reads(node) if value in sizes), default=0)
