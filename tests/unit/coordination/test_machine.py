@@ -1,0 +1,109 @@
+"""The table formalism: what is not listed is forbidden, with the entity's story; contradictory tables fail at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from fusionai.coordination.machine import (
+    START,
+    STORY_LENGTH,
+    ForbiddenTransition,
+    Machine,
+    State,
+    Transition,
+    rows,
+    stay,
+)
+
+
+@dataclass(frozen=True)
+class Push: ...
+
+
+@dataclass(frozen=True)
+class Coin:
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turnstile(State):
+    coins: int = 0
+
+
+def _unlock(state: Turnstile, event: Coin) -> tuple[Turnstile, tuple[str, ...]]:
+    return replace(state, phase="open", coins=state.coins + event.value), ("click",)
+
+
+def _lock(state: Turnstile, event: Push) -> tuple[Turnstile, tuple[str, ...]]:
+    return replace(state, phase="locked"), ()
+
+
+TABLE = (
+    Transition(("locked", "open"), Coin, ("open",), _unlock, "paid"),
+    Transition(("open",), Push, ("locked",), _lock),
+)
+MACHINE = Machine("turnstile", TABLE, initial=("locked",))
+NEW = Turnstile(entity="turnstile 1", phase="locked")
+
+
+def test_a_listed_event_moves_the_state_and_commands():
+    moved, commands = MACHINE.advance(NEW, Coin(2))
+    assert (moved.phase, moved.coins, commands) == ("open", 2, ("click",))
+    assert NEW.phase == "locked"
+
+
+def test_a_forbidden_event_names_entity_phase_allowed_events_and_the_story():
+    state = MACHINE.advance(MACHINE.advance(NEW, Coin(1))[0], Push())[0]
+    with pytest.raises(ForbiddenTransition) as caught:
+        MACHINE.advance(state, Push())
+    assert caught.value.story == ("Coin -> open", "Push -> locked")
+    text = str(caught.value)
+    for part in ("turnstile 1", "locked", "expected Coin", "got Push", "Coin -> open; Push -> locked"):
+        assert part in text
+
+
+def test_the_story_keeps_the_last_transitions_only():
+    state = NEW
+    for value in range(STORY_LENGTH * 2):
+        state, _ = MACHINE.advance(state, Coin(value))
+    assert len(state.story) == STORY_LENGTH
+    assert state.story[-1] == "Coin"
+
+
+def test_an_act_that_leads_elsewhere_is_a_defect():
+    wrong = Machine("wrong", (Transition(("locked",), Coin, ("locked",), _unlock),), initial=("locked",))
+    with pytest.raises(RuntimeError, match="took turnstile 1 from locked to open"):
+        wrong.advance(NEW, Coin(1))
+
+
+def test_an_event_listed_twice_is_found_at_once():
+    with pytest.raises(ValueError, match=r"\(open, Push\) is listed twice"):
+        Machine("twice", (*TABLE, TABLE[1]), initial=("locked",))
+
+
+def test_a_way_out_of_a_final_phase_is_found_at_once():
+    with pytest.raises(ValueError, match="final phase open has a way out"):
+        Machine("final", TABLE, initial=("locked",), final=("open",))
+
+
+def test_a_phase_that_nothing_leads_to_is_found_at_once():
+    with pytest.raises(ValueError, match=r"nothing leads to \['ajar'\]"):
+        Machine("ajar", (*TABLE, Transition(("ajar",), Push, ("locked",), _lock)), initial=("locked",))
+
+
+def test_rows_are_every_arrow_of_the_table():
+    assert rows(MACHINE) == (
+        (START, "", "locked", ""),
+        ("locked", "Coin", "open", "paid"),
+        ("open", "Coin", "open", "paid"),
+        ("open", "Push", "locked", ""),
+    )
+    assert MACHINE.phases == ("locked", "open")
+
+
+def test_allows_and_stay():
+    assert MACHINE.allows(NEW, Coin)
+    assert not MACHINE.allows(NEW, Push)
+    assert stay(NEW, Push()) == (NEW, ())

@@ -1,0 +1,125 @@
+"""The membership table, row by row: every (phase, event) pair is either listed here with its target or forbidden."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from fusionai.coordination.events import (
+    MemberDraining,
+    MemberEvicted,
+    MemberLeft,
+    MemberLost,
+    MemberRegistered,
+    PeerEnrolled,
+)
+from fusionai.coordination.machine import ForbiddenTransition
+from fusionai.coordination.membership import (
+    MEMBERSHIP,
+    REMEMBERED_BOOTS,
+    Member,
+    Released,
+    Reserved,
+    enrolled,
+    successor,
+)
+from fusionai.primitives.ids import JobId, PeerId
+
+PEER = PeerId("q" * 52)
+JOB = JobId("job-1")
+EVENTS = {
+    "register": MemberRegistered(at_s=1.0, peer=PEER, boot=7, profile=b"p", addresses=("tcp://a:1",)),
+    "reserve": Reserved(JOB, (0, 2)),
+    "release": Released(),
+    "drain": MemberDraining(at_s=1.0, peer=PEER),
+    "leave": MemberLeft(at_s=1.0, peer=PEER),
+    "lose": MemberLost(at_s=1.0, peer=PEER, boot=7, reason="silent"),
+    "evict": MemberEvicted(at_s=1.0, peer=PEER, boot=7, reason="replaced"),
+}
+ALLOWED = {
+    ("joining", "register"): "idle",
+    ("joining", "leave"): "left",
+    ("idle", "register"): "idle",
+    ("idle", "reserve"): "active",
+    ("idle", "leave"): "left",
+    ("idle", "lose"): "lost",
+    ("idle", "evict"): "evicted",
+    ("active", "register"): "active",
+    ("active", "reserve"): "active",
+    ("active", "release"): "idle",
+    ("active", "drain"): "draining",
+    ("active", "leave"): "left",
+    ("active", "lose"): "lost",
+    ("active", "evict"): "evicted",
+    ("draining", "register"): "draining",
+    ("draining", "release"): "left",
+    ("draining", "leave"): "left",
+    ("draining", "lose"): "lost",
+    ("draining", "evict"): "evicted",
+    ("lost", "register"): "active",
+    ("lost", "release"): "lost",
+    ("lost", "leave"): "left",
+    ("lost", "evict"): "evicted",
+    ("left", "register"): "idle",
+    ("evicted", "register"): "idle",
+}
+PHASES = ("joining", "idle", "active", "draining", "left", "evicted", "lost")
+
+
+def _member(phase: str) -> Member:
+    held = phase in ("active", "draining", "lost")
+    return Member(
+        entity="member qqqqqqqq",
+        phase=phase,
+        peer=PEER,
+        boot=7,
+        job=JOB if held else None,
+        stages=(0, 2) if held else (),
+    )
+
+
+@pytest.mark.parametrize(("phase", "event"), [*product(PHASES, EVENTS)])
+def test_every_pair_of_phase_and_event(phase: str, event: str):
+    member = _member(phase)
+    target = ALLOWED.get((phase, event))
+    if target is None:
+        with pytest.raises(ForbiddenTransition):
+            MEMBERSHIP.advance(member, EVENTS[event])
+        return
+    moved, _ = MEMBERSHIP.advance(member, EVENTS[event])
+    assert moved.phase == target
+    assert (moved.job is not None) == (target in ("active", "draining") or (target == "lost" and event == "lose"))
+    assert (moved.stages != ()) == (moved.job is not None)
+
+
+def test_the_table_has_no_other_phase():
+    assert set(MEMBERSHIP.phases) == set(PHASES)
+
+
+def test_a_lost_member_without_a_job_comes_back_as_a_spare():
+    alone = replace(_member("lost"), job=None, stages=())
+    assert MEMBERSHIP.advance(alone, EVENTS["register"])[0].phase == "idle"
+
+
+def test_registering_keeps_profile_and_addresses():
+    fresh = enrolled(PeerEnrolled(at_s=0.0, peer=PEER, purpose="provider", invitation="ab"))
+    assert (fresh.phase, fresh.entity) == ("joining", "member qqqqqqqq")
+    idle, _ = MEMBERSHIP.advance(fresh, EVENTS["register"])
+    assert (idle.boot, idle.profile, idle.addresses) == (7, b"p", ("tcp://a:1",))
+
+
+def test_a_new_process_is_a_new_member_that_remembers_earlier_boots():
+    old = replace(_member("lost"), boot=6, story=("a", "b"))
+    new = successor(old, EVENTS["register"])
+    assert (new.phase, new.boot, new.earlier_boots, new.job) == ("idle", 7, (6,), None)
+    assert new.story == ("MemberRegistered -> idle",)
+
+
+def test_remembered_boots_are_bounded():
+    member = _member("lost")
+    for boot in range(100, 100 + 2 * REMEMBERED_BOOTS):
+        member = successor(member, MemberRegistered(at_s=0.0, peer=PEER, boot=boot, profile=b"", addresses=()))
+    assert len(member.earlier_boots) == REMEMBERED_BOOTS
+    assert member.boot not in member.earlier_boots

@@ -1,0 +1,43 @@
+"""Plan versions: minted one after the other, never twice, never changed; superseded and retired are final."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionai.coordination.events import Placement, PlanMinted
+from fusionai.coordination.machine import ForbiddenTransition
+from fusionai.coordination.plan_version import PLAN_VERSION, Retired, Superseded, mint
+from fusionai.primitives.errors import FusionError
+
+FACT = PlanMinted(at_s=1.0, job="job-1", version=4, plan=b"plan", members=(Placement("p", (0,)),))
+
+
+def test_the_next_version_is_minted_as_the_fact_says():
+    plan = mint(FACT, newest=3)
+    assert (plan.phase, plan.version, plan.job, plan.plan, plan.members) == (
+        "current",
+        4,
+        "job-1",
+        b"plan",
+        (Placement("p", (0,)),),
+    )
+
+
+@pytest.mark.parametrize("newest", [0, 2, 4, 5])
+def test_a_version_is_never_skipped_or_minted_again(newest: int):
+    with pytest.raises(FusionError, match=f"expected plan version {newest + 1}"):
+        mint(FACT, newest=newest)
+
+
+def test_a_plan_version_is_immutable():
+    with pytest.raises(AttributeError):
+        mint(FACT, newest=3).plan = b"other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("event", "phase"), [(Superseded(), "superseded"), (Retired(), "retired")])
+def test_a_current_version_ends_once(event: object, phase: str):
+    ended, _ = PLAN_VERSION.advance(mint(FACT, newest=3), event)
+    assert (ended.phase, ended.plan, ended.version) == (phase, b"plan", 4)
+    for again in (Superseded(), Retired()):
+        with pytest.raises(ForbiddenTransition):
+            PLAN_VERSION.advance(ended, again)
