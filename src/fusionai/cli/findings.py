@@ -25,7 +25,7 @@ from fusionai import __version__
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.torch.survey import Survey
 from fusionai.primitives import environment
-from fusionai.primitives.units import format_bytes, format_count, format_seconds
+from fusionai.primitives.units import format_bytes, format_seconds
 
 _SURVEY_TIMEOUT_S: Final = 180.0
 _COMMAND_TIMEOUT_S: Final = 10.0
@@ -126,7 +126,7 @@ def _of_torch(looked: Survey | None, problem: str) -> Iterator[Finding]:
     yield Finding(
         area="speed",
         state="good",
-        what=f"{report.device} ({report.device_name}): {format_count(report.flops_per_s)}FLOP/s in float32 with "
+        what=f"{report.device} ({report.device_name}): {report.flops_per_s / 1e9:.3g} GFLOP/s in float32 with "
         f"{report.threads} thread{'s' if report.threads != 1 else ''}, memory at "
         f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend",
     )

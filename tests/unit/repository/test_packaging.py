@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -54,3 +59,17 @@ def test_the_licence_is_whole():
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path / "out"), str(tmp_path)], check=True, capture_output=True)
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {p.relative_to(tmp_path / "src").as_posix() for p in (tmp_path / "src").rglob("*") if p.is_file()}
+    wanted = {path for path in wanted if "__pycache__" not in path and ".egg-info" not in path}
+    assert wanted <= packed, f"missing from the wheel: {sorted(wanted - packed)}"
