@@ -1,0 +1,232 @@
+"""Training on the terminal as it runs: stages, progress, loss. Decides the picture; measures nothing, never waits.
+
+On a terminal the view redraws itself a few times a second, however fast the steps come; elsewhere (a pipe, a log file)
+each step is one plain line. Both say the same. Neighbours: whoever drives a job calls `step` after each commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fusionai.dashboard.sparkline import sparkline
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.types import PeerProfile, Plan, StagePlacement
+
+_REFRESHES_PER_S: Final = 4
+_NOTES_SHOWN: Final = 5
+_RECENT_STEPS: Final = 20
+_BUSY_BAR_CELLS: Final = 10
+
+
+class StepUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One committed step."""
+
+    step: int
+    """Steps committed so far: 1 after the first."""
+    loss: float
+    reference_loss: float | None = None
+    """Loss of the same step in one process, where that is run beside it."""
+    tokens_per_s: float
+    learning_rate: float
+    grad_norm: float
+    step_s: float
+    stage_busy: tuple[float, ...] = ()
+    """Part of the step each stage computed, 0 to 1, in order of the plan's stages; empty if unknown."""
+
+
+class TrainingView:
+    """`step` after every step, `note` for an event, `close` at the end; also a context manager.
+
+    `pool`: profiles of the peers, for their names, devices and shares. `console`: where to write (standard output).
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        plan: Plan,
+        *,
+        pool: Sequence[PeerProfile] = (),
+        console: Console | None = None,
+    ) -> None:
+        self._title = title
+        self._total_steps = total_steps
+        self._plan = plan
+        self._pool = {peer.peer: peer for peer in pool}
+        self._console = console or Console()
+        self._ascii = not (self._console.encoding or "").lower().startswith("utf")
+        self._losses: list[float] = []
+        self._step_s: list[float] = []
+        self._worst: tuple[float, int] = (0.0, 0)
+        """Largest difference from the reference so far, and its step."""
+        self._last: StepUpdate | None = None
+        self._notes: list[str] = []
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S, transient=False
+            )
+            self._live.start()
+        else:
+            self._line(f"{title}: {self._pool_line()}, {total_steps} steps")
+            for stage in plan.stages:
+                self._line(f"  stage {stage.stage}: {', '.join(self._stage_cells(stage))}")
+
+    def __enter__(self) -> TrainingView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, update: StepUpdate) -> None:
+        """Show a committed step."""
+        self._losses.append(update.loss)
+        if update.reference_loss is not None and update.loss != update.reference_loss:
+            difference = abs(update.loss - update.reference_loss)
+            # A difference that is no number is worse than any number.
+            if not difference <= self._worst[0]:
+                self._worst = (difference, update.step)
+        self._step_s = [*self._step_s[1 - _RECENT_STEPS :], update.step_s]
+        self._last = update
+        if self._live is None:
+            self._line(self._step_line(update))
+
+    def plan_changed(self, plan: Plan) -> None:
+        """Show another plan from now on."""
+        self._plan = plan
+        self.note(f"plan version {plan.version}: {self._pool_line()}")
+
+    def note(self, text: str) -> None:
+        """Show an event in one line, e.g. that a spare took over."""
+        if self._live is None:
+            self._line(text)
+        else:
+            self._notes = [*self._notes[1 - _NOTES_SHOWN :], text]
+
+    def close(self) -> None:
+        """Draw the last state and leave the terminal as it was. Twice is harmless."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _step_line(self, update: StepUpdate) -> str:
+        parts = [f"step {update.step}/{self._total_steps}", f"loss {update.loss:.6f}"]
+        if update.reference_loss is not None:
+            parts.append(f"reference {update.reference_loss:.6f} ({_agreement(update.loss, update.reference_loss)})")
+        parts.append(f"{update.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"lr {update.learning_rate:.3g}")
+        parts.append(f"grad norm {update.grad_norm:.4g}")
+        parts.append(f"{format_seconds(update.step_s)} a step")
+        parts.append(f"ETA {self._eta()}")
+        return "  ".join(parts)
+
+    def _eta(self) -> str:
+        if self._last is None or not self._step_s:
+            return "unknown"
+        left = max(0, self._total_steps - self._last.step)
+        return format_seconds(left * sum(self._step_s) / len(self._step_s)) if left else "done"
+
+    def _pool_line(self) -> str:
+        peers = len({stage.peer for stage in self._plan.stages if "stage" in stage.roles})
+        spares = len(self._plan.spares)
+        return (
+            f"plan {self._plan.version}, {peers} {'peer' if peers == 1 else 'peers'}, "
+            f"{spares} {'spare' if spares == 1 else 'spares'}, predicted {self._plan.tokens_per_s:,.0f} tokens/s"
+        )
+
+    def _stage_cells(self, stage: StagePlacement) -> tuple[str, str, str, str, str]:
+        """Peer, blocks, device, share, memory."""
+        profile = self._pool.get(stage.peer)
+        first, end = stage.blocks
+        blocks = f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}"
+        roles = (
+            "".join(f" + {role}" for role in stage.roles if role != "stage") if "stage" in stage.roles else " (loss)"
+        )
+        name = profile.name if profile is not None and profile.name else short(PeerId(stage.peer))
+        device = "" if profile is None else profile.device_name or profile.device
+        share = "" if profile is None else f"{profile.share:.0%}"
+        return name, blocks + roles, device or "-", share or "-", format_bytes(stage.memory_bytes)
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = [self._stage_table(), self._progress()]
+        if self._losses:
+            parts.append(self._loss_line())
+        parts.extend(Text(f"- {note}", style="yellow") for note in self._notes)
+        return Panel(
+            Group(*parts),
+            title=f"[bold]{escape(self._title)}[/]",
+            subtitle=escape(self._pool_line()),
+            title_align="left",
+            subtitle_align="left",
+            border_style="cyan",
+        )
+
+    def _stage_table(self) -> Table:
+        table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+        for heading in ("stage", "peer", "holds", "device", "share", "memory", "busy"):
+            right = heading in ("share", "memory")
+            table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        busy = () if self._last is None else self._last.stage_busy
+        for stage in self._plan.stages:
+            part = busy[stage.stage] if stage.stage < len(busy) else None
+            cells = (escape(cell) for cell in self._stage_cells(stage))
+            table.add_row(str(stage.stage), *cells, self._busy(part, working="stage" in stage.roles))
+        return table
+
+    def _busy(self, part: float | None, *, working: bool) -> Text:
+        if part is None:
+            return Text("-", style="dim")
+        filled = round(min(max(part, 0.0), 1.0) * _BUSY_BAR_CELLS)
+        full, empty = ("#", ".") if self._ascii else ("█", "░")
+        # The loss alone is little work: idle there is nothing to mend.
+        style = "cyan" if not working else "green" if part >= 0.7 else "yellow" if part >= 0.4 else "red"
+        bar = Text(full * filled, style=style)
+        return bar.append(empty * (_BUSY_BAR_CELLS - filled), style="dim").append(f" {part:4.0%}", style="default")
+
+    def _progress(self) -> RenderableType:
+        last = self._last
+        done = 0 if last is None else last.step
+        row = Table.grid(expand=True, padding=(0, 2))
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1, min_width=10)
+        row.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=max(1, self._total_steps), completed=done)
+        speed = "starting" if last is None else f"{last.tokens_per_s:,.0f} tokens/s  ETA {self._eta()}"
+        row.add_row(f"step [bold]{done}[/]/{self._total_steps}", bar, speed)
+        return Group("", row)
+
+    def _loss_line(self) -> RenderableType:
+        last = self._last
+        assert last is not None, "a loss is only recorded together with its update"
+        row = Table.grid(expand=True, padding=(0, 2))
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1, no_wrap=True, overflow="crop")
+        row.add_column(no_wrap=True, justify="right")
+        width = max(8, self._console.width - 64)
+        line = Text(sparkline(self._losses, width, ascii_only=self._ascii), style="cyan")
+        numbers = f"lr {last.learning_rate:.2g}  grad norm {last.grad_norm:.3g}"
+        row.add_row(f"loss [bold]{last.loss:.4f}[/]", line, numbers)
+        if last.reference_loss is None:
+            return row
+        worst, worst_step = self._worst
+        agreement = f"worst difference {worst:.3g} at step {worst_step}" if worst_step else "equal bit for bit so far"
+        style = "red" if worst_step else "green"
+        return Group(row, Text(f"one process: {last.reference_loss:.4f}, {agreement}", style=style))
+
+
+def _agreement(loss: float, reference: float) -> str:
+    """Bit equality is the claim, so anything else is shown as a number."""
+    return "equal bit for bit" if loss == reference else f"differs by {abs(loss - reference):.3g}"
