@@ -1,0 +1,105 @@
+"""Questions and answers over a channel, with notices in between. Decides which arriving message belongs to which.
+
+Answers come in the order of the questions; messages of the notice types are unasked and go to a callback.
+Neighbours: peers and job owners talk to the broker through this; the broker's side sends plainly on its channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from fusionai.primitives.errors import ChannelClosed, FusionError, WireError
+from fusionai.transport.handshake import refusal
+from fusionai.transport.interface import Channel
+from fusionai.wire.messages import Message, Refused
+
+_LOG = logging.getLogger(__name__)
+
+
+class Conversation:
+    """Takes over `channel`: nobody else may receive from it. Needs a running event loop."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        notices: tuple[type[Message], ...] = (),
+        on_notice: Callable[[Message], None] | None = None,
+    ) -> None:
+        self.channel = channel
+        self._notices = notices
+        self._on_notice = on_notice
+        self._asked: deque[asyncio.Future[Message]] = deque()
+        self._order = asyncio.Lock()
+        self._end: FusionError | None = None
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def ask(self, message: Message) -> Message:
+        """The answer to `message`. Raises `RefusedError` on a refusal, `ChannelClosed` when the channel ends first.
+
+        An ask that is cancelled still takes its answer off the channel, so later ones keep their place.
+        """
+        async with self._order:
+            if self._end is not None:
+                raise ChannelClosed(f"the conversation is over: {self._end.message}")
+            answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+            self._asked.append(answer)
+            try:
+                await self.channel.send(message)
+            except BaseException:
+                # Whether it went out is unknown; no later answer could be told from its answer.
+                await self._over(ChannelClosed("a question could not be sent."))
+                raise
+        received = await answer
+        if isinstance(received, Refused):
+            raise refusal(received)
+        return received
+
+    async def wait_closed(self) -> FusionError:
+        """Returns, with the reason, when the channel has ended."""
+        await asyncio.wait([self._reader])
+        return self._end or ChannelClosed("this side closed the channel.")
+
+    async def close(self) -> None:
+        """Idempotent. Open questions fail with `ChannelClosed`."""
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+        await self._over(ChannelClosed("this side closed the channel."))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = (await self.channel.receive()).message
+                if isinstance(message, self._notices):
+                    self._notify(message)
+                elif self._asked:
+                    answer = self._asked.popleft()
+                    if not answer.done():
+                        answer.set_result(message)
+                elif isinstance(message, Refused):
+                    raise refusal(message)
+                else:
+                    raise WireError(f"expected an answer or a notice, got {message.__struct_config__.tag} unasked.")
+        except FusionError as error:
+            await self._over(error)
+
+    def _notify(self, message: Message) -> None:
+        if self._on_notice is None:
+            return
+        try:
+            self._on_notice(message)
+        except Exception:  # noqa: BLE001 - a callback's mistake must not end the conversation
+            _LOG.exception("taking a notice failed")
+
+    async def _over(self, reason: FusionError) -> None:
+        if self._end is None:
+            self._end = reason
+        while self._asked:
+            answer = self._asked.popleft()
+            if not answer.done():
+                answer.set_exception(ChannelClosed(f"the conversation is over: {reason.message}"))
+                # Its asker may be gone already; an unread failure is then no news.
+                answer.exception()
+        await self.channel.close()

@@ -1,0 +1,129 @@
+"""How a stranger with an invitation becomes a member. Decides what is checked, in which order, and what is kept.
+
+The broker proves itself first: its certificate must be signed by the authority whose key the invitation holds. Only
+then is the token sent. What comes back is checked the same way before anything is written.
+Neighbours: `invitation` gives address, key and token; the broker answers `JoinRequest`; `credentials` uses the result.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.primitives.errors import StorageError, TrustError, UsageError, WireError
+from fusionai.primitives.ids import PeerId
+from fusionai.transport.authority import authority_key_of, pool_of, verify_certificate
+from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.handshake import refusal
+from fusionai.transport.identity import Identity, load_identity
+from fusionai.transport.invitation import Invitation, parse_invitation
+from fusionai.transport.private_files import read_private, write_private
+from fusionai.transport.tcp import TcpTransport
+from fusionai.wire.messages import JoinGranted, JoinRequest, Refused
+
+MEMBERSHIP_FILE: Final = "membership.json"
+
+Purpose = Literal["provider", "owner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """This machine's place in a pool."""
+
+    pool: str
+    purpose: Purpose
+    broker_addresses: tuple[str, ...]
+    credentials: MemberCredentials
+
+    @property
+    def peer(self) -> PeerId:
+        return self.credentials.identity.peer
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`membership.json`. Certificates are DER, in base64."""
+
+    schema: Literal["fusionai.membership/1"]
+    pool: str
+    purpose: Purpose
+    broker_addresses: Annotated[tuple[str, ...], Meta(min_length=1)]
+    certificate: bytes
+    authority: bytes
+
+
+async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
+    """Join the invitation's pool with the key in `home` (made there if need be) and keep the membership there.
+
+    Raises `UsageError` (the text), `TransportError` (no broker answered), `TrustError` (somebody else answered),
+    `RefusedError` (the token is unknown, used up or expired), `StorageError`.
+    """
+    invited = parse_invitation(invitation) if isinstance(invitation, str) else invitation
+    identity = load_identity(home)
+    transport = TcpTransport(StrangerCredentials(invited.authority_key))
+    channel = await transport.dial(invited.addresses, expect=None, stream="control", timeout_s=timeout_s)
+    try:
+        await channel.send(JoinRequest(token=invited.token, public_key=identity.public_key, purpose=purpose))
+        answer = (await channel.receive()).message
+    finally:
+        await channel.close()
+    match answer:
+        case JoinGranted():
+            membership = _accept(answer, invited, identity, purpose)
+        case Refused():
+            raise refusal(answer)
+        case _:
+            raise WireError(f"expected an answer to a join request, got {answer.__struct_config__.tag}.")
+    kept = _Kept(
+        schema="fusionai.membership/1",
+        pool=membership.pool,
+        purpose=purpose,
+        broker_addresses=membership.broker_addresses,
+        certificate=membership.credentials.certificate,
+        authority=membership.credentials.authority,
+    )
+    write_private(home / MEMBERSHIP_FILE, msgspec.json.format(msgspec.json.encode(kept)))
+    return membership
+
+
+def load_membership(home: Path) -> Membership:
+    """What `enrol` kept. Raises `UsageError` where this machine has not joined, or no longer validly."""
+    path = home / MEMBERSHIP_FILE
+    data = read_private(path)
+    if data is None:
+        raise UsageError(
+            f"this machine has not joined a pool (there is no {path}).",
+            hint="Ask a pool's owner for an invitation and join with it.",
+        )
+    try:
+        kept = msgspec.json.decode(data, type=_Kept)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"expected a membership in {path}, got something else: {error}.",
+            hint="Delete the file and join again with a new invitation.",
+        ) from error
+    identity = load_identity(home)
+    certified = verify_certificate(kept.certificate, authority_key_of(kept.authority), now_wall_s=time.time())
+    if certified.peer != identity.peer:
+        raise TrustError(
+            f"the membership in {path} belongs to another key than this machine's.",
+            hint="Restore that key, or delete the file and join again with a new invitation.",
+        )
+    credentials = MemberCredentials(identity, kept.certificate, kept.authority)
+    return Membership(kept.pool, kept.purpose, kept.broker_addresses, credentials)
+
+
+def _accept(granted: JoinGranted, invited: Invitation, identity: Identity, purpose: Purpose) -> Membership:
+    """Check what the broker gave. Raises `TrustError` when it is not what it promised."""
+    if authority_key_of(granted.authority) != invited.authority_key:
+        raise TrustError("expected the certificate of the authority in the invitation, got another authority's.")
+    certified = verify_certificate(granted.certificate, invited.authority_key, now_wall_s=time.time())
+    if certified.peer != identity.peer or certified.role != "member":
+        raise TrustError("expected a member's certificate for this machine's key, got one for another key or role.")
+    pool = pool_of(granted.authority)
+    credentials = MemberCredentials(identity, granted.certificate, granted.authority)
+    return Membership(pool, purpose, invited.addresses, credentials)
