@@ -1,0 +1,235 @@
+"""A checkpoint written while the stages stream it: whole or not at all. Decides layout, shards and the manifest.
+
+    step-00000012/
+      model.safetensors                  or model-00001-of-00002.safetensors, ... with model.safetensors.index.json
+      config.json, tokenizer.json, ...   as the caller gives them: transformers loads the directory as it is
+      fusion/optimizer-00001.safetensors optimizer slots under `<key>/<slot>`
+      fusion/private-00001.safetensors   model state that the Hugging Face layout has no place for
+      fusion/manifest.json               step, graph, recipe, aliases; SHA-256 and size of every file
+      fusion/manifest.sha256             of the manifest itself
+
+It grows in `step-00000012.partial` and gets its name when everything is on the disk. At most one shard per part is
+held in memory. Neighbours: `reader` opens it, the driver feeds it what `StateChunk` messages bring.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal
+
+import msgspec
+
+from fusionai.primitives.errors import StorageError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory
+from fusionai.storage.manifest import (
+    MANIFEST,
+    MANIFEST_HASH,
+    CheckpointHeader,
+    FileRecord,
+    Manifest,
+    step_directory,
+)
+from fusionai.storage.reader import CheckpointReader
+from fusionai.storage.safetensors_file import SafetensorsFile, Written, write_safetensors
+from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE
+
+DEFAULT_SHARD_BYTES: Final = 256_000_000
+
+_Part = Literal["model", "optimizer", "private"]
+_MISSING_SHOWN: Final = 3
+
+
+class CheckpointWriter:
+    """Use as a context manager; without `finish` nothing stays. One thread at a time; every call may block on disk."""
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        header: CheckpointHeader,
+        *,
+        files: Mapping[str, bytes],
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ) -> None:
+        """`files`: name -> content of what stands beside the weights. Raises `StorageError`."""
+        self._place = step_directory(root, step)
+        self._partial = self._place.with_name(self._place.name + PARTIAL_SUFFIX)
+        self._step = step
+        self._header = header
+        self._shard_bytes = shard_bytes
+        self._held: dict[_Part, dict[str, HostTensor]] = {"model": {}, "optimizer": {}, "private": {}}
+        self._held_bytes: dict[_Part, int] = dict.fromkeys(self._held, 0)
+        self._shards: dict[_Part, list[Path]] = {"model": [], "optimizer": [], "private": []}
+        self._shard_of: dict[str, Path] = {}
+        self._records: dict[str, FileRecord] = {}
+        self._model_bytes = 0
+        with storage_errors(self._partial):
+            if self._partial.exists():
+                shutil.rmtree(self._partial)
+            (self._partial / "fusion").mkdir(parents=True)
+        try:
+            for name, content in files.items():
+                if Path(name).name != name or name.startswith("model"):
+                    raise ValueError(f"{name!r} can't stand beside the weights of a checkpoint")
+                self._put(name, content)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+    def add(self, entry: str, tensor: HostTensor) -> None:
+        """Take a copy of one state entry (`model/<key>`, `optimizer/<key>/<slot>`), in any order, from any stage.
+
+        A tied parameter comes from each stage that holds it: the second time its bytes must be the same. Raises
+        `StorageError`, after which the writer is of no more use.
+        """
+        part, name = self._part_of(entry)
+        if entry in self._shard_of or name in self._held[part]:
+            self._require_same(entry, part, name, tensor)
+            return
+        if self._held[part] and self._held_bytes[part] + tensor.nbytes > self._shard_bytes:
+            self._flush(part)
+        self._held[part][name] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
+        self._held_bytes[part] += tensor.nbytes
+        if part == "model":
+            self._model_bytes += tensor.nbytes
+
+    def finish(self, expected: Collection[str] | None = None) -> Path:
+        """Complete the checkpoint and give it its name. `expected`: the entries that must have come.
+
+        Where a complete checkpoint of this step is there already, that one stays. Raises `StorageError`.
+        """
+        for part in self._held:
+            if self._held[part]:
+                self._flush(part)
+        missing = sorted(set(expected or ()) - set(self._shard_of))
+        if missing:
+            some = ", ".join(missing[:_MISSING_SHOWN])
+            raise StorageError(f"checkpoint of step {self._step}: {len(missing)} entries did not come, such as {some}.")
+        self._name_model_shards()
+        self._put_manifest()
+        with storage_errors(self._place):
+            sync_directory(self._partial / "fusion")
+            sync_directory(self._partial)
+            if self._place.exists():
+                self._settle_with_existing()
+            else:
+                self._partial.replace(self._place)
+            sync_directory(self._place.parent)
+        return self._place
+
+    def abandon(self) -> None:
+        """Remove what is not finished. Harmless after `finish`. What can't be removed now, the next start removes."""
+        for held in self._held.values():
+            held.clear()
+        with suppress(OSError):
+            shutil.rmtree(self._partial)
+
+    def _part_of(self, entry: str) -> tuple[_Part, str]:
+        kind, _, name = entry.partition("/")
+        match kind:
+            case "model" if name:
+                return ("private" if name in self._header.private_keys else "model"), name
+            case "optimizer" if name:
+                return "optimizer", name
+            case _:
+                raise StorageError(
+                    f"checkpoint of step {self._step}: expected an entry model/... or optimizer/..., got {entry!r}."
+                )
+
+    def _require_same(self, entry: str, part: _Part, name: str, tensor: HostTensor) -> None:
+        shard = self._shard_of.get(entry)
+        known = self._held[part][name] if shard is None else SafetensorsFile(shard).read(name)
+        if (known.dtype, known.shape) != (tensor.dtype, tensor.shape) or known.data != tensor.data:
+            raise StorageError(
+                f"checkpoint of step {self._step}: two stages hold different values of {entry}.",
+                hint="Tied parameters have diverged; the job must go back to its last checkpoint.",
+            )
+
+    def _flush(self, part: _Part) -> None:
+        shards = self._shards[part]
+        where = self._partial if part == "model" else self._partial / "fusion"
+        path = where / f"{part}-{len(shards) + 1:05d}.safetensors"
+        self._record(path, write_safetensors(path, self._held[part]))
+        shards.append(path)
+        entries = "optimizer" if part == "optimizer" else "model"
+        self._shard_of.update({f"{entries}/{name}": path for name in self._held[part]})
+        self._held[part] = {}
+        self._held_bytes[part] = 0
+
+    def _name_model_shards(self) -> None:
+        """The number of shards is part of their names and known only now."""
+        shards = self._shards["model"]
+        renamed: dict[Path, Path] = {}
+        for number, path in enumerate(shards, start=1):
+            name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            renamed[path] = path.with_name(name)
+            with storage_errors(path):
+                path.replace(renamed[path])
+            self._records[name] = self._records.pop(path.name)
+        self._shard_of = {entry: renamed.get(path, path) for entry, path in self._shard_of.items()}
+        if len(shards) > 1:
+            weight_map = {
+                entry.removeprefix("model/"): path.name
+                for entry, path in sorted(self._shard_of.items())
+                if path.parent == self._partial
+            }
+            index = {"metadata": {"total_size": self._model_bytes}, "weight_map": weight_map}
+            self._put(INDEX_FILE, msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+
+    def _put_manifest(self) -> None:
+        manifest = Manifest(
+            step=self._step,
+            graph_hash=self._header.graph_hash,
+            data_fingerprint=self._header.data_fingerprint,
+            recipe=self._header.recipe,
+            aliases=self._header.aliases,
+            entries={
+                entry: path.relative_to(self._partial).as_posix() for entry, path in sorted(self._shard_of.items())
+            },
+            files=dict(sorted(self._records.items())),
+        )
+        content = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+        self._put(MANIFEST, content)
+        self._put(MANIFEST_HASH, f"{hashlib.sha256(content).hexdigest()}  manifest.json\n".encode())
+
+    def _put(self, name: str, content: bytes) -> None:
+        path = self._partial / name
+        with storage_errors(path), path.open("xb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        self._record(path, Written(hashlib.sha256(content).hexdigest(), len(content)))
+
+    def _record(self, path: Path, written: Written) -> None:
+        name = path.relative_to(self._partial).as_posix()
+        self._records[name] = FileRecord(written.sha256, written.size_bytes)
+
+    def _settle_with_existing(self) -> None:
+        """After a replay the same step is written again, bit for bit: keep what is there, unless it is damaged."""
+        try:
+            CheckpointReader(self._place).verify()
+        except StorageError:
+            damaged = self._place.with_name(self._place.name + ".damaged" + PARTIAL_SUFFIX)
+            self._place.replace(damaged)
+            self._partial.replace(self._place)
+            shutil.rmtree(damaged)
+        else:
+            shutil.rmtree(self._partial)
+
+
+__all__ = ["DEFAULT_SHARD_BYTES", "CheckpointHeader", "CheckpointReader", "CheckpointWriter"]

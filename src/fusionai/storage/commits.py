@@ -1,0 +1,227 @@
+"""The commit journal: what makes a step official. Decides that every step is there once, in order, and unchanged.
+
+The driver's durable state of the recovery protocol: incarnation, adopted plan, commit records. Each call returns when
+the disk has it (SQLite, write-ahead log, synchronous=FULL). Every row's hash covers the row before it. Records are
+kept for the job's whole life: a replay may need any since the newest complete checkpoint. Neighbours: the driver
+appends before it sends a commit; `checkpoint` holds the state the records are replayed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.errors import StorageError
+from fusionai.storage.atomic import storage_errors
+from fusionai.storage.lock import JobLock
+from fusionai.wire.messages import CommitRecord
+
+_LAYOUT: Final = 1
+_ROOT_HASH: Final = hashlib.sha256(b"fusionai.commits/1").digest()
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS commits (step INTEGER PRIMARY KEY, record BLOB NOT NULL, hash BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS driver (
+    one INTEGER PRIMARY KEY CHECK (one = 1), incarnation INTEGER NOT NULL,
+    plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
+);
+"""
+_RECORD: Final = msgspec.msgpack.Decoder(CommitRecord)
+
+
+class AdoptedPlan(msgspec.Struct, frozen=True):
+    """The plan in force, as the caller's JSON."""
+
+    version: int
+    plan: bytes
+
+
+class CommitJournal:
+    """Holds the job's lock from construction to `close`. One thread at a time; every change blocks on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the journal, checking every row. Raises `StorageError`: in use, damaged, of another layout."""
+        self._path = path
+        self._lock = JobLock(path.with_name(path.name + ".lock"))
+        try:
+            with storage_errors(path), self._sqlite_errors():
+                self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                try:
+                    self._prepare()
+                    self._last, self._last_hash = self._checked()
+                    self._incarnation, self._plan = self._checked_driver()
+                except BaseException:
+                    self._database.close()
+                    raise
+        except BaseException:
+            self._lock.release()
+            raise
+
+    @property
+    def committed(self) -> int:
+        """Number of journalled commits: steps 0 to `committed - 1` are official."""
+        return 0 if self._last is None else self._last.step + 1
+
+    @property
+    def last(self) -> CommitRecord | None:
+        """The newest commit."""
+        return self._last
+
+    @property
+    def incarnation(self) -> int:
+        """Of the driver; 0 before its first start."""
+        return self._incarnation
+
+    @property
+    def plan(self) -> AdoptedPlan | None:
+        """The plan in force, None before the first."""
+        return self._plan
+
+    def start_incarnation(self) -> int:
+        """One more, durable before it returns: call at each driver start, before the first attach."""
+        self._write_driver(self._incarnation + 1, self._plan)
+        return self._incarnation
+
+    def adopt_plan(self, version: int, plan: bytes) -> None:
+        """Make a plan the one in force. The same one again changes nothing. Raises `StorageError` for an older
+        version and for another plan under the same version: plans are immutable."""
+        present = self._plan
+        if present is not None:
+            if version == present.version and plan == present.plan:
+                return
+            if version <= present.version:
+                raise StorageError(
+                    f"{self._path}: plan version {version} can't follow version {present.version}: versions only grow "
+                    "and a plan never changes."
+                )
+        self._write_driver(self._incarnation, AdoptedPlan(version, plan))
+
+    def append(self, record: CommitRecord) -> None:
+        """Make `record.step` official. Raises `StorageError` unless it is the next step; nothing is written then."""
+        expected = self.committed
+        if record.step < expected:
+            raise StorageError(f"{self._path}: step {record.step} is committed already; the next is {expected}.")
+        if record.step > expected:
+            raise StorageError(f"{self._path}: step {record.step} can't be committed before step {expected}.")
+        content = msgspec.msgpack.encode(record)
+        digest = _chained(self._last_hash, content)
+        with self._transaction():
+            self._database.execute("INSERT INTO commits VALUES (?, ?, ?)", (record.step, content, digest))
+        self._last, self._last_hash = record, digest
+
+    def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
+        """Commits from this step on, in order."""
+        with self._sqlite_errors():
+            rows = self._database.execute(
+                "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
+            ).fetchall()
+        return (_RECORD.decode(content) for (content,) in rows)
+
+    def close(self) -> None:
+        """Harmless when done before."""
+        self._database.close()
+        self._lock.release()
+
+    def __enter__(self) -> CommitJournal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        run = self._database.execute
+        run("PRAGMA journal_mode=WAL")
+        run("PRAGMA synchronous=FULL")
+        (layout,) = run("PRAGMA user_version").fetchone()
+        if layout not in (0, _LAYOUT):
+            raise StorageError(f"{self._path}: expected layout {_LAYOUT}, got {layout}; made by a newer version.")
+        if layout == 0:
+            self._database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_LAYOUT}; COMMIT;")
+
+    def _checked(self) -> tuple[CommitRecord | None, bytes]:
+        """The last record and its hash, after walking the whole chain."""
+        last: CommitRecord | None = None
+        digest = _ROOT_HASH
+        rows = self._database.execute("SELECT step, record, hash FROM commits ORDER BY step")
+        for expected, (step, content, stored) in enumerate(rows):
+            digest = _chained(digest, content)
+            if step != expected or stored != digest:
+                raise self._damaged(f"commit of step {expected} is not what was written")
+            try:
+                last = _RECORD.decode(content)
+            except msgspec.DecodeError as problem:
+                raise self._damaged(f"commit of step {expected} is not understood ({problem})") from None
+            if last.step != step:
+                raise self._damaged(f"commit of step {expected} says step {last.step}")
+        return last, digest
+
+    def _checked_driver(self) -> tuple[int, AdoptedPlan | None]:
+        row = self._database.execute("SELECT incarnation, plan_version, plan, hash FROM driver").fetchone()
+        if row is None:
+            return 0, None
+        incarnation, version, content, stored = row
+        plan = None if version is None else AdoptedPlan(version, content)
+        if stored != _driver_hash(incarnation, plan):
+            raise self._damaged("the incarnation or plan is not what was written")
+        return incarnation, plan
+
+    def _write_driver(self, incarnation: int, plan: AdoptedPlan | None) -> None:
+        version, content = (None, None) if plan is None else (plan.version, plan.plan)
+        with self._transaction():
+            self._database.execute(
+                "INSERT OR REPLACE INTO driver VALUES (1, ?, ?, ?, ?)",
+                (incarnation, version, content, _driver_hash(incarnation, plan)),
+            )
+        self._incarnation, self._plan = incarnation, plan
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing, on the disk at the end."""
+        with self._sqlite_errors():
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._database.execute("COMMIT")
+            except BaseException:
+                # SQLite has rolled back by itself after some errors, a full disk among them.
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _sqlite_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError:
+            raise
+        except sqlite3.Error as problem:
+            code = getattr(problem, "sqlite_errorcode", None)
+            if code is not None and code & 0xFF == sqlite3.SQLITE_FULL:
+                raise StorageError(
+                    f"no space left on the disk of {self._path}.",
+                    hint="Free some space and start again: every committed step is safe.",
+                ) from problem
+            if code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise self._damaged(str(problem)) from problem
+            raise StorageError(f"{self._path}: {problem}.") from problem
+
+    def _damaged(self, what: str) -> StorageError:
+        return StorageError(
+            f"{self._path} is damaged: {what}.", hint="Start the job in a new directory from its last checkpoint."
+        )
+
+
+def _chained(previous: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(previous + content).digest()
+
+
+def _driver_hash(incarnation: int, plan: AdoptedPlan | None) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode((incarnation, plan))).digest()

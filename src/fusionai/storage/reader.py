@@ -1,0 +1,166 @@
+"""Checkpoints that are there: find, verify, read, remove. Decides what counts as complete and whole.
+
+A checkpoint that is damaged is an error that names the file; an older one is taken instead only when the caller says
+so. Neighbours: `checkpoint` writes them, the driver streams entries to stages that import state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.errors import StorageError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors
+from fusionai.storage.manifest import FORMAT, MANIFEST, MANIFEST_HASH, Manifest, step_of
+from fusionai.storage.safetensors_file import SafetensorsFile
+
+_CHUNK_BYTES: Final = 2**20
+_HINT: Final = "Delete this checkpoint to go on from the one before it."
+
+
+class CheckpointReader:
+    """State entries of one checkpoint, mapped, read when touched. Call `verify` before trusting them."""
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the manifest only. Raises `StorageError` when it is missing, damaged or of another format."""
+        self._directory = directory
+        self._manifest = self._read_manifest()
+        self._open: dict[str, SafetensorsFile] = {}
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def step(self) -> int:
+        """Steps applied."""
+        return self._manifest.step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All state entries, sorted."""
+        return tuple(sorted(self._manifest.entries))
+
+    def verify(self) -> None:
+        """Hash every file. Raises `StorageError` naming the first that is not what the manifest says."""
+        for name, record in self._manifest.files.items():
+            path = self._inside(name)
+            digest, size = hashlib.sha256(), 0
+            with storage_errors(path, "read"), path.open("rb") as handle:
+                while chunk := handle.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    size += len(chunk)
+            if size != record.size_bytes:
+                raise StorageError(f"{path} is damaged: expected {record.size_bytes} bytes, got {size}.", hint=_HINT)
+            if digest.hexdigest() != record.sha256:
+                raise StorageError(
+                    f"{path} is damaged: expected SHA-256 {record.sha256}, got {digest.hexdigest()}.", hint=_HINT
+                )
+
+    def read(self, entry: str) -> HostTensor:
+        """One state entry. Raises `StorageError` where it is not in the checkpoint."""
+        file = self._manifest.entries.get(entry)
+        if file is None:
+            raise StorageError(f"{self._directory}: the checkpoint has no entry {entry!r}.")
+        if file not in self._open:
+            self._open[file] = SafetensorsFile(self._inside(file))
+        return self._open[file].read(entry.partition("/")[2])
+
+    def entries(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, HostTensor]]:
+        """Those of `names` in their order, or all sorted."""
+        return ((name, self.read(name)) for name in (self.names if names is None else names))
+
+    def _inside(self, name: str) -> Path:
+        """A file of the checkpoint; a manifest can't name one elsewhere."""
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise StorageError(f"{self._directory / MANIFEST} names {name!r}, which is outside the checkpoint.")
+        return self._directory / path
+
+    def _read_manifest(self) -> Manifest:
+        path = self._directory / MANIFEST
+        with storage_errors(path, "read"):
+            content = path.read_bytes()
+            said = (self._directory / MANIFEST_HASH).read_bytes()[:64]
+        if hashlib.sha256(content).hexdigest().encode() != said:
+            raise StorageError(f"{path} is damaged: it does not have the hash beside it.", hint=_HINT)
+        try:
+            manifest = msgspec.json.decode(content, type=Manifest)
+        except msgspec.DecodeError as problem:
+            raise StorageError(f"{path}: not understood ({problem}).", hint="It may be of a newer version.") from None
+        if manifest.format != FORMAT:
+            raise StorageError(f"{path}: expected format {FORMAT}, got {manifest.format!r}.")
+        return manifest
+
+
+def complete_checkpoints(root: Path) -> tuple[Path, ...]:
+    """Every checkpoint that got its name, newest first."""
+    if not root.is_dir():
+        return ()
+    found = [(step, path) for path in root.iterdir() if (step := step_of(path)) is not None]
+    return tuple(path for _, path in sorted(found, reverse=True))
+
+
+def latest(root: Path) -> Path | None:
+    """The newest checkpoint, or None."""
+    return next(iter(complete_checkpoints(root)), None)
+
+
+def open_latest(root: Path, *, fall_back: bool = False) -> CheckpointReader | None:
+    """The newest checkpoint, verified; None where there is none.
+
+    Raises `StorageError` when it is damaged, or, with `fall_back`, when every one is.
+    """
+    first_problem: StorageError | None = None
+    for directory in complete_checkpoints(root):
+        try:
+            reader = CheckpointReader(directory)
+            reader.verify()
+        except StorageError as problem:
+            first_problem = first_problem or problem
+            if not fall_back:
+                break
+        else:
+            return reader
+    if first_problem is not None:
+        raise first_problem
+    return None
+
+
+def sweep(root: Path) -> tuple[Path, ...]:
+    """Remove what an interrupted start left half-written; say what. Call while holding the job's lock."""
+    if not root.is_dir():
+        return ()
+    left = tuple(sorted(path for path in root.iterdir() if path.name.endswith(PARTIAL_SUFFIX)))
+    for path in left:
+        with storage_errors(path, "removed"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    return left
+
+
+def prune(root: Path, keep: int) -> tuple[Path, ...]:
+    """Remove all but the `keep` newest checkpoints; say which. A removal that is interrupted leaves a `.partial`."""
+    if keep < 1:
+        raise ValueError(f"at least one checkpoint is kept, got {keep}")
+    old = complete_checkpoints(root)[keep:]
+    for path in old:
+        doomed = path.with_name(path.name + PARTIAL_SUFFIX)
+        with storage_errors(path, "removed"):
+            path.replace(doomed)
+        with suppress(OSError):
+            shutil.rmtree(doomed)
+    return old

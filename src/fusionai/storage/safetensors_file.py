@@ -1,0 +1,138 @@
+"""One safetensors file, written whole and read lazily, without a framework. Decides the byte layout and its checks.
+
+Format: https://huggingface.co/docs/safetensors/index#format. bfloat16 stays raw bits. Nothing in a header is trusted:
+sizes are checked against the file before any tensor is touched. Neighbours: `checkpoint` writes and reads shards,
+`weights` reads model directories of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.primitives.errors import StorageError
+from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
+from fusionai.storage.atomic import storage_errors
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""As the reference implementation has it."""
+_ALIGNMENT_BYTES: Final = 8
+_CODE: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPE: Final = {code: dtype for dtype, code in _CODE.items()}
+_METADATA: Final = "__metadata__"
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=16)]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
+
+
+_METADATA_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY_DECODER: Final = msgspec.json.Decoder(_Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file on disk must be."""
+
+    sha256: str
+    size_bytes: int
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, HostTensor]) -> Written:
+    """Write a new file, in the order of names, durable on return. Raises `StorageError`."""
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
+    offset = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _CODE[tensor.dtype], "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    digest = hashlib.sha256()
+    with storage_errors(path), path.open("xb") as handle:
+        parts = [len(text).to_bytes(8, "little"), text, *(tensors[name].data for name in sorted(tensors))]
+        for part in parts:
+            handle.write(part)
+            digest.update(part)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return Written(digest.hexdigest(), 8 + len(text) + offset)
+
+
+class SafetensorsFile:
+    """Names and tensors of a file; a tensor's memory is the mapped file, read when touched.
+
+    The mapping lives as long as a tensor of it does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises `StorageError` when the header does not fit the file."""
+        self._path = path
+        with storage_errors(path, "read"), path.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise self._damaged(f"its header of {length} bytes does not fit a file of {size}")
+            text = handle.read(length)
+            self._map = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
+        self._start = 8 + length
+        self._entries = self._parsed(text, size - self._start)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sorted."""
+        return tuple(sorted(self._entries))
+
+    def read(self, name: str) -> HostTensor:
+        """A tensor, without copying. Raises `StorageError` for a name that is not there."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise StorageError(f"{self._path}: no tensor {name!r}.")
+        first, end = entry.data_offsets
+        return host_tensor(_DTYPE[entry.dtype], entry.shape, self._map[self._start + first : self._start + end])
+
+    def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
+        return ((name, self.read(name)) for name in self.names)
+
+    def _parsed(self, text: bytes, data_bytes: int) -> dict[str, _Entry]:
+        try:
+            raw = _METADATA_DECODER.decode(text)
+            entries = {name: _ENTRY_DECODER.decode(value) for name, value in raw.items() if name != _METADATA}
+        except msgspec.DecodeError as problem:
+            raise self._damaged(f"its header is not understood ({problem})") from None
+        expected = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            first, end = entry.data_offsets
+            if entry.dtype not in _DTYPE:
+                raise StorageError(f"{self._path}: tensor {name!r} has the unsupported type {entry.dtype!r}.")
+            if first != expected or end - first != tensor_bytes(_DTYPE[entry.dtype], entry.shape):
+                raise self._damaged(f"tensor {name!r} does not lie where its shape says")
+            expected = end
+        if expected != data_bytes:
+            raise self._damaged(f"its tensors take {expected} bytes, it has {data_bytes}")
+        return entries
+
+    def _damaged(self, what: str) -> StorageError:
+        return StorageError(f"{self._path} is damaged: {what}.")
