@@ -26,7 +26,8 @@ from fusionai.scheduling.types import PeerProfile, Plan, StagePlacement
 _REFRESHES_PER_S: Final = 4
 _NOTES_SHOWN: Final = 5
 _RECENT_STEPS: Final = 20
-_BUSY_BAR_CELLS: Final = 10
+_BUSY_BAR_CELLS: Final = 8
+_WIDE_CELLS: Final = 100
 
 
 class StepUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -176,13 +177,16 @@ class TrainingView:
 
     def _stage_table(self) -> Table:
         table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
-        for heading in ("stage", "peer", "holds", "device", "share", "memory", "busy"):
-            right = heading in ("share", "memory")
-            table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        wide = self._console.width >= _WIDE_CELLS
+        for heading in ("stage", "peer", "holds", "device", "share", *(("memory",) if wide else ()), "busy"):
+            # On a narrow terminal names wrap; numbers stay whole.
+            named = heading in ("peer", "holds", "device")
+            table.add_column(heading, justify="right" if heading in ("share", "memory") else "left", no_wrap=not named)
         busy = () if self._last is None else self._last.stage_busy
         for stage in self._plan.stages:
             part = busy[stage.stage] if stage.stage < len(busy) else None
-            cells = (escape(cell) for cell in self._stage_cells(stage))
+            *cells, memory = (escape(cell) for cell in self._stage_cells(stage))
+            cells = [*cells, memory] if wide else cells
             table.add_row(str(stage.stage), *cells, self._busy(part, working="stage" in stage.roles))
         return table
 
