@@ -331,9 +331,10 @@ class StageRuntime:
         returned, timed = await self._compute.run(work)
         self._span("backward", call.microbatch, timed)
         for port in self.boundary.receives:
-            sent = {value: returned[value] for value in port.needs_grad if port.other != FEED}
-            if not sent:
+            if port.other == FEED or not port.needs_grad:
                 continue
+            # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
+            sent = {value: returned[value] for value in port.needs_grad if value in returned}
             message = wire.Backward(
                 fence=self.fence,
                 step=call.step,

@@ -69,7 +69,7 @@ class Driver:
             shape=job.shape(),
             fence=self.fence,
             learning_rate=job.learning_rate,
-            journal=journal.records(base),
+            journal=tuple(journal.records(base)),
             base=base,
             source="import" if base > 0 or job.pretrained else "initialise",
         )
@@ -168,7 +168,8 @@ class Driver:
         graph = self._partition.stages[command.stage].graph
         channel = self._connections.state_channel(self._peer_of(command.stage))
         pending = self._checkpoints.state_for(self._job, graph, base=command.committed, source=command.source)
-        for chunk, last in pending:
+        while (item := await asyncio.to_thread(next, pending, None)) is not None:
+            chunk, last = item
             message = wire.StateChunk(
                 fence=self.fence, stage=command.stage, step=command.committed, last=last, tensors=headers(chunk)
             )

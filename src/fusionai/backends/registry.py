@@ -1,0 +1,33 @@
+"""Backends by name. Decides which exist; imports a framework only when its backend is opened.
+
+Neighbours: `peer` and `client` open backends by the name a user or recipe gives.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Final
+
+from fusionai.backends.interface import Backend
+from fusionai.primitives.errors import UsageError
+
+BACKENDS: Final = ("torch",)
+"""What a peer may be started with (`--backend`)."""
+
+
+def open_backend(name: str, *, device: str = "auto", threads: int | None = None) -> Backend:
+    """Raises `UsageError` for an unknown name, a framework that is not installed or a device that is not there."""
+    match name:
+        case "torch":
+            try:
+                from fusionai.backends.torch.backend import TorchBackend
+            except ModuleNotFoundError as error:
+                raise UsageError(
+                    f"backend torch needs the Python package {error.name}, which is not installed here.",
+                    hint="Install it: pip install torch.",
+                ) from None
+            return TorchBackend(device=device, threads=threads)
+        case _:
+            near = difflib.get_close_matches(name, BACKENDS, n=1)
+            meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(BACKENDS)}."
+            raise UsageError(f"there is no backend {name!r}.", hint=meant)

@@ -1,0 +1,38 @@
+"""What a provider lends and how: the options of `fusion join`, and what the daemon says when it is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionai.primitives.ids import PeerId
+from fusionai.scheduling.types import PeerProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """`invitation` is needed the first time only. `memory_limit_bytes` None lends what the device has, less a
+    reserve. `share` in (0, 1] is the part of the time lent. `advertise`: addresses to announce instead of this
+    machine's own (a forwarded port, a name)."""
+
+    home: Path
+    invitation: str | None = None
+    backend: str = "torch"
+    device: str = "auto"
+    threads: int | None = None
+    memory_limit_bytes: int | None = None
+    share: float = 1.0
+    name: str = ""
+    host: str = "0.0.0.0"
+    port: int = 0
+    advertise: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """Registered: the pool may place work here from now on."""
+
+    peer: PeerId
+    pool: str
+    addresses: tuple[str, ...]
+    profile: PeerProfile
