@@ -102,6 +102,14 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
             yield key, parameter.detach()
 
 
+def construct_real(built: Built) -> nn.Module:
+    """The owner's module in real memory, Hugging Face models with their plain attention."""
+    if built.huggingface is not None:
+        return built.huggingface.construct(attention="sdpa")
+    module, _ = _construct(built.construct, built.name, built.seed)
+    return module
+
+
 def load_function(target: str) -> Construct:
     """Import `module:function` of the job owner's own code from the working directory. Raises `ModelError`."""
     module_name, _, function_name = target.partition(":")

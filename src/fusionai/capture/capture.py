@@ -47,6 +47,8 @@ class Captured:
     unused: tuple[str, ...]
     notes: tuple[str, ...]
     inputs: tuple[InputSpec, ...]
+    input_names: tuple[str, ...]
+    """Those of `inputs` that the module itself takes."""
     source: StateSource
     task: Task
     train: bool
@@ -132,13 +134,14 @@ def draft(
         key: program.constants[f"module.{key}" if f"module.{key}" in program.constants else key]
         for key in lowered.constants.values()
     }
-    return _assemble(built, lowered, specs, symbols, constants, task, train, notes)
+    return _assemble(built, lowered, specs, names, symbols, constants, task, train, notes)
 
 
 def _assemble(
     built: Built,
     lowered: Lowered,
     specs: tuple[InputSpec, ...],
+    names: tuple[str, ...],
     symbols: Mapping[str, Range],
     constants: Mapping[str, torch.Tensor],
     task: Task,
@@ -202,6 +205,7 @@ def _assemble(
         unused=unused,
         notes=tuple(notes),
         inputs=specs,
+        input_names=names,
         source=StateSource(built, constants, group(without_program, parameters), checkpoint),
         task=task,
         train=train,
