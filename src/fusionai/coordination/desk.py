@@ -374,7 +374,9 @@ class _Turn:
         job = self._job(request.job)
         if request.sender != job.owner:
             raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
-        if not job.live and request.state == job.phase:
+        if not job.live:
+            if request.state != job.phase:
+                raise Refusal("bad_message", f"{job.entity} is {job.phase} ({job.told[-1].text}); ask for it again.")
             self.commands.append(Answer(Done()))
             return
         at_s, step, detail = self.wall_s, request.step, request.detail[:REASON_LENGTH]

@@ -1,0 +1,389 @@
+"""The broker's decisions: who may do what, what is journalled, who is told, and what silence leads to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusionai.coordination import events, requests, views
+from fusionai.coordination.desk import Decision, Desk, DeskRules, handle, recovered
+from fusionai.coordination.events import Placement
+from fusionai.coordination.pool import Pool, replay
+from fusionai.coordination.requests import Answer, Certify, IssueTickets, Notify, Request
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.wire.messages import Done, LeaveNotice, Refused, StopNotice
+
+BROKER, OWNER, A, B, C, STRANGE = (PeerId(letter * 52) for letter in "yoabcx")
+JOB = JobId("job-1")
+RULES = DeskRules(pool="home", broker=BROKER)
+WALL_S = 1_000_000.0
+
+
+class Drive:
+    """A desk with a clock. Every decision's facts are kept, to compare live state with replay."""
+
+    def __init__(self, rules: DeskRules = RULES) -> None:
+        self.now_s = 0.0
+        self.desk: Desk = recovered(rules, Pool(), 0.0)
+        self.facts: list[events.Fact] = []
+
+    def ask(self, request: Request) -> Decision:
+        decision = handle(self.desk, request, now_s=self.now_s, wall_s=WALL_S + self.now_s)
+        self.desk = decision.desk
+        self.facts += decision.facts
+        assert replay(self.facts) == self.desk.pool
+        return decision
+
+    def wait(self, seconds: float) -> Decision:
+        self.now_s += seconds
+        return self.ask(requests.Tick())
+
+    def answer(self, request: Request) -> object:
+        answers = [c.message for c in self.ask(request).commands if isinstance(c, Answer)]
+        assert len(answers) == 1
+        return answers[0]
+
+    def refused(self, request: Request, code: str) -> str:
+        decision = self.ask(request)
+        assert not decision.facts
+        [answer] = decision.commands
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.message, Refused)
+        assert answer.message.code == code
+        return answer.message.reason
+
+    def join(self, *peers: PeerId) -> None:
+        for peer in peers:
+            digest = f"for {peer}"
+            self.ask(requests.Invite(BROKER, digest, 1, 60.0))
+            assert self.ask(requests.Enrol(digest, peer, "provider")).commands == (Certify(peer),)
+
+    def register(self, *peers: PeerId, boot: int = 1) -> None:
+        for peer in peers:
+            self.ask(register(peer, boot=boot))
+
+    def phase(self, peer: PeerId) -> str:
+        return self.desk.pool.members[peer].phase
+
+    def told(self) -> list[str]:
+        return [line.text for line in self.desk.pool.jobs[JOB].told]
+
+
+def register(peer: PeerId, *, boot: int = 1, connection: int | None = None) -> requests.Register:
+    return requests.Register(peer, ord(peer[0]) if connection is None else connection, boot, b"", ())
+
+
+def want(*peers: PeerId, job: JobId = JOB, owner: PeerId = OWNER, version: int = 0) -> requests.RequestJob:
+    members = tuple(Placement(peer, (stage,)) for stage, peer in enumerate(peers))
+    return requests.RequestJob(owner, 500, job, "title", 10, b"plan", version, members)
+
+
+def report(state: str, *, step: int = 0, sender: PeerId = OWNER, connection: int = 500) -> requests.ReportJob:
+    return requests.ReportJob(sender, connection, JOB, state, step, "")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def drive() -> Drive:
+    drive = Drive()
+    drive.join(OWNER, A, B, C)
+    drive.register(A, B, C)
+    return drive
+
+
+# ---------------------------------------------------------------------------------------------------- invitations
+
+
+def test_an_unknown_token_is_refused(drive: Drive):
+    drive.refused(requests.Enrol("guess", STRANGE, "provider"), "bad_invitation")
+    assert STRANGE not in drive.desk.pool.members
+
+
+def test_an_invitation_serves_its_number_of_keys_and_the_same_key_twice(drive: Drive):
+    drive.ask(requests.Invite(BROKER, "d", 1, 60.0))
+    drive.ask(requests.Enrol("d", STRANGE, "provider"))
+    again = drive.ask(requests.Enrol("d", STRANGE, "provider"))
+    assert (again.facts, again.commands) == ((), (Certify(STRANGE),))
+    assert "used up" in drive.refused(requests.Enrol("d", PeerId("z" * 52), "provider"), "bad_invitation")
+
+
+def test_an_invitation_expires(drive: Drive):
+    drive.ask(requests.Invite(BROKER, "d", 5, 60.0))
+    drive.now_s += 60.0
+    drive.refused(requests.Enrol("d", STRANGE, "provider"), "bad_invitation")
+
+
+def test_only_the_owner_and_those_it_named_invite(drive: Drive):
+    drive.refused(requests.Invite(A, "d", 1, 60.0), "not_authorised")
+    drive.desk = replace(drive.desk, rules=replace(RULES, inviters=frozenset({A})))
+    assert drive.ask(requests.Invite(A, "d", 1, 60.0)).commands == (requests.HandOut(),)
+
+
+def test_a_full_pool_takes_nobody():
+    drive = Drive(replace(RULES, max_members=1))
+    drive.join(A)
+    drive.ask(requests.Invite(BROKER, "d", 1, 60.0))
+    assert "full" in drive.refused(requests.Enrol("d", B, "provider"), "busy")
+
+
+# --------------------------------------------------------------------------------------------------------- members
+
+
+def test_somebody_without_a_certificate_of_this_pool_cannot_register(drive: Drive):
+    drive.refused(register(STRANGE), "unknown_peer")
+
+
+def test_registering_again_unchanged_writes_nothing(drive: Drive):
+    decision = drive.ask(register(A))
+    assert decision.facts == ()
+    assert drive.phase(A) == "idle"
+
+
+def test_heartbeats_keep_a_lease_alive_without_writing_anything(drive: Drive):
+    for _ in range(10):
+        drive.now_s += 3.0
+        assert drive.ask(requests.Beat(A, 97, 1)).facts == ()
+        drive.ask(requests.Tick())
+    assert (drive.phase(A), drive.phase(B)) == ("idle", "lost")
+    assert list(drive.desk.leases) == [A]
+
+
+def test_a_lost_member_must_register_again(drive: Drive):
+    drive.wait(12.0)
+    assert drive.phase(A) == "lost"
+    assert "register again" in drive.refused(requests.Beat(A, 97, 1), "unknown_peer")
+    drive.register(A)
+    assert drive.phase(A) == "idle"
+
+
+def test_a_broken_connection_alone_loses_nobody(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.Disconnected(97))
+    drive.wait(11.0)
+    assert drive.phase(A) == "active"
+    drive.ask(register(A, connection=200))
+    drive.wait(11.0)
+    assert (drive.phase(A), drive.desk.links[A]) == ("active", 200)
+
+
+def test_a_lost_member_that_comes_back_in_the_same_process_keeps_its_place(drive: Drive):
+    drive.ask(want(A))
+    drive.wait(12.0)
+    assert (drive.phase(A), drive.desk.pool.members[A].job) == ("lost", JOB)
+    drive.register(A)
+    assert (drive.phase(A), drive.desk.pool.members[A].job) == ("active", JOB)
+
+
+def test_a_new_process_is_a_new_member_and_its_predecessor_counts_no_more(drive: Drive):
+    drive.ask(want(A))
+    drive.register(A, boot=2)
+    assert (drive.phase(A), drive.desk.pool.members[A].boot) == ("idle", 2)
+    assert drive.told()[-1] == "member aaaaaaaa lost: a new process of its machine registered"
+    drive.refused(requests.Beat(A, 97, 1), "stale_fence")
+    drive.refused(register(A, boot=1), "stale_fence")
+
+
+def test_an_idle_member_leaves_at_once_and_its_process_is_told(drive: Drive):
+    decision = drive.ask(requests.AskLeave(A, 300, drain=True))
+    assert drive.phase(A) == "left"
+    assert decision.commands == (Notify(97, LeaveNotice(drain=True)), Answer(Done()))
+    assert drive.ask(requests.AskLeave(A, 300, drain=True)).facts == ()
+
+
+def test_an_active_member_drains_and_is_seen_off_when_its_job_ends(drive: Drive):
+    drive.ask(want(A, B))
+    assert drive.ask(requests.AskLeave(A, 97, drain=True)).commands == (Answer(Done()),)
+    assert drive.phase(A) == "draining"
+    decision = drive.ask(report("done", step=9))
+    assert (drive.phase(A), drive.phase(B)) == ("left", "idle")
+    assert Notify(97, LeaveNotice(drain=False)) in decision.commands
+    assert A not in drive.desk.leases
+
+
+def test_leaving_at_once_leaves_the_job_behind(drive: Drive):
+    drive.ask(want(A, B))
+    drive.ask(requests.AskLeave(A, 97, drain=False))
+    assert drive.phase(A) == "left"
+    assert drive.told()[-1] == "member aaaaaaaa left at once"
+
+
+# ------------------------------------------------------------------------------------------------------------ jobs
+
+
+def test_a_granted_job_reserves_and_mints_before_tickets_are_issued(drive: Drive):
+    decision = drive.ask(want(A, B))
+    assert [type(fact).__name__ for fact in decision.facts] == ["JobRequested", "PlanMinted"]
+    assert decision.commands == (IssueTickets(JOB, 1),)
+    assert (drive.phase(A), drive.phase(B), drive.phase(C)) == ("active", "active", "idle")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code"),
+    [
+        (lambda drive: drive.ask(want(B, job=JobId("other"))), "busy"),
+        (lambda drive: drive.wait(12.0), "unknown_peer"),
+        (lambda drive: drive.ask(requests.Disconnected(98)), "unknown_peer"),
+        (lambda drive: drive.ask(requests.AskLeave(B, 98, drain=False)), "unknown_peer"),
+    ],
+    ids=["busy", "lost", "out of touch", "left"],
+)
+def test_a_plan_with_a_member_that_is_not_free_reserves_nobody(drive: Drive, prepare, code: str):
+    prepare(drive)
+    reason = drive.refused(want(A, B), code) if code == "busy" else drive.refused(want(B, C), code)
+    assert "plan again" in reason
+    assert JOB not in drive.desk.pool.jobs
+    assert drive.phase(C) != "active"
+
+
+def test_a_draining_member_gets_nothing_new(drive: Drive):
+    drive.ask(want(A, job=JobId("other")))
+    drive.ask(requests.AskLeave(A, 97, drain=True))
+    drive.refused(want(A), "leaving")
+
+
+def test_a_name_belongs_to_the_owner_who_took_it(drive: Drive):
+    drive.ask(want(A))
+    drive.refused(want(B, owner=C), "not_authorised")
+    drive.ask(report("done"))
+    drive.refused(want(B, owner=C), "not_authorised")
+
+
+def test_only_members_may_ask_for_a_job(drive: Drive):
+    drive.refused(want(A, owner=STRANGE), "unknown_peer")
+
+
+def test_fresh_tickets_for_the_same_plan_mint_nothing(drive: Drive):
+    drive.ask(want(A, B))
+    decision = drive.ask(want(A, B, version=1))
+    assert (decision.facts, decision.commands) == ((), (IssueTickets(JOB, 1),))
+    drive.refused(want(A, B, version=2), "stale_fence")
+    drive.refused(replace(want(A, B, version=1), plan=b"another"), "stale_fence")
+    drive.refused(want(A, job=JobId("none"), version=1), "unknown_job")
+
+
+def test_a_restarted_driver_gets_a_higher_version_and_swaps_members(drive: Drive):
+    drive.ask(want(A, B))
+    drive.ask(report("running"))
+    assert drive.ask(want(B, C)).commands == (IssueTickets(JOB, 2),)
+    assert (drive.phase(A), drive.phase(B), drive.phase(C)) == ("idle", "active", "active")
+
+
+def test_reports_move_the_job_and_repeat_harmlessly(drive: Drive):
+    drive.ask(want(A))
+    assert [type(f).__name__ for f in drive.ask(report("running", step=1)).facts] == ["JobStarted"]
+    assert drive.ask(report("running", step=2)).facts == ()
+    assert views.job_list(drive.desk).jobs[0].step == 2
+    drive.ask(report("done", step=9))
+    assert drive.answer(report("done", step=9)) == Done()
+    assert "is done" in drive.refused(report("running"), "bad_message")
+    assert drive.phase(A) == "idle"
+
+
+def test_only_its_owner_reports_a_job(drive: Drive):
+    drive.ask(want(A))
+    drive.refused(report("done", sender=A), "not_authorised")
+    drive.refused(replace(report("done"), job=JobId("none")), "unknown_job")
+
+
+def test_a_stop_reaches_the_driver_from_those_entitled_only(drive: Drive):
+    drive.ask(want(A))
+    drive.refused(requests.StopJob(A, JOB), "not_authorised")
+    for sender in (OWNER, BROKER):
+        assert drive.ask(requests.StopJob(sender, JOB)).commands == (Notify(500, StopNotice(job=JOB)), Answer(Done()))
+    assert drive.desk.pool.jobs[JOB].phase == "stopping"
+    drive.refused(want(A), "bad_message")
+
+
+def test_a_driver_that_comes_back_learns_of_the_stop_it_missed(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.Disconnected(500))
+    assert drive.ask(requests.StopJob(OWNER, JOB)).commands == (Answer(Done()),)
+    decision = drive.ask(report("running", connection=600))
+    assert decision.commands == (Answer(Done()), Notify(600, StopNotice(job=JOB)))
+
+
+def test_a_job_without_its_driver_runs_on_and_is_given_up_in_the_end(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.Disconnected(500))
+
+    def keep(seconds: float) -> None:
+        for _ in range(int(seconds / 3)):
+            drive.now_s += 3.0
+            drive.ask(requests.Beat(A, 97, 1))
+            drive.ask(requests.Tick())
+
+    keep(12.0)
+    assert drive.told()[-1] == "unattended: its driver is out of touch"
+    assert drive.phase(A) == "active"
+    keep(RULES.unattended_s)
+    assert drive.desk.pool.jobs[JOB].phase == "failed"
+    assert drive.phase(A) == "idle"
+    assert drive.desk.waits == {}
+
+
+def test_a_driver_that_comes_back_in_time_leaves_no_trace_in_the_journal(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.Disconnected(500))
+    drive.now_s += 5.0
+    drive.ask(report("running", connection=600))
+    drive.ask(report("running", connection=600))
+    assert "unattended" not in " ".join(drive.told())
+    assert drive.desk.waits == {}
+
+
+def test_stopping_an_unattended_job_ends_it(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.Disconnected(500))
+    drive.wait(12.0)
+    drive.ask(requests.StopJob(BROKER, JOB))
+    assert drive.desk.pool.jobs[JOB].phase == "failed"
+    assert drive.told()[-1] == "failed: stopped while nobody attended to it"
+
+
+# --------------------------------------------------------------------------------------------------------- restart
+
+
+def test_after_a_restart_everybody_has_one_lease_of_grace(drive: Drive):
+    drive.ask(want(A, B))
+    drive.now_s += 100.0
+    drive.desk = recovered(RULES, replay(drive.facts), drive.now_s)
+    assert drive.desk.next_deadline_s == drive.now_s + RULES.lease_s
+    drive.now_s += 11.0
+    drive.ask(requests.Tick())
+    drive.ask(requests.Beat(A, 1, 1))
+    drive.wait(1.0)
+    assert (drive.phase(A), drive.phase(B)) == ("active", "lost")
+    assert drive.told()[-2:] == ["member bbbbbbbb lost: not heard for 12 s", "unattended: its driver is out of touch"]
+
+
+def test_nobody_is_blamed_while_the_broker_itself_stood_still(drive: Drive):
+    drive.now_s += 60.0
+    drive.ask(requests.Stalled())
+    drive.ask(requests.Tick())
+    assert drive.phase(A) == "idle"
+    drive.wait(12.0)
+    assert drive.phase(A) == "lost"
+
+
+# ----------------------------------------------------------------------------------------------------------- views
+
+
+def test_the_pool_shows_processes_not_certificates(drive: Drive):
+    drive.ask(want(B))
+    drive.ask(requests.Disconnected(99))
+    drive.ask(requests.AskLeave(A, 97, drain=False))
+    drive.now_s += 4.0
+    view = views.pool_view(drive.desk, drive.now_s)
+    assert [(member.peer[0], member.state, member.job) for member in view.members] == [
+        ("b", "active", JOB),
+        ("c", "silent", ""),
+    ]
+    assert [member.last_heard_s for member in view.members] == [4.0, 4.0]
+
+
+def test_a_story_is_told_only_when_asked_for(drive: Drive):
+    drive.ask(want(A))
+    assert views.job_list(drive.desk).jobs[0].story == ()
+    [view] = views.job_list(drive.desk, JOB).jobs
+    assert view.story[0] == "1970-01-12 13:46:40Z asked for by oooooooo"
+    assert views.job_list(drive.desk, JobId("none")).jobs == ()
