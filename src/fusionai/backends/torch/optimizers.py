@@ -8,30 +8,21 @@ the parameters and calls `step` once per commit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
 
 import torch
 
+from fusionai.backends.state import optimizer_slots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
-
-Slot = Literal["step", "exp_avg", "exp_avg_sq", "momentum_buffer"]
-ADAMW_SLOTS: Final[tuple[Slot, ...]] = ("exp_avg", "exp_avg_sq", "step")
-SGD_SLOTS: Final[tuple[Slot, ...]] = ("momentum_buffer",)
 
 
 class StageOptimizer:
     """One optimizer over a stage's trainable parameters (key -> leaf tensor)."""
 
     def __init__(self, spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.slots: tuple[Slot, ...]
+        self.slots = optimizer_slots(spec)
         self._parameters = dict(parameters)
         self._optimizer = make_optimizer(spec, list(parameters.values()))
-        match spec.kind:
-            case "adamw":
-                self.slots = ADAMW_SLOTS
-            case "sgd":
-                self.slots = SGD_SLOTS if spec.momentum else ()
 
     def step(self, learning_rate: float) -> None:
         """One update from the parameters' `.grad`, those without one left alone."""
@@ -48,7 +39,7 @@ class StageOptimizer:
         """Forget all state, as before the first step."""
         self._optimizer.state.clear()
 
-    def read(self, key: str, slot: Slot) -> torch.Tensor:
+    def read(self, key: str, slot: str) -> torch.Tensor:
         """A slot as it is, or as it stands for "no step yet"."""
         parameter = self._parameters[key]
         held = self._optimizer.state.get(parameter)
@@ -56,18 +47,15 @@ class StageOptimizer:
             return held[slot]
         return self.empty_slot(key, slot)
 
-    def empty_slot(self, key: str, slot: Slot) -> torch.Tensor:
+    def empty_slot(self, key: str, slot: str) -> torch.Tensor:
         parameter = self._parameters[key]
-        match slot:
-            case "step":
-                return torch.zeros((), dtype=torch.float32)
-            case "exp_avg" | "exp_avg_sq":
-                return torch.zeros_like(parameter, requires_grad=False)
-            case "momentum_buffer":
-                # The first buffer is the gradient itself; only -0.0 added to it changes no bit (0.0 + -0.0 is 0.0).
-                return torch.full_like(parameter, -0.0, requires_grad=False)
+        if slot == "step":
+            return torch.zeros((), dtype=torch.float32)
+        # The first momentum buffer is the gradient itself; only -0.0 added to it changes no bit (0.0 + -0.0 is 0.0).
+        initial = -0.0 if slot == "momentum_buffer" else 0.0
+        return torch.full_like(parameter, initial, requires_grad=False)
 
-    def write(self, key: str, slot: Slot, value: torch.Tensor) -> None:
+    def write(self, key: str, slot: str, value: torch.Tensor) -> None:
         """Overwrite a slot with a tensor nobody else holds. The step counter stays on the host, as torch keeps it."""
         self._optimizer.state[self._parameters[key]][slot] = value.cpu() if slot == "step" else value
 
@@ -81,7 +69,9 @@ class StageOptimizer:
         )
 
 
-def make_optimizer(spec: OptimizerSpec, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+def make_optimizer(
+    spec: OptimizerSpec, parameters: list[torch.Tensor], learning_rate: float = 0.0
+) -> torch.optim.Optimizer:
     """torch's AdamW or SGD with its defaults for the device, weight decay by rank unless `decay_vectors`."""
     groups = [
         {"params": members, "weight_decay": decay}
@@ -93,6 +83,6 @@ def make_optimizer(spec: OptimizerSpec, parameters: list[torch.Tensor]) -> torch
     ]
     match spec.kind:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, betas=spec.betas, eps=spec.eps)
+            return torch.optim.AdamW(groups, lr=learning_rate, betas=spec.betas, eps=spec.eps)
         case "sgd":
-            return torch.optim.SGD(groups, lr=0.0, momentum=spec.momentum, nesterov=spec.nesterov)
+            return torch.optim.SGD(groups, lr=learning_rate, momentum=spec.momentum, nesterov=spec.nesterov)

@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final, Literal, cast, get_args
+from typing import Final, Literal
 
 import torch
 
 from fusionai.backends.binding import bind_symbols, largest, nearest
 from fusionai.backends.interface import Call
+from fusionai.backends.state import check_entry, gradient_bytes, state_entries
 from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.optimizers import Slot, StageOptimizer
-from fusionai.backends.torch.sizes import META, input_shapes, measure, parameter_bytes, trainable_bytes
+from fusionai.backends.torch.optimizers import StageOptimizer
+from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
@@ -63,6 +64,7 @@ class TorchStageProgram:
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
         self._checked: set[object] = set()
         self._check_declarations()
+        self._entries = state_entries(graph, options.optimizer)
         self._check_memory()
         self._tensors = {
             key: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype], device=device, requires_grad=spec.trainable)
@@ -176,7 +178,7 @@ class TorchStageProgram:
     def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
         for key, tensor in entries:
             parameter = self._parameter(key)
-            self._check_entry(f"gradient of {key!r}", tensor, self._specs[key].dtype, tuple(parameter.shape))
+            check_entry(self._entries, f"model/{key}", tensor)
             value = to_torch(tensor, self._device, own=True)
             if add and parameter.grad is not None:
                 parameter.grad.add_(value)
@@ -225,34 +227,23 @@ class TorchStageProgram:
 
     def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         self._require_idle("import state")
-        for entry, tensor in entries:
-            part, _, rest = entry.partition("/")
-            if part == "model" and rest in self._specs:
-                spec = self._specs[rest]
-                self._check_entry(entry, tensor, spec.dtype, spec.shape)
-                self._set(rest, to_torch(tensor, self._device))
-                continue
-            key, _, name = rest.rpartition("/")
-            if part == "optimizer" and self._optimizer is not None and key in self._trainable:
-                slot = self._slot(entry, name, self._optimizer)
-                shape = () if slot == "step" else self._specs[key].shape
-                dtype = "float32" if slot == "step" else self._specs[key].dtype
-                self._check_entry(entry, tensor, dtype, shape)
-                self._optimizer.write(key, slot, to_torch(tensor, self._device, own=True))
-                continue
-            raise ExecutionError(f"unknown state entry {entry!r}{nearest(entry, self._entries())}.")
+        for name, tensor in entries:
+            entry = check_entry(self._entries, name, tensor)
+            if not entry.slot:
+                self._set(entry.key, to_torch(tensor, self._device))
+            elif self._optimizer is not None:
+                self._optimizer.write(entry.key, entry.slot, to_torch(tensor, self._device, own=True))
 
     def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
         """State as of the last applied step, also while the next one is in flight."""
-        if "model" in parts:
-            for key in sorted(self._specs):
-                if key in self._unset:
-                    raise ExecutionError(f"model/{key} has no value yet.", hint="Import it first.")
-                yield f"model/{key}", to_host(self._committed.get(key, self._tensors[key]), own=True)
-        if "optimizer" in parts and self._optimizer is not None:
-            for key in sorted(self._trainable):
-                for slot in self._optimizer.slots:
-                    yield f"optimizer/{key}/{slot}", to_host(self._optimizer.read(key, slot), own=True)
+        for name, entry in self._entries.items():
+            if entry.slot:
+                if "optimizer" in parts and self._optimizer is not None:
+                    yield name, to_host(self._optimizer.read(entry.key, entry.slot), own=True)
+            elif "model" in parts:
+                if entry.key in self._unset:
+                    raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
+                yield name, to_host(self._committed.get(entry.key, self._tensors[entry.key]), own=True)
 
     @property
     def resident_bytes(self) -> int:
@@ -277,10 +268,9 @@ class TorchStageProgram:
     def _check_memory(self) -> None:
         """At the symbols' largest values: parameters, gradients, optimizer slots, contexts and the forward's peak."""
         training = self._options.optimizer is not None
-        held_bytes = parameter_bytes(self._graph)
-        if self._options.optimizer is not None:
-            slots = {"adamw": 2, "sgd": 1 if self._options.optimizer.momentum else 0}[self._options.optimizer.kind]
-            held_bytes += (1 + slots) * trainable_bytes(self._graph)
+        held_bytes = sum(entry.nbytes for entry in self._entries.values())
+        if training:
+            held_bytes += gradient_bytes(self._graph)
         limit_bytes = self._memory_limit_bytes
         if limit_bytes is not None and held_bytes > limit_bytes:
             raise ExecutionError(
@@ -336,11 +326,6 @@ class TorchStageProgram:
                 hint="Run their backward or discard them first.",
             )
 
-    @staticmethod
-    def _check_entry(entry: str, tensor: HostTensor, dtype: str, shape: tuple[int, ...]) -> None:
-        if tensor.dtype != dtype or tensor.shape != tuple(shape):
-            raise ExecutionError(f"expected {entry} as {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}.")
-
     # ----------------------------------------------------------------------------------------------------- details
 
     def _interpreter(self, names: frozenset[str], training: bool, device: torch.device) -> Interpreter:
@@ -378,17 +363,6 @@ class TorchStageProgram:
 
     def _is_parameter(self, value: torch.Tensor | int) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._parameter_storages
-
-    def _entries(self) -> list[str]:
-        slots = self._optimizer.slots if self._optimizer is not None else ()
-        return [f"model/{key}" for key in self._specs] + [
-            f"optimizer/{key}/{slot}" for key in self._trainable for slot in slots
-        ]
-
-    def _slot(self, entry: str, name: str, optimizer: StageOptimizer) -> Slot:
-        if name not in get_args(Slot) or name not in optimizer.slots:
-            raise ExecutionError(f"unknown state entry {entry!r}{nearest(entry, self._entries())}.")
-        return cast(Slot, name)
 
 
 def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:

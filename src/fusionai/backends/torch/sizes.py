@@ -18,7 +18,6 @@ from fusionai.backends.torch.operators import Context
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
-from fusionai.primitives.tensors import tensor_bytes
 
 META = torch.device("meta")
 
@@ -172,18 +171,6 @@ class _Meter:
             raise ExecutionError(
                 f"{describe(step.node)}: {name!r} is declared as {spec.dtype} but comes out as {value.dtype}."
             )
-
-
-def parameter_bytes(graph: Graph) -> int:
-    """Bytes of all parameters, buffers and constants, each key once."""
-    sizes = {spec.key: tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values()}
-    return sum(sizes.values())
-
-
-def trainable_bytes(graph: Graph) -> int:
-    """Bytes of what an optimizer updates."""
-    sizes = {spec.key: tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.trainable}
-    return sum(sizes.values())
 
 
 def _input(

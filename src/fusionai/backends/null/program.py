@@ -1,0 +1,232 @@
+"""A stage that computes nothing. Decides durations and counts operations; holds imported state, no zeros.
+
+Neighbours: `backend` loads it, `ir.cost` prices its graph, `backends.binding` and `backends.state` check what comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fusionai.backends.binding import bind_symbols, largest, nearest
+from fusionai.backends.interface import Call
+from fusionai.backends.state import check_entry, gradient_bytes, state_entries, trainable_keys
+from fusionai.ir.cost import block_costs
+from fusionai.ir.schema import Graph
+from fusionai.ir.shapes import evaluate
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
+from fusionai.wire.messages import StageOptions
+
+
+@dataclass(frozen=True, slots=True)
+class NullCosts:
+    """The machine that is pretended."""
+
+    flops_per_s: float = 1e11
+    memory_bandwidth_bytes_per_s: float = 2e10
+    memory_bytes: int = 16_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Operations of one microbatch at some sizes."""
+
+    forward_flops: float
+    backward_flops: float
+
+
+class NullStageProgram:
+    """Implements `backends.interface.StageProgram` without arithmetic. Every value is zero, every norm 1.0."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        costs: NullCosts,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        for name in grad_inputs:
+            if name not in graph.inputs:
+                raise ExecutionError(f"the stage has no input {name!r}{nearest(name, graph.inputs)}.")
+        self._graph = graph
+        self._grad_inputs = frozenset(grad_inputs)
+        self._options = options
+        self._costs = costs
+        self._entries = state_entries(graph, options.optimizer)
+        self._trainable = trainable_keys(graph)
+        self._unset = {name for name, entry in self._entries.items() if not entry.slot}
+        self._imported: dict[str, HostTensor] = {}
+        self._contexts: dict[tuple[int, int, int], dict[str, int]] = {}
+        self._summed: set[str] = set()
+        self._work: dict[tuple[tuple[str, int], ...], _Work] = {}
+        self.last_duration_s = 0.0
+        """How long the last forward, backward or apply would have taken."""
+        self.total_flops = 0.0
+        """Operations of all calls so far."""
+        self._check_memory(memory_limit_bytes)
+
+    def initialise(self) -> tuple[str, ...]:
+        self._require_idle("initialise")
+        self._summed.clear()
+        self._imported.clear()
+        missing = {f"model/{spec.key}" for spec in self._graph.params.values() if spec.init is None}
+        self._unset = missing
+        return tuple(sorted(missing))
+
+    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        self._require_idle("import state")
+        for name, tensor in entries:
+            check_entry(self._entries, name, tensor)
+            self._imported[name] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
+            self._unset.discard(name)
+
+    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
+        for name, entry in self._entries.items():
+            if ("optimizer" if entry.slot else "model") not in parts:
+                continue
+            if name in self._unset:
+                raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
+            yield name, self._imported.get(name) or _zeros(entry.dtype, entry.shape)
+
+    def forward(
+        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
+    ) -> dict[str, HostTensor]:
+        names = tuple(self._graph.outputs) if wanted is None else tuple(wanted)
+        for name in names:
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+        if self._unset:
+            raise ExecutionError(
+                f"{len(self._unset)} entries have no value yet, among them {min(self._unset)}.",
+                hint="Call initialise or import_state first.",
+            )
+        key = (call.step, call.replica, call.microbatch)
+        if call.mode == "train" and key in self._contexts:
+            raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
+        half_floats = self._options.precision == "bf16"
+        symbols = bind_symbols(self._graph, inputs, self._graph.inputs, half_floats=half_floats)
+        if call.mode == "train":
+            self._contexts[key] = symbols
+        self._spend(self._priced(symbols).forward_flops)
+        return {name: self._value(self._graph.outputs[name], symbols) for name in names}
+
+    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+        symbols = self._contexts.pop((call.step, call.replica, call.microbatch), None)
+        if symbols is None:
+            raise ExecutionError(
+                f"no forward context of step {call.step}, replica {call.replica}, microbatch {call.microbatch}."
+            )
+        for name, gradient in gradients.items():
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+            expected = self._value(self._graph.outputs[name], symbols)
+            if gradient.shape != expected.shape or gradient.dtype != expected.dtype:
+                raise ExecutionError(
+                    f"expected the gradient of {name!r} as {expected.dtype} {list(expected.shape)}, "
+                    f"got {gradient.dtype} {list(gradient.shape)}."
+                )
+        self._spend(self._priced(symbols).backward_flops)
+        if not gradients:
+            return {}
+        self._summed.update(self._trainable)
+        return {name: self._value(name, symbols) for name in sorted(self._grad_inputs)}
+
+    def gradient_norms(self) -> dict[str, float]:
+        return dict.fromkeys(sorted(self._summed), 1.0)
+
+    def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        for key in keys:
+            self._require_trainable(key)
+        entries = [(key, self._entries[f"model/{key}"]) for key in keys if key in self._summed]
+        return [(key, _zeros(entry.dtype, entry.shape)) for key, entry in entries]
+
+    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+        del add  # Zeros replaced by or added to zeros.
+        for key, tensor in entries:
+            self._require_trainable(key)
+            check_entry(self._entries, f"model/{key}", tensor)
+            self._summed.add(key)
+
+    def apply(self, *, scale: float, learning_rate: float) -> None:
+        del scale, learning_rate  # Nothing is scaled and nothing is learnt.
+        self._require_idle("apply")
+        if self._options.optimizer is None:
+            raise ExecutionError("this stage was loaded without an optimizer, it can't apply an update.")
+        # An update reads gradients and reads and writes all state.
+        moved_bytes = gradient_bytes(self._graph) + 2 * sum(
+            entry.nbytes for entry in self._entries.values() if entry.key in self._trainable
+        )
+        self.last_duration_s = moved_bytes / self._costs.memory_bandwidth_bytes_per_s
+        self._summed.clear()
+
+    def discard(self) -> None:
+        self._contexts.clear()
+        self._summed.clear()
+
+    @property
+    def resident_bytes(self) -> int:
+        """What a real backend would hold."""
+        gradients = sum(self._entries[f"model/{key}"].nbytes for key in self._summed)
+        return gradients + sum(entry.nbytes for entry in self._entries.values())
+
+    def _check_memory(self, limit_bytes: int | None) -> None:
+        training = self._options.optimizer is not None
+        symbols = largest(self._graph)
+        needed_bytes = sum(entry.nbytes for entry in self._entries.values())
+        if training:
+            needed_bytes += gradient_bytes(self._graph)
+        records = block_costs(self._graph, symbols, training=training)
+        needed_bytes += max((record.workspace_bytes for record in records), default=0)
+        needed_bytes += sum(record.activation_bytes for record in records) * max(1, self._options.in_flight)
+        needed_bytes += max((self._value_bytes(name, symbols) for name in self._graph.values), default=0)
+        if limit_bytes is not None and needed_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage needs {needed_bytes} bytes, the limit is {limit_bytes}.",
+                hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
+            )
+
+    def _priced(self, symbols: Mapping[str, int]) -> _Work:
+        key = tuple(sorted(symbols.items()))
+        work = self._work.get(key)
+        if work is None:
+            training = self._options.optimizer is not None
+            records = block_costs(self._graph, symbols, training=training)
+            work = self._work[key] = _Work(
+                sum(record.forward_flops for record in records), sum(record.backward_flops for record in records)
+            )
+        return work
+
+    def _spend(self, flops: float) -> None:
+        self.total_flops += flops
+        self.last_duration_s = flops / self._costs.flops_per_s
+
+    def _value(self, name: str, symbols: Mapping[str, int]) -> HostTensor:
+        spec = self._graph.values[name]
+        if spec.dtype == "symint":
+            return _zeros("int64", ())
+        return _zeros(spec.dtype, tuple(evaluate(dim, symbols) for dim in spec.shape))
+
+    def _value_bytes(self, name: str, symbols: Mapping[str, int]) -> int:
+        spec = self._graph.values[name]
+        if spec.dtype == "symint":
+            return 0
+        return tensor_bytes(spec.dtype, tuple(evaluate(dim, symbols) for dim in spec.shape))
+
+    def _require_idle(self, action: str) -> None:
+        if self._contexts:
+            raise ExecutionError(
+                f"can't {action} with {len(self._contexts)} microbatches in flight.",
+                hint="Run their backward or discard them first.",
+            )
+
+    def _require_trainable(self, key: str) -> None:
+        if key not in self._trainable:
+            raise ExecutionError(f"no trainable parameter {key!r} in this stage{nearest(key, self._trainable)}.")
+
+
+def _zeros(dtype: str, shape: tuple[int, ...]) -> HostTensor:
+    return host_tensor(dtype, shape, bytearray(tensor_bytes(dtype, shape)))
