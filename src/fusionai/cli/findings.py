@@ -1,11 +1,13 @@
 """Looking at this machine, area by area. Decides what is good, worth a note or in need of mending; changes nothing.
 
 PyTorch is looked at from a process of its own (`backends.torch.survey`), so a broken driver is a finding and not a
-crash. No address outside this machine is contacted. Neighbours: `cli.doctor` shows these.
+crash. The only address contacted is that of the pool's broker, where there is one. Neighbours: `cli.doctor` shows
+these.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import ipaddress
 import platform
@@ -25,7 +27,11 @@ from fusionai import __version__
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.torch.survey import Survey
 from fusionai.primitives import environment
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, load_membership
+from fusionai.transport.tcp import TcpTransport
 
 _SURVEY_TIMEOUT_S: Final = 180.0
 _COMMAND_TIMEOUT_S: Final = 10.0
@@ -66,6 +72,7 @@ def everything(*, device: str, threads: int | None, home: Path) -> Report:
         *_of_network(addresses),
         *_of_clock(),
         *_of_limits(),
+        *_of_membership(home),
     ]
     return Report(
         version=__version__,
@@ -290,6 +297,47 @@ def _of_limits() -> Iterator[Finding]:
             what=f"at most {soft} at a time",
             remedy=f"A broker of a large pool needs more: `ulimit -n {_OPEN_FILES_WANTED * 4}`.",
         )
+
+
+def _of_membership(home: Path) -> Iterator[Finding]:
+    """Which pool this machine is in, and whether its broker answers."""
+    if not (home / MEMBERSHIP_FILE).exists():
+        yield Finding(
+            area="pool",
+            state="note",
+            what="this machine has joined none",
+            remedy="`fusion demo` needs none. To join one: `fusion join INVITE`; to keep one: `fusion broker`.",
+        )
+        return
+    try:
+        membership = load_membership(home)
+    except FusionError as wrong:
+        yield Finding(area="pool", state="bad", what=wrong.message, remedy=wrong.hint or "Join again.")
+        return
+    who = f"{membership.pool}, as {membership.purpose} {short(membership.peer)}"
+    try:
+        took_s = asyncio.run(_greet_broker(membership))
+    except FusionError as wrong:
+        yield Finding(
+            area="pool",
+            state="note",
+            what=f"{who}; its broker can't be reached: {wrong.message}",
+            remedy=wrong.hint or "",
+        )
+        return
+    yield Finding(area="pool", state="good", what=f"{who}; its broker answered in {format_seconds(took_s)}")
+
+
+async def _greet_broker(membership: Membership) -> float:
+    """Seconds from dialling the broker until it has proved itself."""
+    started_s = time.monotonic()
+    transport = TcpTransport(membership.credentials)
+    channel = await transport.dial(
+        membership.broker_addresses, expect=None, stream="control", timeout_s=_COMMAND_TIMEOUT_S
+    )
+    took_s = time.monotonic() - started_s
+    await channel.close()
+    return took_s
 
 
 def _output(command: list[str]) -> str:

@@ -13,6 +13,7 @@ import click
 
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
+from fusionai.transport.addresses import SCHEME, parse_address
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Value = TypeVar("_Value")
@@ -41,3 +42,26 @@ def home_option(function: _Function) -> _Function:
         show_default="$FUSION_HOME, or the platform's data directory",
         help="Where this machine keeps its key, its pool and its runs.",
     )(function)
+
+
+def address_option(function: _Function) -> _Function:
+    """Give a command the parameter `addresses: tuple[str, ...]`, as `tcp://host:port`."""
+    return click.option(
+        "--address",
+        "addresses",
+        multiple=True,
+        metavar="HOST:PORT",
+        callback=lambda context, parameter, given: tuple(_address(context, parameter, text) for text in given),
+        help="Tell others this address instead of the machine's own (a forwarded port, a name). May be repeated.",
+    )(function)
+
+
+def _address(context: click.Context, parameter: click.Parameter, text: str) -> str:
+    address = text if "://" in text else f"{SCHEME}://{text}"
+    try:
+        known = parse_address(address)
+    except UsageError as wrong:
+        raise click.BadParameter(wrong.message, context, parameter) from wrong
+    if known is None:
+        raise click.BadParameter(f"expected HOST:PORT, got {text!r}.", context, parameter)
+    return address

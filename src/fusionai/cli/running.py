@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TypeVar
 
 from fusionai.cli import console
+from fusionai.transport.event_loop import run
 
 _Result = TypeVar("_Result")
 
@@ -38,4 +39,4 @@ def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]]) ->
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    return asyncio.run(with_signals())
+    return run(with_signals())

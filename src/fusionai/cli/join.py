@@ -1,0 +1,111 @@
+"""`fusion join`: lend this machine to a pool, or become one of its job owners.
+
+Decides how text becomes options and what is printed. Neighbours: `peer.daemon` does the lending, `transport.enrolment`
+trades the invitation for a certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.options import address_option, home_option, quantity
+from fusionai.cli.running import run_until_stopped
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.ids import short
+from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
+
+
+@click.command()
+@click.argument("invitation", metavar="[INVITE]", required=False)
+@click.option("--owner", is_flag=True, help="Only run jobs from this machine; lend nothing.")
+@click.option("--backend", type=click.Choice(["torch"]), default="torch", show_default=True, help="What computes.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True, help="Where."
+)
+@click.option(
+    "--max-memory",
+    callback=quantity(parse_bytes),
+    metavar="SIZE",
+    help="Lend at most so much of the device's memory, e.g. 8GB.  [default: most of what is free]",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Compute with so many threads.  [default: all cores]")
+@click.option(
+    "--share",
+    callback=quantity(parse_share),
+    default="100%",
+    show_default=True,
+    metavar="PERCENT",
+    help="Lend only so much of the time.",
+)
+@click.option("--name", default="", help="What people see.  [default: the host's name]")
+@click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
+@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
+@address_option
+@home_option
+def join(
+    invitation: str | None,
+    owner: bool,
+    backend: str,
+    device: str,
+    max_memory: int | None,
+    threads: int | None,
+    share: float,
+    name: str,
+    host: str,
+    port: int,
+    addresses: tuple[str, ...],
+    home: Path,
+) -> None:
+    """Enter a pool with an invitation and lend this machine until Ctrl-C.
+
+    INVITE is needed the first time only; `-` reads it from standard input, where no list of processes shows it.
+    """
+    if invitation == "-":
+        invitation = sys.stdin.readline()
+    if owner:
+        _become_owner(invitation, home)
+        return
+    from fusionai.peer.daemon import run_peer
+    from fusionai.peer.options import PeerOptions, PeerReady
+
+    options = PeerOptions(
+        home=home,
+        invitation=invitation,
+        backend=backend,
+        device=device,
+        threads=threads,
+        memory_limit_bytes=max_memory,
+        share=share,
+        name=name,
+        host=host,
+        port=port,
+        advertise=addresses,
+    )
+
+    def ready(announced: PeerReady) -> None:
+        profile = announced.profile
+        console.line(
+            f"In pool {console.printable(announced.pool)} as {profile.name} ({short(announced.peer)}): lending "
+            f"{profile.device} ({profile.device_name}), {format_bytes(profile.memory_bytes)}, "
+            f"{profile.share:.0%} of the time; reachable at {', '.join(announced.addresses)}. Ctrl-C leaves."
+        )
+
+    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop))
+    console.line("Left the pool.")
+
+
+def _become_owner(invitation: str | None, home: Path) -> None:
+    from fusionai.transport.enrolment import enrol
+
+    if invitation is None:
+        raise UsageError("--owner needs an invitation.", hint="Ask the pool's owner for one (`fusion invite`).")
+    membership = asyncio.run(enrol(invitation, home, "owner"))
+    console.line(
+        f"This machine is a job owner of pool {console.printable(membership.pool)} ({short(membership.peer)}). "
+        "Next: `fusion pool`, `fusion train RECIPE.toml`."
+    )
