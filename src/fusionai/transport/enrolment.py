@@ -78,16 +78,21 @@ async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, t
             raise refusal(answer)
         case _:
             raise WireError(f"expected an answer to a join request, got {answer.__struct_config__.tag}.")
+    keep_membership(home, membership)
+    return membership
+
+
+def keep_membership(home: Path, membership: Membership) -> None:
+    """Write the membership to `home`, replacing the one there. Raises `StorageError`."""
     kept = _Kept(
         schema="fusionai.membership/1",
         pool=membership.pool,
-        purpose=purpose,
+        purpose=membership.purpose,
         broker_addresses=membership.broker_addresses,
         certificate=membership.credentials.certificate,
         authority=membership.credentials.authority,
     )
     write_private(home / MEMBERSHIP_FILE, msgspec.json.format(msgspec.json.encode(kept)))
-    return membership
 
 
 def load_membership(home: Path) -> Membership:
