@@ -50,9 +50,10 @@ def assign_blocks(graph: Graph) -> Graph:
             blocks[node.id] = last + 2
         elif node.id in cheap:
             blocks[node.id] = 0
-        elif node.id in layer_of or node.id in feeding or floor[node.id] == 0:
+        elif node.id in feeding:
             blocks[node.id] = floor[node.id]
         else:
+            # Also what the end alone needs of the beginning, such as the scale `1 + weight` of a last norm.
             blocks[node.id] = last + 1
     numbers = _dense(blocks, {node.id for node in graph.nodes if node.id not in cheap})
     nodes = tuple(msgspec.structs.replace(node, block=numbers[node.id]) for node in graph.nodes)
@@ -165,9 +166,16 @@ def _feeding_layers(graph: Graph, layer_of: dict[int, int], cheap: frozenset[int
 
 def _loss_nodes(graph: Graph) -> frozenset[int]:
     """Nodes that depend on the labels, or on the logits without being needed for them."""
-    tainted = {LABELS} & set(graph.inputs)
-    if LOGITS in graph.outputs:
-        tainted.add(graph.outputs[LOGITS])
+    logits = {graph.outputs[LOGITS]} if LOGITS in graph.outputs else set[str]()
+    found = _dependants(graph, logits | ({LABELS} & set(graph.inputs)))
+    # A model that reads the labels in its layers (teacher forcing) is not all loss.
+    if any(node.id in found and _numbered_layer(node.path) is not None for node in graph.nodes):
+        return _dependants(graph, logits)
+    return found
+
+
+def _dependants(graph: Graph, values: set[str]) -> frozenset[int]:
+    tainted = set(values)
     found: set[int] = set()
     for node in graph.nodes:
         if any(value in tainted for value in reads(node)):
