@@ -388,13 +388,13 @@ class DriverMachine:
     # -------------------------------------------------------------------------------------------------- decisions
 
     def _feed(self) -> list[DriverCommand]:
-        """Feed in order, never more than the window beyond the losses known, never beyond the last step."""
+        """Feed in order, never more than the window beyond the losses known, at most one step ahead of the vote."""
         if self._saving == self.base and self.shape.save_base:
             return []
         commands: list[DriverCommand] = []
         known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
-        last = self.step + 1 if self._stop is not None else self.shape.steps
-        while self._fed[0] < last:
+        last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
+        while self._fed[0] <= last:
             step, microbatch = self._fed
             if step * self.shape.microbatches + microbatch >= known + self.shape.feed_window:
                 break

@@ -258,6 +258,11 @@ class StageMachine:
         """Microbatches forwarded and not yet returned: what the credit bounds."""
         return self._forwarded - self._returned
 
+    @property
+    def expects_state(self) -> bool:
+        """Whether a resume asked for a state from outside and it has not arrived."""
+        return self.phase is StagePhase.RESTORING and not self._initialise and self._commit is None
+
     # ------------------------------------------------------------------------------------------- what comes next
 
     def _next(self) -> list[StageCommand]:
@@ -374,7 +379,7 @@ class StageMachine:
         assert isinstance(event, ForwardArrived)
         ahead = event.step - self.applied
         over = event.mode == "train" and (
-            ahead > 1 or event.microbatch >= self.shape.microbatches or (ahead == 0 and self._is_past(event.microbatch))
+            ahead > STEPS_AHEAD or event.microbatch >= self.shape.microbatches or (ahead == 0 and self._is_past(event.microbatch))
         )
         if ahead < 0 or over or event.producer not in self.shape.producers[event.mode]:
             self.dropped += 1
@@ -495,6 +500,9 @@ class StageMachine:
 
 
 STORY_LENGTH: Final = 24
+STEPS_AHEAD: Final = 2
+"""Tensors of later steps that may be held: the driver feeds one step ahead of its vote, and may itself be one commit
+ahead of this stage."""
 
 
 @dataclass(frozen=True, slots=True)
