@@ -1,0 +1,181 @@
+"""`fusion plan`: how a model would be cut over a pool, how fast it would run, and whether one machine would do better.
+
+Decides how a plan reads; `scheduling.planner` decides the plan. Neighbours: `capture` gives the graph, `ir.cost` prices
+it, `cli.pool_file` or the pool itself gives the machines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import home_option
+from fusionai.cli.pool_file import PoolOnPaper, read_pool
+from fusionai.ir.cost import block_costs
+from fusionai.ir.schema import Graph, content_hash
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling import planner
+from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--pool",
+    "pool_file",
+    type=click.Path(path_type=Path),
+    metavar="POOL.toml",
+    help="Machines as a file describes them.",
+)
+@click.option("--task", type=click.Choice(["train", "serve"]), default="train", show_default=True, help="What for.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per step.")
+@click.option("--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Parts of a step.")
+@click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
+@click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
+@click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
+@home_option
+@json_option
+def plan(
+    model: str,
+    pool_file: Path | None,
+    task: Literal["train", "serve"],
+    batch: int,
+    microbatches: int,
+    sequence: int,
+    stages: int | None,
+    spares: int | None,
+    home: Path,
+    json_file: Path | None,
+) -> None:
+    """How MODEL would be cut over the pool of this machine, or over that of POOL.toml, and how fast it would run.
+
+    MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
+    """
+    if batch % microbatches:
+        raise UsageError(f"{batch} rows can't be parted into {microbatches} equal microbatches.")
+    pool = read_pool(pool_file) if pool_file is not None else _live_pool(home)
+    rows = batch // microbatches
+    graph = _captured(model, rows, sequence, training=task == "train")
+    found = planner.plan(_problem(graph, pool, task, rows, microbatches, sequence, stages, spares))
+    names = {profile.peer: profile.name for profile in (*pool.peers, *((pool.owner,) if pool.owner else ()))}
+    _show(found, names)
+    if json_file is not None:
+        write_json(json_file, "plan", figures(found, names))
+
+
+def figures(found: Plan, names: dict[str, str]) -> dict[str, object]:
+    """What `--json` writes."""
+    return {
+        "stages": [
+            {
+                "peer": names.get(stage.peer, stage.peer),
+                "blocks": list(stage.blocks),
+                "roles": list(stage.roles),
+                "compute_s": stage.compute_s,
+                "send_s": stage.send_s,
+                "memory_bytes": stage.memory_bytes,
+                "memory_limit_bytes": stage.memory_limit_bytes,
+            }
+            for stage in found.stages
+        ],
+        "step_time_s": found.step_time_s,
+        "tokens_per_s": found.tokens_per_s,
+        "bound_tokens_per_s": found.certificate.bound_tokens_per_s,
+        "optimality_gap": found.certificate.optimality_gap,
+        "method": found.certificate.method,
+        "bottleneck": found.bottleneck,
+        "spares": [names.get(peer, peer) for peer in found.spares],
+        "excluded": [{"peer": names.get(entry.peer, entry.peer), "reason": entry.reason} for entry in found.excluded],
+        "single_peer_tokens_per_s": found.single_peer_tokens_per_s,
+        "warnings": list(found.warnings),
+    }
+
+
+def _live_pool(home: Path) -> PoolOnPaper:
+    from fusionai.cli.session import pool_profiles
+
+    return pool_profiles(home)
+
+
+def _captured(model: str, rows: int, sequence: int, *, training: bool) -> Graph:
+    from fusionai.capture.capture import capture
+    from fusionai.capture.source import parse_source
+
+    source = parse_source(model)
+    return capture(source, batch=(1, max(rows, 2)), sequence=(1, max(sequence, 2)), train=training).graph
+
+
+def _problem(
+    graph: Graph,
+    pool: PoolOnPaper,
+    task: Literal["train", "serve"],
+    rows: int,
+    microbatches: int,
+    sequence: int,
+    stages: int | None,
+    spares: int | None,
+) -> Problem:
+    sizes = {"b": rows, "s": sequence}
+    symbols = {name: sizes[name] for name in graph.symbols}
+    costs = block_costs(graph, symbols, training=task == "train")
+    # Without a word about the owner's machine, nothing can be placed there.
+    place: Literal["owner", "pool"] = "pool" if pool.owner is None else "owner"
+    return Problem(
+        task=task,
+        graph_hash=content_hash(graph),
+        blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
+        peers=pool.peers,
+        owner=pool.owner,
+        roles=(RolePlacement(role="feed", place=place), RolePlacement(role="loss", place=place)),
+        stages=stages,
+        microbatches=microbatches,
+        microbatch_tokens=rows * sequence,
+        spares_wanted=spares,
+    )
+
+
+def _show(found: Plan, names: dict[str, str]) -> None:
+    rows = [
+        (
+            str(stage.stage),
+            names.get(stage.peer, stage.peer),
+            f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+            "+".join(stage.roles),
+            format_seconds(stage.compute_s),
+            format_seconds(stage.send_s),
+            f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}",
+        )
+        for stage in found.stages
+    ]
+    console.table(
+        ("stage", "peer", "blocks", "roles", "compute", "send", "memory"),
+        rows,
+        title="Plan, per microbatch",
+        right=(4, 5),
+    )
+    console.line(
+        f"{found.tokens_per_s:.4g} tokens/s, a step of {found.microbatches} microbatches in "
+        f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
+    )
+    certificate = found.certificate
+    if certificate.exact:
+        console.line(f"Proven best ({certificate.method}).")
+    else:
+        console.line(
+            f"At most {certificate.optimality_gap:.1%} below the best possible ({certificate.method}; bound "
+            f"{certificate.bound_tokens_per_s:.4g} tokens/s)."
+        )
+    if found.single_peer_tokens_per_s is not None:
+        console.line(f"One machine alone: {found.single_peer_tokens_per_s:.4g} tokens/s.")
+    if found.spares:
+        console.line(f"Standing by: {', '.join(names.get(peer, peer) for peer in found.spares)}.")
+    for entry in found.excluded:
+        console.line(f"Left out: {names.get(entry.peer, entry.peer)}: {entry.reason}.")
+    for warning in found.warnings:
+        console.warning(warning)
