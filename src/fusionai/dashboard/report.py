@@ -1,0 +1,193 @@
+"""A job's report: one HTML file that needs nothing else. Decides what is said; `report.html.jinja` how it looks.
+
+Never links to anything outside the file, so that it can be mailed or archived. Neighbours: `report_data` (what goes
+in), `loss_chart` and `gantt_chart` (pictures).
+"""
+
+from __future__ import annotations
+
+import os
+from math import isfinite
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fusionai.dashboard.gantt_chart import gantt_chart
+from fusionai.dashboard.loss_chart import loss_chart
+from fusionai.dashboard.report_data import ReportData
+from fusionai.primitives.errors import StorageError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.units import format_bytes, format_count, format_seconds
+from fusionai.scheduling.types import PeerProfile, StagePlacement
+
+_TEMPLATE: Final = "report.html.jinja"
+
+
+def render_report(data: ReportData) -> str:
+    """The page as text."""
+    names = _Names(data)
+    environment = Environment(
+        loader=PackageLoader("fusionai.dashboard", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(bytes=format_bytes, seconds=format_seconds, count=format_count)
+    gantt = None
+    if data.timed_step is not None:
+        gantt = gantt_chart(data.timed_step.spans, {s.stage: f"{s.stage}  {names(s.peer)}" for s in data.plan.stages})
+    return environment.get_template(_TEMPLATE).render(
+        data=data,
+        name=names,
+        difference=max_abs_difference(data),
+        facts=_facts(data),
+        verdict=_verdict(data),
+        stages=data.plan.stages,
+        blocks=_blocks,
+        members=_members(data),
+        loss_svg=Markup(loss_chart(data.losses, data.losses_reference, data.evaluations)) if data.losses else None,
+        gantt_svg=None if gantt is None else Markup(gantt),
+    )
+
+
+def write_report(data: ReportData, path: Path) -> None:
+    """Write the page whole or not at all. Raises `StorageError` naming the file."""
+    text = render_report(data)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(
+            f"the report could not be written to {path}: {error.strerror}.", hint="Choose another place for it."
+        ) from error
+
+
+def max_abs_difference(data: ReportData) -> float | None:
+    """Largest difference between the pool's loss and the reference's; None without one; infinity if they don't
+    cover the same steps or either is not a number where the other is."""
+    reference = data.losses_reference
+    if reference is None:
+        return None
+    if len(reference) != len(data.losses):
+        return float("inf")
+    worst = 0.0
+    for ours, theirs in zip(data.losses, reference, strict=True):
+        difference = abs(ours - theirs)
+        worst = max(worst, difference if isfinite(difference) else float("inf"))
+    return worst
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    good: bool | None
+    """None: nothing was compared."""
+    text: str
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """A line of the closing table."""
+
+    name: str
+    value: str
+    good: bool | None = None
+
+
+def _verdict(data: ReportData) -> Verdict:
+    steps = f"{len(data.losses)} {'step' if len(data.losses) == 1 else 'steps'}"
+    difference = max_abs_difference(data)
+    if data.status == "failed":
+        return Verdict(False, f"The job failed after {steps}.")
+    if difference is None:
+        return Verdict(None, f"{steps} trained; no reference run to compare with.")
+    if difference > 0:
+        return Verdict(False, f"The pool's loss differs from one process by up to {difference:.3g} within {steps}.")
+    if data.checkpoint_loss_diff or data.generation_equal is False:
+        return Verdict(False, f"{steps} equal bit for bit, but the exported model behaves differently; see below.")
+    return Verdict(True, f"{steps}: the pool's loss equals one process bit for bit.")
+
+
+def _facts(data: ReportData) -> list[Fact]:
+    plan = data.plan
+    peers = {stage.peer for stage in plan.stages if "stage" in stage.roles}
+    facts = [
+        Fact("active peers", str(len(peers))),
+        Fact("spares", str(len(plan.spares))),
+        Fact("model", data.model),
+        Fact("parameters", f"{format_count(data.model_params)} ({data.model_params:,})"),
+        Fact("steps", f"{len(data.losses)} of {data.steps}" if len(data.losses) != data.steps else str(data.steps)),
+    ]
+    if data.losses:
+        facts.append(Fact("loss, first to last", f"{data.losses[0]:.4f} to {data.losses[-1]:.4f}"))
+    if data.evaluations:
+        facts.append(Fact("evaluation loss", f"{data.evaluations[-1][1]:.4f} at step {data.evaluations[-1][0]}"))
+    facts.append(Fact("tokens per second, pool", f"{data.tokens_per_s:,.0f}"))
+    if data.tokens_per_s_reference is not None:
+        ratio = data.tokens_per_s / data.tokens_per_s_reference if data.tokens_per_s_reference > 0 else float("inf")
+        facts.append(
+            Fact(
+                "tokens per second, one process", f"{data.tokens_per_s_reference:,.0f} (pool reaches {ratio:.2f} of it)"
+            )
+        )
+    difference = max_abs_difference(data)
+    if difference is not None:
+        facts.append(Fact("largest difference of the loss", f"{difference:.3g}", difference == 0))
+    if data.checkpoint is not None:
+        facts.append(Fact("checkpoint", data.checkpoint))
+    if data.checkpoint_loss_diff is not None:
+        facts.append(
+            Fact(
+                "loss of the checkpoint, difference", f"{data.checkpoint_loss_diff:.3g}", data.checkpoint_loss_diff == 0
+            )
+        )
+    if data.generation_equal is not None:
+        facts.append(Fact("completions equal", "yes" if data.generation_equal else "no", data.generation_equal))
+    if data.wall_s is not None:
+        facts.append(Fact("time", format_seconds(data.wall_s)))
+    return facts
+
+
+class _Names:
+    """Peer id -> the name to show, unambiguous even where two peers have the same name."""
+
+    def __init__(self, data: ReportData) -> None:
+        counts: dict[str, int] = {}
+        for peer in data.pool:
+            counts[peer.name] = counts.get(peer.name, 0) + 1
+        self._names = {
+            peer.peer: peer.name if counts[peer.name] == 1 else f"{peer.name} {short(PeerId(peer.peer))}"
+            for peer in data.pool
+            if peer.name
+        }
+
+    def __call__(self, peer: str) -> str:
+        return self._names.get(peer, short(PeerId(peer)))
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A row of the pool's table."""
+
+    profile: PeerProfile
+    part: str
+
+
+def _members(data: ReportData) -> list[Member]:
+    plan = data.plan
+    refused = {e.peer for e in plan.excluded}
+    members: list[Member] = []
+    for peer in data.pool:
+        held = [s for s in plan.stages if s.peer == peer.peer]
+        if held:
+            part = ", ".join(f"stage {s.stage}" if "stage" in s.roles else "loss" for s in held)
+        else:
+            part = "spare" if peer.peer in plan.spares else "not used" if peer.peer in refused else "-"
+        if peer.peer == plan.feed:
+            part = "data feed" if part == "-" else f"{part}, data feed"
+        members.append(Member(peer, part))
+    return members
+
+
+def _blocks(stage: StagePlacement) -> str:
+    first, end = stage.blocks
+    return f"block {first}" if end - first == 1 else f"blocks {first}–{end - 1}"

@@ -1,0 +1,74 @@
+"""What a report is drawn from. Decides fields; draws nothing. Whoever ran the job fills it.
+
+Everything a run may lack (a reference run, a timed step, faults, a completion) is optional: its part of the report then
+says so or is left out. Neighbours: `report` draws it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.wire.messages import Span
+
+
+class StepSpans(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One step as it ran, for the Gantt chart; all times on one clock."""
+
+    step: int
+    spans: dict[int, tuple[Span, ...]]
+    """Stage number of the plan -> its work."""
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Something went wrong, and what became of it."""
+
+    step: int
+    at_s: float
+    """Since the start of the run."""
+    peer: str
+    stage: int | None = None
+    what: str
+    """In a few words: `killed`, `left in order`, `link lost`."""
+    outcome: str
+    """In a few words: `spare xyz took over, exact`."""
+    recovery_s: float | None = None
+
+
+class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A training job that has ended, or was stopped."""
+
+    title: str
+    job: str
+    created: str
+    """When, as the reader should see it."""
+    model: str
+    model_params: int
+    steps: int
+    losses: tuple[float, ...]
+    """Of each step, the first is step 1."""
+    tokens_per_s: float
+    wall_s: float | None = None
+    plan: Plan
+    pool: tuple[PeerProfile, ...]
+    """Every peer of the pool, and the job owner."""
+    losses_reference: tuple[float, ...] | None = None
+    """The same steps in one process with plain PyTorch and transformers; None where it was not run."""
+    tokens_per_s_reference: float | None = None
+    checkpoint: str | None = None
+    """Directory of the exported model."""
+    checkpoint_loss_diff: float | None = None
+    """Loss of the exported model in plain transformers, less the pool's."""
+    generation_equal: bool | None = None
+    """Whether the completion across the pool's stages is that of the exported model."""
+    generation_prompt: str = ""
+    generation_text: str = ""
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """(step, loss on the evaluation split)."""
+    timed_step: StepSpans | None = None
+    faults: tuple[Fault, ...] = ()
+    configuration: dict[str, str] = {}
+    """What was asked for, name -> value, in the order to show."""
+    status: Literal["done", "stopped", "failed"] = "done"

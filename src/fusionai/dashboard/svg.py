@@ -1,0 +1,84 @@
+"""Figures as inline SVG that follows the page's theme. Decides colours by role; draws no data.
+
+Charts are drawn in stand-in colours which become CSS variables, so that one SVG suits a light and a dark page. Text
+stays text. Neighbours: `loss_chart` and `gantt_chart` draw, `report` places the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from typing import Final
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK: Final = "#010101"
+MUTED: Final = "#020202"
+GRID: Final = "#030303"
+FORWARD: Final = "#040404"
+BACKWARD: Final = "#050505"
+APPLY: Final = "#060606"
+SEND: Final = "#070707"
+ON_BAR: Final = "#080808"
+_VARIABLES: Final = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--line",
+    FORWARD: "--blue",
+    BACKWARD: "--orange",
+    APPLY: "--green",
+    SEND: "--grey",
+    ON_BAR: "--on-bar",
+}
+
+
+@contextmanager
+def chart_style() -> Iterator[None]:
+    """The settings figures are drawn and written under."""
+    with rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "fusionai",
+            "font.family": "sans-serif",
+            "font.size": 11.0,
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "xtick.color": MUTED,
+            "ytick.color": MUTED,
+        }
+    ):
+        yield
+
+
+def quiet(axes: Axes) -> None:
+    """Only what helps to read: a light grid, no box."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(GRID)
+    axes.tick_params(length=0)
+    axes.grid(True, color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def inline_svg(figure: Figure, name: str) -> str:
+    """The figure as an `<svg>` element that scales with the page; ids are prefixed with `name`."""
+    buffer = StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # The page sizes it; the element's own size in points would win otherwise.
+    opening, rest = text.split(">", 1)
+    opening = re.sub(r'\s(?:width|height)="[^"]*"', "", opening)
+    # The page's caption describes the figure; its inner text would be read out digit by digit.
+    text = f'{opening} aria-hidden="true">{rest}'
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return text
