@@ -7,7 +7,7 @@ Neighbours: `transport` offers `buffer()` to the network and calls `advance()`; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,9 +111,8 @@ class FrameReader:
         self._header, self._message, self._slots = None, None, ()
         return frame
 
-    def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """Copy `data` in, whatever its size, and return the frames it completes."""
-        frames: list[Frame] = []
+    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
+        """Copy `data` in, whatever its size; yields each frame as it completes (`limits` may change in between)."""
         rest = memoryview(data)
         while rest.nbytes:
             room = self.buffer()
@@ -122,8 +121,7 @@ class FrameReader:
             self.advance(count)
             rest = rest[count:]
             while (frame := self.next()) is not None:
-                frames.append(frame)
-        return frames
+                yield frame
 
     def _take(self, count: int) -> memoryview:
         taken = self._scratch[self._start : self._start + count]
