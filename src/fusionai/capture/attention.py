@@ -23,27 +23,9 @@ ATTENTION: Final = "fusion"
 """The name under which the interfaces know our functions."""
 
 _HARMLESS: Final = frozenset(
-    [
-        "cache",
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "max_length_k",
-        "max_length_q",
-        "output_attentions",
-        "output_hidden_states",
-        "position_ids",
-        "sliding_window",
-        "return_dict",
-        "use_cache",
-        "deterministic",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "output_router_logits",
-        "past_key_values",
-        "layer_idx",
-        "is_causal",
-    ]
+    {"cache", "cache_position", "is_causal", "layer_idx", "past_key_values", "position_ids", "sliding_window"}
+    | {"cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "num_items_in_batch", "logits_to_keep"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache", "deterministic"}
 )
 """Keyword arguments of an attention function that change nothing here when the mask is known as a rule."""
 
@@ -98,18 +80,7 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ARG001
     batch, heads, sequence, _ = query.shape
     # Laid out as flash attention lays it out, so that the caller's transpose and reshape need no copy.
     return query.new_empty(batch, sequence, heads, value.shape[-1]).transpose(1, 2)

@@ -103,9 +103,9 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
 
 
 def construct_real(built: Built) -> nn.Module:
-    """The owner's module in real memory, Hugging Face models with their plain attention."""
+    """The owner's module in real memory, Hugging Face models as transformers runs them."""
     if built.huggingface is not None:
-        return built.huggingface.construct(attention="sdpa")
+        return built.huggingface.construct_plain()
     module, _ = _construct(built.construct, built.name, built.seed)
     return module
 

@@ -6,8 +6,10 @@ user. The exported program never leaves this process and is never saved: `captur
 
 from __future__ import annotations
 
+import gc
 import linecache
 import operator
+import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -43,7 +45,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         spec.name: {i: dynamic[dim] for i, dim in enumerate(spec.dims) if isinstance(dim, str) and dim in dynamic}
         for spec in inputs
     }
-    with warnings.catch_warnings(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
+    with warnings.catch_warnings(), _no_collection(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
@@ -53,6 +55,18 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
             raise _explain(error) from error
         _keep_gradient_stops(program)
         return program.run_decompositions({})
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Tracing makes millions of small objects that live until its end: collecting in between finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -129,9 +143,13 @@ def _explain(error: Exception) -> ModelError:
             hint="Replace the branch by torch.where or arithmetic, or move it out of forward.",
         )
     if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
+        names = {"b": "batch", "s": "sequence"}
+        fixed = sorted({names.get(name, name) for name in re.findall(r"marked (\w+) as dynamic", text)})
+        fixed = fixed or sorted({names.get(name, name) for name in re.findall(r"violated \((\w+)\)", text)})
         return ModelError(
-            f"the model works at one fixed size of batch or sequence only{where}: {_first_line(text)}.",
-            hint="Take sizes from x.shape instead of fixed numbers, or set the range of that size to one value.",
+            f"the model works at one size of the {' and '.join(fixed) or 'batch or sequence'} only{where}: its "
+            "operations depend on the example's size.",
+            hint="Take sizes from x.shape and avoid loops and branches over them, or give that size a range of one value.",
         )
     return ModelError(
         f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.",

@@ -26,16 +26,8 @@ if TYPE_CHECKING:
 
 _HUB_FILES = ["*.json", "*.safetensors"]
 _STORED_KEYS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "model_type",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ]
+    {"_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
+    | {"use_cache"}
 )
 """Keys that files carry besides a configuration class's own fields."""
 
@@ -49,21 +41,40 @@ class HuggingFaceModel:
     weights: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def construct(self, attention: str = ATTENTION) -> nn.Module:
-        """The module in float32, with `attention` as its attention implementation."""
+    def construct(self) -> nn.Module:
+        """The module in float32 with the semantic attention, where its class lets attention be replaced."""
+        register()
+        replaceable = getattr(self._model_class(), "_supports_attention_backend", False)
+        return self._from_config(ATTENTION if replaceable else "eager")
+
+    def construct_plain(self) -> nn.Module:
+        """The module in float32 as transformers itself would run it."""
+        return self._from_config("sdpa" if getattr(self._model_class(), "_supports_sdpa", False) else "eager")
+
+    def _from_config(self, attention: str) -> nn.Module:
+        config = copy.deepcopy(self.config)
+        if self.architecture == "masked_lm":
+            config.is_decoder = False
+        return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+    def _auto(self) -> Any:
         import transformers
 
-        register()
-        auto = {
+        return {
             "causal_lm": transformers.AutoModelForCausalLM,
             "masked_lm": transformers.AutoModelForMaskedLM,
             "sequence_classification": transformers.AutoModelForSequenceClassification,
             "plain": transformers.AutoModel,
         }[self.architecture]
-        config = copy.deepcopy(self.config)
-        if self.architecture == "masked_lm":
-            config.is_decoder = False
-        return auto.from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+    def _model_class(self) -> type[nn.Module]:
+        classes = self._auto()._model_mapping.get(type(self.config), None)
+        if classes is None:
+            raise ModelError(
+                f"transformers has no {self.architecture} model for {self.config.model_type!r}.",
+                hint="Choose another architecture or another model.",
+            )
+        return classes[0] if isinstance(classes, list | tuple) else classes
 
 
 def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceModel:

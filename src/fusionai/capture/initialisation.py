@@ -26,6 +26,9 @@ from fusionai.ir.schema import InitOp
 
 Program = tuple[InitOp, ...]
 
+_PADDINGS = frozenset({"constant_pad_nd", "pad"})
+"""Copies where they pad by nothing, as when transformers ties an output bias to its matrix."""
+
 
 @dataclass(slots=True)
 class _Record:
@@ -98,7 +101,8 @@ class InitialisationWatch(TorchDispatchMode):
                 if isinstance(value, torch.Tensor) and self._lookup(value) is not None:
                     self.write(value, None)
         elif isinstance(result, torch.Tensor) and _address(result) not in self._records:
-            self.write(result, self._created(name, before, args, kwargs))
+            same = target is not None and result.shape == target.shape
+            self.write(result, before if name in _PADDINGS and same else self._created(name, before, args, kwargs))
         return result
 
     def _after(

@@ -49,6 +49,7 @@ _SIZE_OPS: Final[Mapping[Any, str]] = {
     torch.sym_min: "sym.min",
 }
 _DROPPED_KWARGS: Final = frozenset({"layout", "pin_memory", "non_blocking"})
+_ASSERTIONS: Final = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten._functional_sym_constrain")
 _SAME: Final = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
 _RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "channels_last", "preserve"]]] = {
@@ -94,6 +95,10 @@ def lower(
     return lowering.result
 
 
+class _Consequence(Exception):
+    """This operation uses one that was refused already; only the cause is worth telling."""
+
+
 class _Refusal(Exception):
     """This operation has no spelling; the message says why."""
 
@@ -116,6 +121,8 @@ class _Lowering:
         for node in self.program.graph.nodes:
             try:
                 self.visit(node, user_inputs)
+            except _Consequence:
+                continue
             except _Refusal as refusal:
                 self.refuse(node, _op_name(node), str(refusal))
         self.drop_dead()
@@ -162,19 +169,21 @@ class _Lowering:
     def spell(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             source, index = node.args
-            results = self.names[source] if isinstance(source, fx.Node) else None
+            results = self.names.get(source) if isinstance(source, fx.Node) else None
             if not isinstance(results, tuple) or not isinstance(index, int):
-                raise _Refusal("an item is taken of something that is no list of tensors")
+                raise _Consequence
             self.names[node] = Ref(results[index])
             return
         name = _op_name(node)
-        if name.startswith(("aten._assert", "aten.sym_constrain", "aten._functional_assert")):
+        if name.startswith(_ASSERTIONS):
             return
         if node.target in _SIZE_OPS:
             self.emit(node, _SIZE_OPS[node.target], node.args, {})
             return
         if isinstance(node.meta.get("val"), torch.SymBool | bool):
-            # Comparisons of sizes feed assertions only; one that feeds an operation fails there, as an unknown name.
+            # Comparisons of sizes feed assertions. One that feeds anything else decides something by a size.
+            if any(user.op == "output" or not _op_name(user).startswith(_ASSERTIONS) for user in node.users):
+                raise _Refusal("it compares sizes and computes with the answer")
             return
         if name in _SAME or (name == "aten.clone.default" and self.is_constant(node.args[0])):
             self.names[node] = self.argument(node.args[0])
@@ -216,8 +225,8 @@ class _Lowering:
         match value:
             case fx.Node():
                 spelt = self.names.get(value)
-                if spelt is None or isinstance(spelt, tuple):
-                    raise _Refusal(f"it uses {value.name}, which has no spelling")
+                if value not in self.names or isinstance(spelt, tuple):
+                    raise _Consequence
                 return spelt
             case bool() | int() | str() | None:
                 return value

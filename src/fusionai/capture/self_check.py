@@ -56,7 +56,8 @@ def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
     checked = _reduce(captured) if reduced else captured
     module = reference_module(checked, seed)
     random = any(
-        node.op == "fusion.dropout" or node.kwargs.get("dropout", 0.0) not in (0.0, None) for node in checked.graph.nodes
+        node.op == "fusion.dropout" or node.kwargs.get("dropout", 0.0) not in (0.0, None)
+        for node in checked.graph.nodes
     )
     training = checked.train and not random and "loss" in checked.graph.outputs
     inputs = draw_inputs(checked.inputs, seed)

@@ -1,8 +1,8 @@
 """Where a model comes from: a description, told apart from text without loading a framework.
 
 Decides which of four kinds a piece of text names and checks a Hugging Face configuration's shape. Builds nothing and
-downloads nothing: that is `capture.build`. Neighbours: recipes and the command line make sources, `capture.capture` takes
-them.
+downloads nothing: that is `capture.build`. Neighbours: recipes and the command line make sources, `capture.capture`
+takes them.
 """
 
 from __future__ import annotations
