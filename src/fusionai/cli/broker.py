@@ -1,0 +1,97 @@
+"""`fusion broker` and `fusion invite`: keep a pool, and open it to others.
+
+Decides what is printed and how durations are spelt. Neighbours: `broker.main` keeps the pool, `client` asks it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import address_option, home_option, quantity
+from fusionai.cli.running import run_until_stopped
+from fusionai.primitives.ids import short
+from fusionai.primitives.units import format_seconds, parse_seconds
+
+
+@click.command()
+@click.option("--pool", "name", help="What the pool is called.  [default: the name it has, or `pool`]")
+@click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
+@click.option("--port", type=click.IntRange(0, 65_535), help="Listen on this port; 0: a free one.  [default: 4711]")
+@address_option
+@click.option(
+    "--uses", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Machines the invitation is for."
+)
+@click.option(
+    "--lifetime", callback=quantity(parse_seconds), default="24h", show_default=True, help="How long it holds."
+)
+@home_option
+@json_option
+def broker(
+    name: str | None,
+    host: str,
+    port: int | None,
+    addresses: tuple[str, ...],
+    uses: int,
+    lifetime: float,
+    home: Path,
+    json_file: Path | None,
+) -> None:
+    """Keep a pool until Ctrl-C; print where it can be reached and an invitation.
+
+    Started again on the same home it is the same pool: members come back by themselves, running jobs go on meanwhile.
+    """
+    from fusionai.broker.main import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
+
+    options = BrokerOptions(
+        home=home,
+        pool=name,
+        host=host,
+        port=DEFAULT_PORT if port is None else port,
+        advertise=addresses,
+        invitation_uses=uses,
+        invitation_lifetime_s=lifetime,
+    )
+
+    def opened(pool: Announcement) -> None:
+        if json_file is not None:
+            write_json(
+                json_file,
+                "broker",
+                {"pool": pool.pool, "peer": pool.peer, "addresses": pool.addresses, "invitation": pool.invitation},
+            )
+        console.line(f"Pool {pool.pool} is open, kept by {short(pool.peer)}.")
+        if pool.members or pool.jobs:
+            console.line(f"Known from before: {pool.members} members, {pool.jobs} jobs.")
+        console.line(f"Reachable at {', '.join(pool.addresses)}")
+        _print_invitation(pool.invitation, uses, lifetime)
+        console.line("Ctrl-C closes it.")
+
+    run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop))
+    console.line("The pool is closed; start the broker again to open it.")
+
+
+@click.command()
+@click.option("--uses", type=click.IntRange(1, 100_000), default=1, show_default=True, help="For so many machines.")
+@click.option(
+    "--lifetime", callback=quantity(parse_seconds), default="24h", show_default=True, help="How long it holds."
+)
+@home_option
+@json_option
+def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> None:
+    """Print a new invitation to the pool this machine keeps. It is a secret: whoever has it can join."""
+    from fusionai.cli.session import in_pool
+
+    invitation = in_pool(home, lambda session: session.invite(uses=uses, lifetime_s=lifetime))
+    if json_file is not None:
+        write_json(json_file, "invite", {"invitation": invitation, "uses": uses, "lifetime_s": lifetime})
+    _print_invitation(invitation, uses, lifetime)
+
+
+def _print_invitation(invitation: str, uses: int, lifetime_s: float) -> None:
+    machines = "one machine" if uses == 1 else f"{uses} machines"
+    console.line(f"Invitation for {machines}, good for {format_seconds(lifetime_s)}; keep it secret:")
+    console.line(f"  fusion join {invitation}")

@@ -1,0 +1,91 @@
+"""`fusion jobs`, `fusion logs` and `fusion stop`: look at a pool's jobs and end them.
+
+Decides how jobs read. Neighbours: `cli.session` asks.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import home_option
+from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.wire.messages import JobView
+
+
+@click.command()
+@home_option
+@json_option
+def jobs(home: Path, json_file: Path | None) -> None:
+    """The pool's jobs and how far they are."""
+    from fusionai.cli.session import in_pool
+
+    found = in_pool(home, lambda session: session.jobs())
+    if json_file is not None:
+        write_json(json_file, "jobs", {"jobs": [_figures(job) for job in found]})
+    console.table(
+        ("job", "title", "owner", "state", "step", "plan", "started"), [_row(job) for job in found], right=(4, 5)
+    )
+
+
+@click.command()
+@click.argument("job")
+@home_option
+@json_option
+def logs(job: str, home: Path, json_file: Path | None) -> None:
+    """The story of JOB, as the pool knows it. Losses and speeds are in the run's directory on its owner's machine."""
+    from fusionai.cli.session import in_pool
+
+    found = in_pool(home, lambda session: session.job(JobId(job)))
+    if json_file is not None:
+        write_json(json_file, "logs", {**_figures(found), "story": list(found.story)})
+    console.line(f"{found.job}: {found.state}, {_steps(found)}, plan version {found.plan_version}")
+    for entry in found.story:
+        console.line(console.printable(entry))
+
+
+@click.command()
+@click.argument("job")
+@home_option
+def stop(job: str, home: Path) -> None:
+    """End JOB cleanly: it writes a last checkpoint and can be resumed. For its owner and the broker's owner."""
+    from fusionai.cli.session import in_pool
+
+    in_pool(home, lambda session: session.stop(JobId(job)))
+    console.line(f"{job} is asked to stop; `fusion jobs` shows when it has.")
+
+
+def _row(job: JobView) -> tuple[str, ...]:
+    return (
+        job.job,
+        job.title,
+        short(PeerId(job.owner)),
+        job.state,
+        _steps(job),
+        str(job.plan_version),
+        datetime.fromtimestamp(job.started_at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+        if job.started_at_s
+        else "",
+    )
+
+
+def _steps(job: JobView) -> str:
+    done = max(job.step, 0)
+    return f"{done} of {job.steps}" if job.steps else str(done)
+
+
+def _figures(job: JobView) -> dict[str, object]:
+    return {
+        "job": job.job,
+        "title": job.title,
+        "owner": job.owner,
+        "state": job.state,
+        "step": job.step,
+        "steps": job.steps,
+        "plan_version": job.plan_version,
+        "started_at_s": job.started_at_s,
+    }
