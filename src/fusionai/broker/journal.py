@@ -24,6 +24,7 @@ from fusionai.coordination.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
 
 FORMAT: Final = 1
+_SMALLEST_BYTES: Final = 512
 _SCHEMA: Final = """
 CREATE TABLE journal (sequence INTEGER PRIMARY KEY, term INTEGER NOT NULL, fact BLOB NOT NULL, chain BLOB NOT NULL)
     STRICT;
@@ -60,6 +61,9 @@ class Journal:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # SQLite gives its -wal file the mode of the file itself.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            # SQLite takes a file shorter than its header for a new database and would overwrite it.
+            if 0 < path.stat().st_size < _SMALLEST_BYTES:
+                raise StorageError(f"{path} is damaged: it is cut off.", hint=_RESTORE)
             connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
         try:
             with _errors(path):

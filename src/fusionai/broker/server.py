@@ -19,6 +19,7 @@ from fusionai.broker.service import BrokerService, Outcome
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, WireError
 from fusionai.transport.interface import Channel
+from fusionai.transport.links import answer_probe
 from fusionai.wire.messages import Message, Refused
 
 NOTICE_TIMEOUT_S: Final = 10.0
@@ -47,6 +48,9 @@ class BrokerServer:
         try:
             while True:
                 envelope = await channel.receive()
+                if channel.remote.role != "stranger" and await answer_probe(channel, envelope):
+                    # A member measures its link; nothing of a job is in it.
+                    continue
                 outcome = self._receive(channel, number, envelope.message, carries=bool(envelope.tensors))
                 await _answer(channel, outcome)
                 self._dispatch(outcome)

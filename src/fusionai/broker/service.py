@@ -46,8 +46,6 @@ from fusionai.wire.messages import (
     JoinRequest,
     Leave,
     Message,
-    Ping,
-    Pong,
     PoolQuery,
     Refused,
     Register,
@@ -193,8 +191,6 @@ class BrokerService:
             case JoinRequest():
                 # Somebody of the pool asks for a certificate (a new one before the old expires).
                 return self._enrol(message)
-            case Ping():
-                return Outcome(answer=Pong(sequence=message.sequence, sent_at_s=message.sent_at_s))
             case _:
                 tag = message.__struct_config__.tag
                 raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")

@@ -212,9 +212,9 @@ class _Turn:
     def invite(self, request: Invite) -> None:
         if request.sender != self.rules.broker and request.sender not in self.rules.inviters:
             raise Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
-        still_open = [one for one in self.pool.invitations.values() if one.phase == "open"]
-        if sum(one.expires_at_s > self.wall_s for one in still_open) >= self.rules.max_invitations:
-            raise Refusal("busy", f"{self.rules.max_invitations} invitations are open already.")
+        in_date = sum(one.expires_at_s > self.wall_s for one in self.pool.invitations.values())
+        if in_date >= self.rules.max_invitations:
+            raise Refusal("busy", f"{in_date} invitations are out already; wait until some expire.")
         self.record(
             events.InvitationIssued(
                 at_s=self.wall_s,
@@ -230,7 +230,7 @@ class _Turn:
     def register(self, request: Register) -> None:
         member = self._member(request.peer)
         if request.boot in member.earlier_boots:
-            raise Refusal("stale_fence", f"A later process of {member.entity} has registered (boot {member.boot}).")
+            raise Refusal("not_authorised", f"A later process of {member.entity} has registered (boot {member.boot}).")
         if member.phase in PRESENT and member.boot != request.boot:
             self._lose(member, "a new process of its machine registered")
         same = (
@@ -258,10 +258,12 @@ class _Turn:
     def beat(self, request: Beat) -> None:
         member = self._member(request.peer)
         if request.boot != member.boot:
-            raise Refusal("stale_fence", f"{member.entity} is now its process with boot {member.boot}.")
+            raise Refusal("not_authorised", f"{member.entity} is now its process with boot {member.boot}.")
+        if member.phase in ("joining", "left"):
+            raise Refusal("unknown_peer", f"{member.entity} is {member.phase}, not in the pool.")
         lease = self.desk.leases.get(request.peer)
         if member.phase not in PRESENT or lease is None:
-            raise Refusal("unknown_peer", f"{member.entity} is {member.phase}; clear your stages and register again.")
+            raise Refusal("stale_fence", f"{member.entity} is {member.phase}; clear your stages and register again.")
         renewed, _ = LEASE.advance(lease, Heard(self.now_s))
         self.desk = replace(
             self.desk,

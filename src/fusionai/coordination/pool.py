@@ -22,7 +22,6 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
 
 ENDED_JOBS_KEPT: Final = 500
-CLOSED_INVITATIONS_KEPT: Final = 1000
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -68,7 +67,8 @@ def advance(pool: Pool, fact: Fact) -> Pool:
         case events.InvitationIssued():
             if fact.invitation in pool.invitations:
                 raise UnknownEntity(f"expected a new invitation, got {fact.invitation[:8]} a second time.")
-            return replace(pool, invitations=_pruned(_with(pool.invitations, fact.invitation, issued(fact))))
+            kept = _in_date(pool.invitations, fact.at_s)
+            return replace(pool, invitations=_with(kept, fact.invitation, issued(fact)))
         case events.PeerEnrolled():
             return _enrol(pool, fact)
         case events.MemberRegistered():
@@ -192,8 +192,6 @@ def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     return {**mapping, key: value}
 
 
-def _pruned(invitations: Mapping[str, Invitation]) -> Mapping[str, Invitation]:
-    """Drop the oldest used-up invitations beyond the number kept."""
-    closed = [digest for digest, one in invitations.items() if one.phase == "used up"]
-    dropped = set(closed[: max(0, len(closed) - CLOSED_INVITATIONS_KEPT)])
-    return {digest: one for digest, one in invitations.items() if digest not in dropped}
+def _in_date(invitations: Mapping[str, Invitation], at_s: float) -> dict[str, Invitation]:
+    """Expired ones open no door any more and are forgotten."""
+    return {digest: one for digest, one in invitations.items() if one.expires_at_s > at_s}

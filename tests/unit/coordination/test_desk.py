@@ -151,7 +151,7 @@ def test_heartbeats_keep_a_lease_alive_without_writing_anything(drive: Drive):
 def test_a_lost_member_must_register_again(drive: Drive):
     drive.wait(12.0)
     assert drive.phase(A) == "lost"
-    assert "register again" in drive.refused(requests.Beat(A, 97, 1), "unknown_peer")
+    assert "register again" in drive.refused(requests.Beat(A, 97, 1), "stale_fence")
     drive.register(A)
     assert drive.phase(A) == "idle"
 
@@ -179,8 +179,8 @@ def test_a_new_process_is_a_new_member_and_its_predecessor_counts_no_more(drive:
     drive.register(A, boot=2)
     assert (drive.phase(A), drive.desk.pool.members[A].boot) == ("idle", 2)
     assert drive.told()[-1] == "member aaaaaaaa lost: a new process of its machine registered"
-    drive.refused(requests.Beat(A, 97, 1), "stale_fence")
-    drive.refused(register(A, boot=1), "stale_fence")
+    drive.refused(requests.Beat(A, 97, 1), "not_authorised")
+    drive.refused(register(A, boot=1), "not_authorised")
 
 
 def test_an_idle_member_leaves_at_once_and_its_process_is_told(drive: Drive):
@@ -188,6 +188,7 @@ def test_an_idle_member_leaves_at_once_and_its_process_is_told(drive: Drive):
     assert drive.phase(A) == "left"
     assert decision.commands == (Notify(97, LeaveNotice(drain=True)), Answer(Done()))
     assert drive.ask(requests.AskLeave(A, 300, drain=True)).facts == ()
+    drive.refused(requests.Beat(A, 97, 1), "unknown_peer")
 
 
 def test_an_active_member_drains_and_is_seen_off_when_its_job_ends(drive: Drive):

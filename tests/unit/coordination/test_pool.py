@@ -101,6 +101,11 @@ def test_an_invitation_is_used_up():
         advance(pool, joined(B)[0])
 
 
+def test_expired_invitations_are_forgotten_when_a_new_one_is_issued():
+    later = events.InvitationIssued(at_s=100.0, invitation="new", uses=1, expires_at_s=200.0)
+    assert list(advance(replay(START), later).invitations) == ["new"]
+
+
 @pytest.mark.parametrize(
     "fact",
     [

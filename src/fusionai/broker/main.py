@@ -1,0 +1,132 @@
+"""The broker as a program: from a home directory to an open door, until told to stop.
+
+The loop is `run_broker`: open the home, rebuild the pool from its journal, listen, announce, keep watch. Everything
+that can be wrong before the door is open is raised as one clear error, with nothing half-written.
+
+Neighbours: `cli` calls this and prints what is announced; `server` and `service` do the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fusionai.broker.home import BrokerHome
+from fusionai.broker.server import BrokerServer
+from fusionai.broker.service import BrokerService
+from fusionai.coordination.desk import DeskRules
+from fusionai.primitives.clock import Clock, SystemClock
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.ids import PeerId
+from fusionai.transport.addresses import parse_address
+from fusionai.transport.tcp import TcpTransport
+
+DEFAULT_PORT: Final = 4711
+SHORTEST_LEASE_S: Final = 1.5
+"""Below this, an ordinary delay on a slow link looks like a death."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerOptions:
+    """`pool` None keeps the name that is there. `port` 0 takes any free one. `advertise`: addresses to put into
+    invitations instead of this machine's own (a forwarded port, a name). `inviters`: members that may invite."""
+
+    home: Path
+    pool: str | None = None
+    host: str = "0.0.0.0"
+    port: int = DEFAULT_PORT
+    advertise: tuple[str, ...] = ()
+    invitation_uses: int = 100
+    invitation_lifetime_s: float = 86_400.0
+    lease_s: float = 12.0
+    heartbeat_s: float = 3.0
+    unattended_s: float = 900.0
+    ticket_lifetime_s: float = 600.0
+    inviters: frozenset[PeerId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The door is open. `invitation` is a secret: whoever has it may join. `members` and `jobs` were there before."""
+
+    pool: str
+    peer: PeerId
+    addresses: tuple[str, ...]
+    invitation: str
+    members: int
+    jobs: int
+
+
+async def run_broker(
+    options: BrokerOptions,
+    *,
+    announce: Callable[[Announcement], None],
+    stop: asyncio.Event,
+    clock: Clock | None = None,
+) -> None:
+    """Keep the pool until `stop` is set. `announce` is called once, when the first member may come.
+
+    Raises `UsageError` (options, port in use, another broker on this home), `TrustError` (a key others can read),
+    `StorageError` (a damaged journal, a full disk).
+    """
+    clock = clock or SystemClock()
+    check(options)
+    home = BrokerHome.open(options.home, options.pool, now_wall_s=clock.wall_s())
+    try:
+        service = BrokerService(
+            rules=DeskRules(
+                pool=home.authority.pool,
+                broker=home.identity.peer,
+                inviters=options.inviters,
+                lease_s=options.lease_s,
+                heartbeat_s=options.heartbeat_s,
+                unattended_s=options.unattended_s,
+            ),
+            journal=home.journal,
+            authority=home.authority,
+            clock=clock,
+            ticket_lifetime_s=options.ticket_lifetime_s,
+        )
+        server = BrokerServer(service, clock)
+        transport = TcpTransport(home.credentials)
+        listener = await transport.listen(server.accept, host=options.host, port=options.port, strangers=True)
+        try:
+            service.addresses = options.advertise or listener.addresses
+            home.keep_own_membership(tuple(dict.fromkeys((*listener.addresses, *service.addresses))))
+            invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
+            pool = service.desk.pool
+            announce(
+                Announcement(
+                    pool=home.authority.pool,
+                    peer=home.identity.peer,
+                    addresses=service.addresses,
+                    invitation=invitation,
+                    members=sum(member.phase in ("idle", "active", "draining") for member in pool.members.values()),
+                    jobs=len(pool.live_jobs()),
+                )
+            )
+            await server.keep(stop)
+        finally:
+            await listener.close()
+    finally:
+        home.close()
+
+
+def check(options: BrokerOptions) -> None:
+    """Raises `UsageError` for options that can't work together."""
+    for address in options.advertise:
+        parse_address(address)
+    if options.lease_s < SHORTEST_LEASE_S:
+        raise UsageError(f"expected a lease of at least {SHORTEST_LEASE_S:g} s, got {options.lease_s:g} s.")
+    if not 0 < options.heartbeat_s <= options.lease_s / 2:
+        raise UsageError(
+            f"expected a heartbeat of at most half the lease ({options.lease_s / 2:g} s), got "
+            f"{options.heartbeat_s:g} s."
+        )
+    if options.unattended_s < options.lease_s or options.ticket_lifetime_s <= 0 or options.invitation_lifetime_s <= 0:
+        raise UsageError("expected durations above zero, and jobs to be waited for at least as long as members.")
+    if not 1 <= options.invitation_uses <= 100_000:
+        raise UsageError(f"expected an invitation for 1 to 100000 machines, got {options.invitation_uses}.")

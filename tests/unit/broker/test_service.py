@@ -1,0 +1,511 @@
+"""The broker over in-process channels: conversations of strangers, members and owners, and what is on disk when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fusionai.broker.journal import Journal
+from fusionai.broker.server import BrokerServer
+from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Outcome
+from fusionai.coordination.desk import DeskRules
+from fusionai.coordination.pool import replay
+from fusionai.primitives.clock import VirtualClock
+from fusionai.primitives.errors import ChannelClosed, StorageError
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import host_tensor
+from fusionai.scheduling.types import Certificate, PeerProfile, Plan, StagePlacement
+from fusionai.transport.authority import Authority, load_authority, verify_certificate
+from fusionai.transport.identity import peer_of, public_bytes
+from fusionai.transport.interface import Channel
+from fusionai.transport.invitation import parse_invitation
+from fusionai.transport.memory import MemoryNetwork
+from fusionai.transport.tickets import verify_ticket
+from fusionai.wire.frame import describe
+from fusionai.wire.messages import (
+    Done,
+    Heartbeat,
+    HeartbeatAck,
+    Invited,
+    InviteRequest,
+    JobGranted,
+    JobList,
+    JobQuery,
+    JobReport,
+    JobRequest,
+    JobStop,
+    JoinGranted,
+    JoinRequest,
+    Leave,
+    LeaveNotice,
+    Message,
+    Ping,
+    Pong,
+    PoolQuery,
+    PoolView,
+    Probe,
+    Refused,
+    Register,
+    Registered,
+    StopNotice,
+)
+
+BROKER_KEY = public_bytes(Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key())
+BROKER = peer_of(BROKER_KEY)
+RULES = DeskRules(pool="home", broker=BROKER)
+
+
+def key_of(number: int) -> bytes:
+    return public_bytes(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32).public_key())
+
+
+OWNER, A, B = (peer_of(key_of(number)) for number in (1, 2, 3))
+
+
+def plan_of(*peers: PeerId, owner: PeerId = OWNER, version: int = 0) -> msgspec.Raw:
+    stages = [StagePlacement(stage=n, peer=peer, blocks=(n, n + 1)) for n, peer in enumerate(peers)]
+    loss = StagePlacement(stage=len(peers), peer=owner, blocks=(len(peers), len(peers) + 1), roles=("loss",))
+    plan = Plan(
+        version=version,
+        graph_hash="g",
+        stages=(*stages, loss),
+        feed=owner,
+        microbatches=1,
+        step_time_s=1.0,
+        tokens_per_s=1.0,
+        certificate=Certificate(method="test", exact=True, bound_tokens_per_s=1.0, optimality_gap=0.0),
+    )
+    return msgspec.Raw(msgspec.msgpack.encode(plan))
+
+
+def registration(peer: PeerId, boot: int = 1) -> Register:
+    profile = PeerProfile(peer=peer, flops_per_s=1e9, memory_bytes=10**9)
+    return Register(boot=boot, profile=msgspec.Raw(msgspec.msgpack.encode(profile)), addresses=("tcp://10.0.0.2:1",))
+
+
+class Machine:
+    """One side of a conversation with the broker."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    async def ask(self, message: Message) -> Message:
+        await self.channel.send(message)
+        return await self.hear()
+
+    async def hear(self) -> Message:
+        return (await self.channel.receive()).message
+
+    async def refused(self, message: Message) -> str:
+        answer = await self.ask(message)
+        assert isinstance(answer, Refused), answer
+        return answer.code
+
+
+class Bench:
+    """A broker on a memory network with a virtual clock and a journal on disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.clock = VirtualClock()
+        self.network = MemoryNetwork()
+        self.path = directory / "journal.sqlite"
+        self.authority: Authority = load_authority(directory, "home", now_wall_s=self.clock.wall_s())
+        self.start()
+
+    def start(self, rules: DeskRules = RULES) -> None:
+        self.journal = Journal.open(self.path, "home")
+        self.service = BrokerService(rules=rules, journal=self.journal, authority=self.authority, clock=self.clock)
+        self.service.addresses = ("memory://broker:1",)
+        self.server = BrokerServer(self.service, self.clock)
+
+    async def machine(self, peer: PeerId | None) -> Machine:
+        role = "stranger" if peer is None else "broker" if peer == BROKER else "member"
+        transport = self.network.transport(peer, role)
+        return Machine(await transport.dial(["memory://broker:1"], expect=None, stream="control"))
+
+    async def member(self, number: int) -> Machine:
+        """A machine that has joined with an invitation of its own."""
+        token = parse_invitation(self.service.invite(uses=1, lifetime_s=60.0)).token
+        stranger = await self.machine(None)
+        granted = await stranger.ask(JoinRequest(token=token, public_key=key_of(number), purpose="provider"))
+        assert isinstance(granted, JoinGranted)
+        return await self.machine(PeerId(granted.peer))
+
+    def on_disk(self):
+        """The pool as it would be after a crash now."""
+        return replay(self.journal.load()[1])
+
+
+@asynccontextmanager
+async def open_bench(directory: Path) -> AsyncIterator[Bench]:
+    bench = Bench(directory)
+    listener = await bench.network.transport(BROKER, "broker").listen(
+        lambda channel: bench.server.accept(channel), host="broker", port=1, strangers=True
+    )
+    try:
+        yield bench
+    finally:
+        await listener.close()
+        bench.journal.close()
+
+
+Scene = Callable[[Bench], Coroutine[None, None, None]]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Scene], None]:
+    def run(scene: Scene) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(30), open_bench(tmp_path) as bench:
+                await scene(bench)
+
+        asyncio.run(main())
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------- strangers
+
+
+def test_a_stranger_gets_one_answer_and_only_to_one_question(play):
+    async def scene(bench: Bench) -> None:
+        await bench.member(1)
+        questions: list[Message] = [
+            PoolQuery(),
+            JobQuery(),
+            JobStop(job="job-1"),
+            registration(A),
+            Leave(),
+            InviteRequest(),
+            Ping(sequence=1, sent_at_s=0.0),
+            JobRequest(job="job-1", title="", plan=plan_of(A)),
+            JobReport(job="job-1", state="done"),
+            Heartbeat(boot=1),
+        ]
+        for question in questions:
+            stranger = await bench.machine(None)
+            assert await stranger.refused(question) == "not_authorised"
+            with pytest.raises(ChannelClosed):
+                await stranger.hear()
+        assert list(bench.on_disk().members) == [OWNER]
+
+    play(scene)
+
+
+def test_joining_needs_the_token_and_gives_a_certificate_of_the_pool(play):
+    async def scene(bench: Bench) -> None:
+        invitation = parse_invitation(bench.service.invite(uses=1, lifetime_s=60.0))
+        assert invitation.addresses == ("memory://broker:1",)
+        stranger = await bench.machine(None)
+        wrong = JoinRequest(token=b"x" * 32, public_key=key_of(1), purpose="provider")
+        assert await stranger.refused(wrong) == "bad_invitation"
+        stranger = await bench.machine(None)
+        granted = await stranger.ask(JoinRequest(token=invitation.token, public_key=key_of(1), purpose="owner"))
+        assert isinstance(granted, JoinGranted)
+        certified = verify_certificate(granted.certificate, invitation.authority_key, now_wall_s=bench.clock.wall_s())
+        assert (certified.peer, certified.role, certified.pool) == (OWNER, "member", "home")
+        stranger = await bench.machine(None)
+        second = JoinRequest(token=invitation.token, public_key=key_of(2), purpose="owner")
+        assert await stranger.refused(second) == "bad_invitation"
+
+    play(scene)
+
+
+def test_the_token_is_nowhere_on_disk(play, tmp_path: Path):
+    tokens: list[bytes] = []
+
+    async def scene(bench: Bench) -> None:
+        tokens.append(parse_invitation(bench.service.invite(uses=1, lifetime_s=60.0)).token)
+
+    play(scene)
+    written = [file.read_bytes() for file in tmp_path.rglob("*")]
+    assert written
+    assert not any(tokens[0] in data for data in written)
+
+
+# ---------------------------------------------------------------------------------------------------------- members
+
+
+def test_a_certificate_the_journal_does_not_know_opens_nothing(play):
+    async def scene(bench: Bench) -> None:
+        unknown = await bench.machine(B)
+        for question in (PoolQuery(), registration(B), JobStop(job="job-1")):
+            assert await unknown.refused(question) == "unknown_peer"
+
+    play(scene)
+
+
+def test_a_member_registers_beats_and_is_seen(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        assert await a.ask(registration(A)) == Registered(lease_s=12.0, heartbeat_s=3.0, pool="home")
+        assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(lease_s=12.0)
+        view = await a.ask(PoolQuery())
+        assert isinstance(view, PoolView)
+        assert [(m.peer, m.state, m.addresses) for m in view.members] == [(A, "idle", ("tcp://10.0.0.2:1",))]
+        assert msgspec.msgpack.decode(view.members[0].profile, type=PeerProfile).peer == A
+        assert bench.on_disk().members[A].phase == "idle"
+
+    play(scene)
+
+
+def test_profiles_that_do_not_fit_are_refused(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        assert await a.refused(registration(B)) == "not_authorised"
+        bad = replace_profile(msgspec.Raw(msgspec.msgpack.encode({"peer": A, "speed": 1})))
+        assert await a.refused(bad) == "bad_message"
+        big = PeerProfile(peer=A, flops_per_s=1e9, memory_bytes=1, name="x" * MAX_PROFILE_BYTES)
+        assert await a.refused(replace_profile(msgspec.Raw(msgspec.msgpack.encode(big)))) == "bad_message"
+        assert bench.on_disk().members[A].phase == "joining"
+
+    play(scene)
+
+
+def replace_profile(profile: msgspec.Raw) -> Register:
+    return msgspec.structs.replace(registration(A), profile=profile)
+
+
+def test_messages_of_a_job_and_tensors_have_no_business_here(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        assert await a.refused(Done()) == "bad_message"
+        assert await a.refused(StopNotice(job="job-1")) == "bad_message"
+        assert await a.ask(Ping(sequence=4, sent_at_s=1.0)) == Pong(sequence=4, sent_at_s=1.0)
+        tensor = host_tensor("uint8", (4,), b"abcd")
+        probe = Probe(sequence=5, sent_at_s=1.0, tensors=(describe("probe", tensor),))
+        await a.channel.send(probe, (tensor,))
+        assert await a.hear() == Pong(sequence=5, sent_at_s=1.0)
+
+    play(scene)
+
+
+def test_other_streams_are_refused(play):
+    async def scene(bench: Bench) -> None:
+        await bench.member(2)
+        transport = bench.network.transport(A, "member")
+        channel = await transport.dial(["memory://broker:1"], expect=None, stream="tensors")
+        assert await Machine(channel).refused(PoolQuery()) == "bad_message"
+
+    play(scene)
+
+
+def test_another_program_of_the_machine_can_make_its_peer_leave(play):
+    async def scene(bench: Bench) -> None:
+        daemon = await bench.member(2)
+        await daemon.ask(registration(A))
+        command = await bench.machine(A)
+        assert await command.ask(Leave(drain=True)) == Done()
+        assert await daemon.hear() == LeaveNotice(drain=True)
+        assert bench.on_disk().members[A].phase == "left"
+
+    play(scene)
+
+
+# ------------------------------------------------------------------------------------------------------------- jobs
+
+
+def test_a_job_from_request_to_end(play):
+    async def scene(bench: Bench) -> None:
+        owner = await bench.member(1)
+        for number, peer in ((2, A), (3, B)):
+            await (await bench.member(number)).ask(registration(peer))
+        granted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan_of(A, B), steps=10))
+        assert isinstance(granted, JobGranted)
+        plan = msgspec.msgpack.decode(granted.plan, type=Plan)
+        assert plan.version == 1
+        assert [member.peer for member in granted.members] == [A, B]
+        tickets = [
+            verify_ticket(t.ticket, bench.authority.public_key, now_wall_s=bench.clock.wall_s(), peer=PeerId(t.peer))
+            for t in granted.tickets
+        ]
+        assert [(t.peer, t.stage, t.role, t.plan_version) for t in tickets] == [
+            (A, 0, "stage", 1),
+            (B, 1, "stage", 1),
+            (OWNER, 2, "stage", 1),
+            (OWNER, -1, "driver", 1),
+        ]
+        assert bench.on_disk().members[A].phase == "active"
+        renewed = await owner.ask(JobRequest(job="job-1", title="t", plan=granted.plan, steps=10))
+        assert isinstance(renewed, JobGranted)
+        assert renewed.plan == granted.plan
+        assert await owner.ask(JobReport(job="job-1", state="running", step=3)) == Done()
+        listed = await owner.ask(JobQuery(job="job-1"))
+        assert isinstance(listed, JobList)
+        assert [(j.state, j.step, j.steps, j.plan_version, len(j.story)) for j in listed.jobs] == [
+            ("running", 3, 10, 1, 3)
+        ]
+        assert await owner.ask(JobReport(job="job-1", state="done", step=9)) == Done()
+        assert {member.phase for member in bench.on_disk().members.values()} == {"joining", "idle"}
+
+    play(scene)
+
+
+def test_plans_that_do_not_fit_are_refused(play):
+    async def scene(bench: Bench) -> None:
+        owner = await bench.member(1)
+        decoded = msgspec.msgpack.decode(plan_of(A, B), type=Plan)
+        twice = msgspec.structs.replace(decoded, stages=(decoded.stages[0], decoded.stages[0]))
+        nothing = msgspec.structs.replace(decoded, stages=())
+        alone = msgspec.structs.replace(decoded, stages=decoded.stages[-1:])
+        negative = msgspec.structs.replace(decoded, version=-1)
+        plans = [msgspec.Raw(msgspec.msgpack.encode(plan)) for plan in ({"a": 1}, twice, nothing, alone, negative)]
+        for plan in plans:
+            assert await owner.refused(JobRequest(job="job-1", title="", plan=plan)) == "bad_message"
+        assert await owner.refused(JobRequest(job="job-1", title="", plan=plan_of(A))) == "unknown_peer"
+        assert bench.on_disk().jobs == {}
+
+    play(scene)
+
+
+def test_a_stop_reaches_the_driver(play):
+    async def scene(bench: Bench) -> None:
+        owner, a = await bench.member(1), await bench.member(2)
+        await a.ask(registration(A))
+        await owner.ask(JobRequest(job="job-1", title="", plan=plan_of(A)))
+        assert await a.refused(JobStop(job="job-1")) == "not_authorised"
+        boss = await bench.machine(BROKER)
+        assert await boss.ask(JobStop(job="job-1")) == Done()
+        assert await owner.hear() == StopNotice(job="job-1")
+        assert await boss.refused(JobStop(job="none")) == "unknown_job"
+
+    play(scene)
+
+
+def test_only_the_owner_of_the_broker_invites(play):
+    async def scene(bench: Bench) -> None:
+        a, boss = await bench.member(2), await bench.machine(BROKER)
+        assert await a.refused(InviteRequest()) == "not_authorised"
+        invited = await boss.ask(InviteRequest(uses=2, lifetime_s=60.0))
+        assert isinstance(invited, Invited)
+        token = parse_invitation(invited.invitation).token
+        stranger = await bench.machine(None)
+        assert isinstance(
+            await stranger.ask(JoinRequest(token=token, public_key=key_of(3), purpose="owner")), JoinGranted
+        )
+
+    play(scene)
+
+
+# ---------------------------------------------------------------------------------------------- loss, disk, restart
+
+
+def test_a_broken_connection_loses_nobody_before_the_lease_ends(play):
+    async def scene(bench: Bench) -> None:
+        a, boss = await bench.member(2), await bench.machine(BROKER)
+        await a.ask(registration(A))
+        await a.channel.close()
+        view = await boss.ask(PoolQuery())
+        assert isinstance(view, PoolView)
+        assert [member.state for member in view.members] == ["silent"]
+        bench.clock.advance(11.9)
+        bench.service.tick()
+        assert bench.on_disk().members[A].phase == "idle"
+        bench.clock.advance(0.1)
+        bench.service.tick()
+        assert bench.on_disk().members[A].phase == "lost"
+
+    play(scene)
+
+
+def test_nothing_is_acknowledged_that_could_not_be_written(play, monkeypatch: pytest.MonkeyPatch):
+    async def scene(bench: Bench) -> None:
+        owner, a = await bench.member(1), await bench.member(2)
+        await a.ask(registration(A))
+        before = bench.service.desk.pool
+
+        def full(*_: object) -> int:
+            raise StorageError("the disk is full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.journal, "append", full)
+            assert await owner.refused(JobRequest(job="job-1", title="", plan=plan_of(A))) == "failed"
+            assert await a.refused(Leave()) == "failed"
+            assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(lease_s=12.0)
+        assert bench.service.desk.pool == before == bench.on_disk()
+        assert isinstance(await owner.ask(JobRequest(job="job-1", title="", plan=plan_of(A))), JobGranted)
+
+    play(scene)
+
+
+def test_a_restart_keeps_everything_acknowledged_and_grants_grace(play):
+    async def scene(bench: Bench) -> None:
+        owner, a = await bench.member(1), await bench.member(2)
+        await a.ask(registration(A))
+        await owner.ask(JobRequest(job="job-1", title="", plan=plan_of(A)))
+        live = bench.service.desk.pool
+        bench.journal.close()
+        bench.clock.advance(1000.0)
+        bench.start()
+        assert bench.service.desk.pool == live
+        assert bench.service.next_deadline_s == bench.clock.now_s() + 12.0
+        back = await bench.machine(A)
+        assert await back.ask(Heartbeat(boot=1)) == HeartbeatAck(lease_s=12.0)
+        driver = await bench.machine(OWNER)
+        assert await driver.ask(JobReport(job="job-1", state="running", step=5)) == Done()
+        bench.clock.advance(11.0)
+        bench.service.tick()
+        assert bench.service.desk.pool.members[A].phase == "active"
+
+    play(scene)
+
+
+def test_a_broker_replaced_by_another_stops(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        keeping = asyncio.create_task(bench.server.keep(asyncio.Event()))
+        bench.journal._connection.execute("UPDATE head SET term = term + 1")
+        assert await a.refused(registration(A)) == "failed"
+        with pytest.raises(StorageError, match="another broker has written"):
+            await keeping
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("late_s", "phase"), [(0.0, "lost"), (5.9, "lost"), (6.1, "idle")])
+def test_the_timer_acts_when_a_lease_ends_unless_the_broker_itself_stood_still(
+    play, monkeypatch: pytest.MonkeyPatch, late_s: float, phase: str
+):
+    async def scene(bench: Bench) -> None:
+        await (await bench.member(2)).ask(registration(A))
+        bench.clock.advance(12.0 + late_s)
+        acted, stop = asyncio.Event(), asyncio.Event()
+        for name in ("tick", "stalled"):
+            monkeypatch.setattr(bench.service, name, _then(getattr(bench.service, name), acted.set))
+        keeping = asyncio.create_task(bench.server.keep(stop))
+        await acted.wait()
+        stop.set()
+        await keeping
+        assert bench.on_disk().members[A].phase == phase
+
+    play(scene)
+
+
+def _then(action: Callable[[], Outcome], afterwards: Callable[[], None]) -> Callable[[], Outcome]:
+    def both() -> Outcome:
+        outcome = action()
+        afterwards()
+        return outcome
+
+    return both
+
+
+def test_the_timer_is_set_anew_when_an_earlier_lease_comes(play):
+    async def scene(bench: Bench) -> None:
+        stop = asyncio.Event()
+        keeping = asyncio.create_task(bench.server.keep(stop))
+        a = await bench.member(2)
+        assert bench.server._waiting_for_s is None
+        await a.ask(registration(A))
+        await a.ask(Ping(sequence=1, sent_at_s=0.0))
+        assert bench.server._waiting_for_s == 12.0
+        stop.set()
+        await keeping
+
+    play(scene)
