@@ -58,6 +58,25 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
+def kind_word(value: object) -> str:
+    """What a value of the *data* is, without a word of it: messages may leave this machine."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case list() | tuple():
+            return "a list"
+        case dict():
+            return "a table"
+        case _:
+            return type(value).__name__
+
+
 def _check_table(table: Mapping[str, object], kind: type[msgspec.Struct], path: tuple[str, ...], where: str) -> None:
     """Unknown keys, and numbers that are not finite, at any depth."""
     hints = get_type_hints(kind, include_extras=True)

@@ -18,7 +18,7 @@ from fusionai.corpus.files import find_files
 from fusionai.corpus.order import SampleOrder, evaluation_samples
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.split import Split
-from fusionai.corpus.strict import nearest, show
+from fusionai.corpus.strict import kind_word, nearest
 from fusionai.corpus.tables import FileData, HubData, TensorData
 from fusionai.corpus.text import open_dataset, records_of_files
 from fusionai.primitives.errors import DataError
@@ -129,7 +129,7 @@ def _array(value: object, where: str) -> npt.NDArray[np.generic]:
     try:
         array = np.asarray(value)
     except ValueError:
-        raise DataError(f"{where}: expected lists of equal length, got {show(value)}.") from None
+        raise DataError(f"{where}: expected lists of equal length.") from None
     match array.dtype.kind:
         case "b":
             return array
@@ -138,7 +138,7 @@ def _array(value: object, where: str) -> npt.NDArray[np.generic]:
         case "f":
             return array.astype("<f4")
         case _:
-            raise DataError(f"{where}: expected a number or nested lists of numbers, got {show(value)}.")
+            raise DataError(f"{where}: expected a number or nested lists of numbers, got {kind_word(value)}.")
 
 
 def _stacked(

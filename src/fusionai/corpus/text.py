@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fusionai.corpus.files import SourceFile
-from fusionai.corpus.strict import nearest, show
+from fusionai.corpus.strict import kind_word, nearest
 from fusionai.corpus.tables import HubData
 from fusionai.primitives.errors import DataError
 
@@ -109,9 +109,7 @@ def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             try:
                 record = decoder.decode(body)
             except msgspec.ValidationError:
-                raise DataError(
-                    f"{path}, line {number}: expected a JSON object, got {show(body[:60].decode(errors='replace'))}."
-                ) from None
+                raise DataError(f"{path}, line {number}: expected a JSON object.") from None
             except (msgspec.DecodeError, UnicodeDecodeError) as problem:
                 raise DataError(f"{path}, line {number}: not valid JSON: {problem}.") from None
             yield number, record
@@ -141,7 +139,7 @@ def _text_of(record: Mapping[str, object], field: str, where: str) -> str:
         raise DataError(f"{where}: no field {field!r}; {nearest(field, record)}", hint="Set field in [data].")
     text = record[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r}: expected a text, got {show(text)}.")
+        raise DataError(f"{where}: field {field!r}: expected a text, got {kind_word(text)}.")
     return text
 
 
