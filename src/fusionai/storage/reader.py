@@ -92,7 +92,9 @@ class CheckpointReader:
         path = self._directory / MANIFEST
         with storage_errors(path, "read"):
             content = path.read_bytes()
-            said = (self._directory / MANIFEST_HASH).read_bytes()[:64]
+        hash_path = self._directory / MANIFEST_HASH
+        with storage_errors(hash_path, "read"):
+            said = hash_path.read_bytes()[:64]
         if hashlib.sha256(content).hexdigest().encode() != said:
             raise StorageError(f"{path} is damaged: it does not have the hash beside it.", hint=_HINT)
         try:
