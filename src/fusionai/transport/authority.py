@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, SignatureAlgorithmOID
 
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
@@ -42,7 +42,7 @@ class Authority:
     pool: str
     certificate: bytes
     public_key: bytes
-    key: Ed25519PrivateKey = field(repr=False)
+    key: Ed25519PrivateKey = field(repr=False, compare=False)
 
     def issue(self, public_key: bytes, role: CertifiedRole, *, now_wall_s: float) -> bytes:
         """A certificate (DER) for a public key of 32 bytes, valid two years."""
@@ -109,6 +109,8 @@ def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: 
     Raises `TrustError` saying which of these failed.
     """
     parsed = _parse(certificate)
+    if parsed.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
+        raise TrustError("expected a certificate signed by this pool's authority, got another kind of signature.")
     try:
         Ed25519PublicKey.from_public_bytes(authority_key).verify(parsed.signature, parsed.tbs_certificate_bytes)
     except (InvalidSignature, ValueError) as error:
@@ -130,10 +132,7 @@ def read_certificate(certificate: bytes) -> Certified:
     Raises `TrustError` when its name and its key disagree or its role is none of ours.
     """
     parsed = _parse(certificate)
-    key = parsed.public_key()
-    if not isinstance(key, Ed25519PublicKey):
-        raise TrustError("expected a certificate with an Ed25519 key, got another kind.")
-    peer = peer_of(public_bytes(key))
+    peer = peer_of(_key_of(parsed))
     if _name_part(parsed.subject, NameOID.COMMON_NAME) != peer:
         raise TrustError("expected a certificate whose name is its key's peer id, got another name.")
     role = _name_part(parsed.subject, NameOID.ORGANIZATIONAL_UNIT_NAME)
@@ -150,10 +149,7 @@ def read_certificate(certificate: bytes) -> Certified:
 
 def authority_key_of(certificate: bytes) -> bytes:
     """The 32-byte public key of an authority's certificate (DER)."""
-    key = _parse(certificate).public_key()
-    if not isinstance(key, Ed25519PublicKey):
-        raise TrustError("expected an authority with an Ed25519 key, got another kind.")
-    return public_bytes(key)
+    return _key_of(_parse(certificate))
 
 
 def pool_of(certificate: bytes) -> str:
@@ -210,8 +206,18 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 def _parse(certificate: bytes) -> x509.Certificate:
     try:
         return x509.load_der_x509_certificate(certificate)
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise TrustError("expected a certificate as DER, got bytes that are not.") from error
+
+
+def _key_of(certificate: x509.Certificate) -> bytes:
+    try:
+        key = certificate.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise TrustError("expected a certificate with an Ed25519 key, got an unknown kind.") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise TrustError("expected a certificate with an Ed25519 key, got another kind.")
+    return public_bytes(key)
 
 
 def _name_part(name: x509.Name, oid: x509.ObjectIdentifier) -> str:

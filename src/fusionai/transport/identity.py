@@ -30,7 +30,7 @@ class Identity:
     peer: PeerId
     public_key: bytes
     path: Path
-    key: Ed25519PrivateKey = field(repr=False)
+    key: Ed25519PrivateKey = field(repr=False, compare=False)
 
 
 def load_identity(home: Path) -> Identity:

@@ -1,0 +1,76 @@
+"""Link measurement on a simulated link whose truth is known: latency and bandwidth on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fusionai.primitives.clock import VirtualClock
+from fusionai.primitives.errors import WireError
+from fusionai.primitives.ids import PeerId
+from fusionai.transport.interface import Channel, Remote
+from fusionai.transport.links import LinkMeasurement, answer_probe, measure_link
+from fusionai.transport.memory import MemoryNetwork
+from fusionai.wire.messages import Done, Hello
+
+
+async def answering(channel: Channel) -> None:
+    while True:
+        assert await answer_probe(channel, await channel.receive())
+
+
+def measured(bandwidth_bytes_per_s: float, latency_s: float) -> LinkMeasurement:
+    clock = VirtualClock()
+
+    async def delay(sender: Remote, receiver: Remote, nbytes: int) -> None:
+        clock.advance(latency_s + nbytes / bandwidth_bytes_per_s)
+
+    async def main() -> LinkMeasurement:
+        network = MemoryNetwork(delay=delay)
+        listener = await network.transport(PeerId("b" * 52)).listen(answering, host="b", port=1)
+        channel = await network.transport(PeerId("a" * 52)).dial(
+            listener.addresses, expect=PeerId("b" * 52), stream="control"
+        )
+        result = await measure_link(channel, clock)
+        await channel.close()
+        await listener.close()
+        return result
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("bandwidth_bytes_per_s", "latency_s"), [(12.5e6, 0.01), (125e6, 0.0025), (1e6, 0.04), (1e9, 0.0001)]
+)
+def test_a_known_link_is_measured_right(bandwidth_bytes_per_s: float, latency_s: float):
+    link = measured(bandwidth_bytes_per_s, latency_s)
+    assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth_bytes_per_s, rel=0.02)
+    assert link.latency_s == pytest.approx(latency_s, rel=0.05, abs=1e-4)
+    assert link.round_trip_s == 2 * link.latency_s
+
+
+def test_a_slow_link_is_probed_briefly_and_a_fast_one_long_enough():
+    assert measured(0.1e6, 0.1).probed_bytes == 256 * 2**10
+    assert measured(1e10, 0.0).probed_bytes == 32 * 2**20
+
+
+def test_another_answer_is_a_wire_error():
+    async def main() -> None:
+        async def wrong(channel: Channel) -> None:
+            envelope = await channel.receive()
+            await channel.send(Done())
+            assert not await answer_probe(channel, envelope.__class__(Hello(), {}))
+            await channel.receive()
+
+        network = MemoryNetwork()
+        listener = await network.transport(PeerId("b" * 52)).listen(wrong, host="b", port=1)
+        channel = await network.transport(PeerId("a" * 52)).dial(
+            listener.addresses, expect=PeerId("b" * 52), stream="control"
+        )
+        with pytest.raises(WireError, match="expected pong 0, got done"):
+            await measure_link(channel, VirtualClock())
+        await channel.close()
+        await listener.close()
+
+    asyncio.run(main())
