@@ -30,6 +30,11 @@ def error(message: str, hint: str | None = None) -> None:
         click.echo(printable(hint), err=True)
 
 
+def note(message: str) -> None:
+    """What goes on just now, to standard error."""
+    click.echo(printable(message), err=True)
+
+
 def warning(message: str) -> None:
     """Something the user should know although the command goes on, to standard error."""
     click.echo(f"warning: {printable(message)}", err=True)

@@ -26,11 +26,12 @@ import psutil
 from fusionai import __version__
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.torch.survey import Survey
+from fusionai.client.owner import OWNER_DIRECTORY, any_membership
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, load_membership
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership
 from fusionai.transport.tcp import TcpTransport
 
 _SURVEY_TIMEOUT_S: Final = 180.0
@@ -301,7 +302,7 @@ def _of_limits() -> Iterator[Finding]:
 
 def _of_membership(home: Path) -> Iterator[Finding]:
     """Which pool this machine is in, and whether its broker answers."""
-    if not (home / MEMBERSHIP_FILE).exists():
+    if not any((place / MEMBERSHIP_FILE).exists() for place in (home, home / OWNER_DIRECTORY)):
         yield Finding(
             area="pool",
             state="note",
@@ -310,7 +311,7 @@ def _of_membership(home: Path) -> Iterator[Finding]:
         )
         return
     try:
-        membership = load_membership(home)
+        membership = any_membership(home)
     except FusionError as wrong:
         yield Finding(area="pool", state="bad", what=wrong.message, remedy=wrong.hint or "Join again.")
         return

@@ -13,7 +13,8 @@ import click
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
-from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.wire.messages import JobView
 
 
@@ -27,6 +28,9 @@ def jobs(home: Path, json_file: Path | None) -> None:
     found = in_pool(home, lambda session: session.jobs())
     if json_file is not None:
         write_json(json_file, "jobs", {"jobs": [_figures(job) for job in found]})
+    if not found:
+        console.line("No jobs yet. `fusion train RECIPE.toml` starts one.")
+        return
     console.table(
         ("job", "title", "owner", "state", "step", "plan", "started"), [_row(job) for job in found], right=(4, 5)
     )
@@ -40,7 +44,7 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
     """The story of JOB, as the pool knows it. Losses and speeds are in the run's directory on its owner's machine."""
     from fusionai.cli.session import in_pool
 
-    found = in_pool(home, lambda session: session.job(JobId(job)))
+    found = _one(in_pool(home, lambda session: session.jobs(job)), job)
     if json_file is not None:
         write_json(json_file, "logs", {**_figures(found), "story": list(found.story)})
     console.line(f"{found.job}: {found.state}, {_steps(found)}, plan version {found.plan_version}")
@@ -54,9 +58,22 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
 def stop(job: str, home: Path) -> None:
     """End JOB cleanly: it writes a last checkpoint and can be resumed. For its owner and the broker's owner."""
     from fusionai.cli.session import in_pool
+    from fusionai.client.owner import OWNER_DIRECTORY
+    from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
 
-    in_pool(home, lambda session: session.stop(JobId(job)))
+    found = _one(in_pool(home, lambda session: session.jobs(job)), job)
+    # A machine's jobs belong to its owner's key, which is not the one it lends itself with.
+    own_home = home / OWNER_DIRECTORY
+    own = load_membership(own_home) if (own_home / MEMBERSHIP_FILE).is_file() else None
+    mine = own is not None and own.peer == found.owner
+    in_pool(home, lambda session: session.stop(job), membership=own if mine else None)
     console.line(f"{job} is asked to stop; `fusion jobs` shows when it has.")
+
+
+def _one(found: tuple[JobView, ...], job: str) -> JobView:
+    if not found:
+        raise UsageError(f"there is no job {job!r} in this pool.", hint="`fusion jobs` lists them.")
+    return found[0]
 
 
 def _row(job: JobView) -> tuple[str, ...]:

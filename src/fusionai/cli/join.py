@@ -15,7 +15,6 @@ import click
 from fusionai.cli import console
 from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
-from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
 
@@ -100,11 +99,9 @@ def join(
 
 
 def _become_owner(invitation: str | None, home: Path) -> None:
-    from fusionai.transport.enrolment import enrol
+    from fusionai.client.owner import owner_membership
 
-    if invitation is None:
-        raise UsageError("--owner needs an invitation.", hint="Ask the pool's owner for one (`fusion invite`).")
-    membership = asyncio.run(enrol(invitation, home, "owner"))
+    membership = asyncio.run(owner_membership(home, invitation))
     console.line(
         f"This machine is a job owner of pool {console.printable(membership.pool)} ({short(membership.peer)}). "
         "Next: `fusion pool`, `fusion train RECIPE.toml`."

@@ -6,16 +6,21 @@ Decides how members read. Neighbours: `cli.session` asks.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.types import PeerProfile
 from fusionai.wire.messages import MemberView
+
+if TYPE_CHECKING:
+    from fusionai.client.pool_session import Member, PoolSession
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
 
@@ -25,20 +30,26 @@ _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "s
 @json_option
 def pool(home: Path, json_file: Path | None) -> None:
     """Who is in the pool, what they lend, and what they are doing."""
-    from fusionai.cli.session import in_pool, profile_of
+    from fusionai.cli.session import in_pool
 
-    view = in_pool(home, lambda session: session.pool())
-    members = [(member, profile_of(member)) for member in view.members]
+    async def ask(session: PoolSession) -> tuple[str, tuple[Member, ...]]:
+        return session.membership.pool, await session.pool()
+
+    name, members = in_pool(home, ask)
     if json_file is not None:
-        write_json(json_file, "pool", {"pool": view.pool, "members": [_figures(*member) for member in members]})
+        write_json(json_file, "pool", {"pool": name, "members": [_figures(*_parts(member)) for member in members]})
+    if not members:
+        console.line(
+            f"Nobody is in pool {console.printable(name)} yet. `fusion invite` on the broker's machine prints an "
+            "invitation."
+        )
+        return
     console.table(
         ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "stages", "heard"),
-        [_row(*member) for member in members],
-        title=f"Pool {console.printable(view.pool)}",
+        [_row(*_parts(member)) for member in members],
+        title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
     )
-    if not members:
-        console.line("Nobody is here yet. `fusion invite` on the broker's machine prints an invitation.")
 
 
 @click.command()
@@ -48,8 +59,21 @@ def leave(now: bool, home: Path) -> None:
     """Take this machine out of the pool: its `fusion join` ends after the work at hand."""
     from fusionai.cli.session import in_pool
 
-    in_pool(home, lambda session: session.leave(drain=not now))
+    async def ask(session: PoolSession) -> None:
+        present = {member.view.peer for member in await session.pool() if member.view.state != "lost"}
+        if session.membership.peer not in present:
+            raise UsageError(
+                "this machine lends nothing to the pool now.",
+                hint="Nothing has to be done; `fusion pool` shows who is there.",
+            )
+        await session.leave(drain=not now)
+
+    in_pool(home, ask)
     console.line("Left." if now else "Leaving; this machine's `fusion join` ends when its work is handed over.")
+
+
+def _parts(member: Member) -> tuple[MemberView, PeerProfile]:
+    return member.view, member.profile
 
 
 def _row(member: MemberView, profile: PeerProfile) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]]) ->
             if stop.is_set():
                 raise KeyboardInterrupt
             loop.call_soon_threadsafe(stop.set)
-            console.warning("stopping; press Ctrl-C again to give up waiting.")
+            console.note("Stopping; press Ctrl-C again to give up waiting.")
 
         # `signal.signal` rather than the loop's own handlers: those don't exist on Windows.
         former = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
