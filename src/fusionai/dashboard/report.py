@@ -44,6 +44,7 @@ def render_report(data: ReportData) -> str:
         verdict=_verdict(data),
         stages=data.plan.stages,
         blocks=_blocks,
+        bandwidth=_bandwidth,
         members=_members(data),
         loss_svg=Markup(loss_chart(data.losses, data.losses_reference, data.evaluations)) if data.losses else None,
         gantt_svg=None if gantt is None else Markup(gantt),
@@ -132,13 +133,13 @@ def _facts(data: ReportData) -> list[Fact]:
         )
     difference = max_abs_difference(data)
     if difference is not None:
-        facts.append(Fact("largest difference of the loss", f"{difference:.3g}", difference == 0))
+        facts.append(Fact("largest difference of the loss", _exact(difference), difference == 0))
     if data.checkpoint is not None:
         facts.append(Fact("checkpoint", data.checkpoint))
     if data.checkpoint_loss_diff is not None:
         facts.append(
             Fact(
-                "loss of the checkpoint, difference", f"{data.checkpoint_loss_diff:.3g}", data.checkpoint_loss_diff == 0
+                "loss of the checkpoint, difference", _exact(data.checkpoint_loss_diff), data.checkpoint_loss_diff == 0
             )
         )
     if data.generation_equal is not None:
@@ -191,3 +192,12 @@ def _members(data: ReportData) -> list[Member]:
 def _blocks(stage: StagePlacement) -> str:
     first, end = stage.blocks
     return f"block {first}" if end - first == 1 else f"blocks {first}–{end - 1}"
+
+
+def _bandwidth(bytes_per_s: float) -> str:
+    megabits = bytes_per_s * 8 / 1e6
+    return f"{megabits / 1e3:.3g} Gbit/s" if megabits >= 1e3 else f"{megabits:.3g} Mbit/s"
+
+
+def _exact(difference: float) -> str:
+    return "0.0" if difference == 0 else f"{difference:.3g}"
