@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -177,6 +177,12 @@ def _download(hub: str) -> dict[str, bytes]:
     for name in _FILES:
         try:
             files[name] = Path(hf_hub_download(hub, name)).read_bytes()
+        except LocalEntryNotFoundError as problem:
+            # Also an `EntryNotFoundError`, but it says that the hub could not be asked.
+            raise DataError(
+                f"tokenizer of {hub}: {name} is not in the local cache and the hub can't be reached.",
+                hint="Check the network, or give a local directory with path.",
+            ) from problem
         except EntryNotFoundError:
             if name == "tokenizer.json":
                 raise DataError(f"{hub}: has no tokenizer.json on the hub.") from None

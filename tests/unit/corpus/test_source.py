@@ -14,7 +14,7 @@ import pytest
 
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.corpus.source import TokenSource, open_source, plain_batch, shifted
-from fusionai.corpus.tables import LocalTokenizer
+from fusionai.corpus.tables import HubTokenizer, LocalTokenizer
 from fusionai.corpus.tensors import TensorSource
 from fusionai.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from fusionai.primitives.errors import DataError, StorageError
@@ -223,6 +223,33 @@ def test_tokenizer_directories(tmp_path: Path) -> None:
     (tmp_path / "tok" / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a readable tokenizer"):
         load_tokenizer(LocalTokenizer(path=str(tmp_path / "tok")))
+
+
+def test_tokenizers_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    tokenizer = train_tokenizer(iter(["some text"] * 3), 300)
+    tokenizer.save(tmp_path)
+    answer: dict[str, Exception] = {}
+
+    def download(hub: str, name: str) -> str:
+        if hub in answer:
+            raise answer[hub]
+        if not (tmp_path / name).is_file():
+            raise EntryNotFoundError(name)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("fusionai.corpus.tokenizer.hf_hub_download", download)
+    assert load_tokenizer(HubTokenizer(hub="org/a")).files == tokenizer.files
+    answer["org/empty"] = EntryNotFoundError("404")
+    with pytest.raises(DataError, match=r"org/empty: has no tokenizer\.json on the hub"):
+        load_tokenizer(HubTokenizer(hub="org/empty"))
+    answer["org/away"] = LocalEntryNotFoundError("offline")
+    with pytest.raises(DataError, match=r"org/away: tokenizer\.json is not in the local cache and the hub can't be"):
+        load_tokenizer(HubTokenizer(hub="org/away"))
+    answer["org/bad"] = ValueError("401 Client Error\nmore")
+    with pytest.raises(DataError, match="tokenizer of org/bad: can't be downloaded: 401 Client Error$"):
+        load_tokenizer(HubTokenizer(hub="org/bad"))
 
 
 @pytest.mark.slow
