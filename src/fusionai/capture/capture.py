@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fusionai.capture.build import Built, build
 from fusionai.capture.export import export
@@ -35,7 +36,8 @@ Range = tuple[int, int]
 class Captured:
     """A model as a graph. `config`: its Hugging Face configuration, None for other modules. `attention_nodes` equals
     `attention_layers` exactly if every attention is the semantic operator, which cached serving needs. `owed`: keys
-    of the graph without declarative initialisation, whose bytes `state` gives. `unused`: parameters of the module
+    of the graph without declarative initialisation, whose bytes `state` gives. `private_keys`: buffers and constants of
+    the graph that the module's own state dict leaves out. `unused`: parameters of the module
     that no output depends on."""
 
     graph: Graph
@@ -44,6 +46,7 @@ class Captured:
     attention_layers: int
     attention_nodes: int
     owed: tuple[str, ...]
+    private_keys: frozenset[str]
     unused: tuple[str, ...]
     notes: tuple[str, ...]
     inputs: tuple[InputSpec, ...]
@@ -130,8 +133,8 @@ def draft(
     built.module.train(train)
     program = export(TaskModule(built.module, task, names), specs, symbols)
     lowered = lower(program, specs, _canonical(built.module))
-    constants = {
-        key: program.constants[f"module.{key}" if f"module.{key}" in program.constants else key]
+    constants: dict[str, torch.Tensor] = {
+        key: _tensor_constant(program.constants[f"module.{key}" if f"module.{key}" in program.constants else key])
         for key in lowered.constants.values()
     }
     return _assemble(built, lowered, specs, names, symbols, constants, task, train, notes)
@@ -167,7 +170,9 @@ def _assemble(
             aliases=aliases.get(key, ()),
             init=None if checkpoint is not None else built.programs[key],
         )
-    for kind, table in (("buffer", lowered.buffers), ("constant", lowered.constants)):
+    tables: tuple[tuple[Literal["buffer", "constant"], dict[str, str]], ...]
+    tables = (("buffer", lowered.buffers), ("constant", lowered.constants))
+    for kind, table in tables:
         for value, key in table.items():
             spec = lowered.values[value]
             shape = tuple(int(size) for size in spec.shape)
@@ -197,11 +202,12 @@ def _assemble(
     without_program = [key for key, program in built.programs.items() if program is None]
     captured = Captured(
         graph=graph,
-        config=None if built.huggingface is None else built.module.config.to_dict(),
+        config=None if built.huggingface is None else built.huggingface.config.to_dict(),
         n_parameters=sum(parameter.numel() for parameter in parameters.values()),
         attention_layers=layers,
         attention_nodes=nodes,
         owed=tuple(spec.key for spec in params.values() if spec.init is None),
+        private_keys=frozenset(spec.key for spec in params.values()) - set(built.module.state_dict()),
         unused=unused,
         notes=tuple(notes),
         inputs=specs,
@@ -211,6 +217,15 @@ def _assemble(
         train=train,
     )
     return Draft(captured, tuple(lowered.unsupported))
+
+
+def _tensor_constant(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        raise ModelError(
+            f"the model keeps a constant of type {type(value).__name__}, whose value a graph can't hold.",
+            hint="Register it as a buffer in the module's constructor.",
+        )
+    return value
 
 
 def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -1,98 +1,112 @@
-"""Questions and requests of this machine's owner to the pool it is in. Decides nothing; runs no job.
+"""A conversation with the pool's broker: who is there, which jobs run, make this plan real.
 
-Neighbours: `broker` answers, `transport.enrolment` says who we are, `cli` shows what comes back.
+Decides nothing; every method is one question and its answer. Neighbours: `broker` answers, `cli` and `client.train`
+ask.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
-from fusionai.primitives.errors import UsageError, WireError
-from fusionai.primitives.ids import JobId, PeerId
+import msgspec
+
+from fusionai.primitives.errors import WireError
+from fusionai.primitives.ids import JobId
+from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.enrolment import Membership, load_membership
+from fusionai.transport.enrolment import Membership
+from fusionai.transport.interface import Transport
 from fusionai.transport.tcp import TcpTransport
-from fusionai.wire.messages import (
-    Done,
-    Invited,
-    InviteRequest,
-    JobList,
-    JobQuery,
-    JobStop,
-    JobView,
-    Leave,
-    Message,
-    PoolQuery,
-    PoolView,
-)
+from fusionai.wire import messages as wire
 
-_Answer = TypeVar("_Answer", bound=Message)
+M = TypeVar("M", bound=wire.Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A pool member with its profile decoded."""
+
+    view: wire.MemberView
+    profile: PeerProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A plan with its version, the tickets by peer id, and where each member listens."""
+
+    plan: Plan
+    tickets: dict[str, bytes]
+    addresses: dict[str, tuple[str, ...]]
 
 
 class PoolSession:
-    """A conversation with the broker; use as `async with PoolSession.at(home) as session`.
+    """`async with PoolSession(membership) as pool: ...`. `on_stop` is told the job somebody asked to stop."""
 
-    Everything raises `TransportError` (no broker answers), `RefusedError` (it says no), `TrustError`."""
-
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, *, on_stop: Callable[[JobId], None] | None = None) -> None:
         self.membership = membership
+        self.transport: Transport = TcpTransport(membership.credentials)
+        self._on_stop = on_stop
         self._conversation: Conversation | None = None
 
-    @classmethod
-    def at(cls, home: Path) -> PoolSession:
-        """With the membership kept in `home`. Raises `UsageError` where this machine has joined no pool."""
-        return cls(load_membership(home))
-
-    @property
-    def peer(self) -> PeerId:
-        """This machine."""
-        return self.membership.peer
-
-    async def __aenter__(self) -> Self:
-        transport = TcpTransport(self.membership.credentials)
-        channel = await transport.dial(self.membership.broker_addresses, expect=None, stream="control")
-        self._conversation = Conversation(channel)
+    async def __aenter__(self) -> PoolSession:
+        await self._connected()
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._conversation is not None:
             await self._conversation.close()
 
-    async def pool(self) -> PoolView:
-        """Who is in the pool."""
-        return await self._ask(PoolQuery(), PoolView)
+    async def pool(self) -> tuple[Member, ...]:
+        view = await self._ask(wire.PoolQuery(), wire.PoolView)
+        return tuple(
+            Member(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
+        )
 
-    async def jobs(self) -> tuple[JobView, ...]:
-        """All jobs, without their stories."""
-        return (await self._ask(JobQuery(), JobList)).jobs
+    async def jobs(self, job: str = "") -> tuple[wire.JobView, ...]:
+        return (await self._ask(wire.JobQuery(job=job), wire.JobList)).jobs
 
-    async def job(self, job: JobId) -> JobView:
-        """One job with its story. Raises `UsageError` when there is none of that name."""
-        found = (await self._ask(JobQuery(job=job), JobList)).jobs
-        if not found:
-            raise UsageError(f"there is no job {job!r} in this pool.", hint="`fusion jobs` lists them.")
-        return found[0]
-
-    async def stop(self, job: JobId) -> None:
-        """Ask for a job's clean end; its driver writes a last checkpoint. For its owner and the broker's owner."""
-        await self._ask(JobStop(job=job), Done)
+    async def stop(self, job: str) -> None:
+        await self._ask(wire.JobStop(job=job), wire.Done)
 
     async def leave(self, *, drain: bool) -> None:
-        """Take this machine's peer out of the pool: after the work at hand (`drain`), or at once."""
-        await self._ask(Leave(drain=drain), Done)
+        """Ask the broker to see this machine's peer off."""
+        await self._ask(wire.Leave(drain=drain), wire.Done)
 
     async def invite(self, *, uses: int, lifetime_s: float) -> str:
-        """A new invitation. For the broker's owner and whom that one named."""
-        return (await self._ask(InviteRequest(uses=uses, lifetime_s=lifetime_s), Invited)).invitation
+        return (await self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited)).invitation
 
-    async def _ask(self, question: Message, kind: type[_Answer]) -> _Answer:
-        if self._conversation is None:
-            raise RuntimeError("a pool session is used inside `async with`")
-        answer = await self._conversation.ask(question)
-        if not isinstance(answer, kind):
-            raise WireError(f"expected {kind.__name__} from the broker, got {type(answer).__name__}.")
+    async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Grant:
+        """Make a plan real. Raises `RefusedError` when a peer of it is taken or gone: plan again."""
+        question = wire.JobRequest(job=job, title=title, plan=msgspec.Raw(msgspec.msgpack.encode(plan)), steps=steps)
+        granted = await self._ask(question, wire.JobGranted)
+        return Grant(
+            plan=msgspec.msgpack.decode(granted.plan, type=Plan),
+            # A stage ticket or the driver's: the driver's comes last and is the one the owner dials with.
+            tickets={one.peer: one.ticket for one in granted.tickets},
+            addresses={member.peer: member.addresses for member in granted.members},
+        )
+
+    async def report(self, report: wire.JobReport) -> None:
+        await self._ask(report, wire.Done)
+
+    async def _ask(self, message: wire.Message, expected: type[M]) -> M:
+        answer = await (await self._connected()).ask(message)
+        if not isinstance(answer, expected):
+            raise WireError(f"the broker answered {type(answer).__name__} to {type(message).__name__}.")
         return answer
+
+    async def _connected(self) -> Conversation:
+        """The open conversation, opened again if the broker was away."""
+        if self._conversation is None or self._conversation.channel.closed:
+            channel = await self.transport.dial(self.membership.broker_addresses, expect=None, stream="control")
+            self._conversation = Conversation(channel, notices=(wire.StopNotice,), on_notice=self._notice)
+        return self._conversation
+
+    def _notice(self, message: wire.Message) -> None:
+        if isinstance(message, wire.StopNotice) and self._on_stop is not None:
+            self._on_stop(JobId(message.job))

@@ -1,7 +1,7 @@
 """State between stages and disk: what a stage is given to start from, and what it streams back to be kept.
 
-Decides which entries a stage needs from outside: everything after a checkpoint or for a pretrained model, otherwise
-only what has no initialisation rule. The layout on disk is `storage.checkpoint`'s.
+Decides which entries a stage needs from outside: everything after a checkpoint, otherwise only what has no
+initialisation rule (a pretrained model's weights have none). The layout on disk is `storage.checkpoint`'s.
 
 Neighbours: `training.driver` calls it, `storage` keeps the files.
 """
@@ -48,8 +48,6 @@ class Checkpoints:
             case "initialise":
                 owed = [spec.key for spec in graph.params.values() if spec.init is None]
                 entries = _model_entries(job.state(owed)) if owed else iter(())
-            case "import" if base == 0:
-                entries = _model_entries(job.state([spec.key for spec in graph.params.values()]))
             case "import":
                 entries = self._saved(job, graph, base)
         previous: dict[str, HostTensor] | None = None

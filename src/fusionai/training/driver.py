@@ -71,7 +71,7 @@ class Driver:
             learning_rate=job.learning_rate,
             journal=tuple(journal.records(base)),
             base=base,
-            source="import" if base > 0 or job.pretrained else "initialise",
+            source="import" if base > 0 else "initialise",
         )
 
     # ------------------------------------------------------------------------------------------------- the loop

@@ -12,7 +12,6 @@ from typing import Protocol
 import msgspec
 
 from fusionai.coordination.driver import JobShape
-from fusionai.execution.boundary import Boundary, boundaries
 from fusionai.ir.partition import Partition, cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.primitives.ids import JobId, PeerId
@@ -53,8 +52,6 @@ class TrainingJob:
     clip_norm: float | None
     data: BatchSource
     state: StateSource
-    pretrained: bool = False
-    """Whether trainable parameters come from `state` rather than from (seed, name)."""
     checkpoint_every: int = 0
     save_base: bool = False
     evaluate_every: int = 0
@@ -87,8 +84,3 @@ class TrainingJob:
 
     def stage_options(self, stage: int) -> StageOptions:
         return msgspec.structs.replace(self.options, in_flight=self.plan.stages[stage].in_flight)
-
-
-def stage_boundaries(partition: Partition) -> tuple[Boundary, ...]:
-    """Boundaries in stage order (a name for readers of the driver)."""
-    return boundaries(partition)

@@ -1,0 +1,137 @@
+"""From a recipe to what can be planned: the data opened, the model captured, the problem written down.
+
+Decides how the recipe's settings become a model configuration, a capture and a planning problem. Runs in the job
+owner's process; nothing leaves it but the graph.
+
+Neighbours: `corpus` reads, `capture` captures, `scheduling` plans, `client.train` calls.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.examples import examples_of
+from fusionai.capture.source import Architecture, CodeSource, ConfigSource, DirectorySource, HubSource, ModelSource
+from fusionai.client.pool_session import Member
+from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.source import TensorSource, TokenSource, open_source
+from fusionai.corpus.tables import ConfigModel, FactoryModel, HubModel, LocalModel
+from fusionai.ir.cost import block_costs
+from fusionai.ir.schema import content_hash
+from fusionai.primitives.errors import RecipeError
+from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
+from fusionai.storage.rundir import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A recipe with its data and its graph. `symbols`: the sizes of one microbatch. `tokens_per_microbatch` counts
+    records where the data has no tokens."""
+
+    recipe: Recipe
+    source: TokenSource | TensorSource
+    captured: Captured
+    graph_hash: str
+    symbols: dict[str, int]
+    tokens_per_microbatch: int
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What stands beside the weights of a checkpoint, so that transformers loads it."""
+        files: dict[str, bytes] = {}
+        if self.captured.config is not None:
+            files["config.json"] = json.dumps(dict(self.captured.config), indent=2, default=str).encode()
+        if isinstance(self.source, TokenSource):
+            files |= self.source.tokenizer.files
+        return files
+
+
+def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], None]) -> Prepared:
+    """Blocking: reads the data, trains a tokenizer if asked to, captures the model."""
+    progress("reading the data")
+    source = open_source(recipe, directory.tokens)
+    progress(f"data: {source.describe()}")
+    progress("capturing the model")
+    first = source.microbatch(0, 0)
+    rows = recipe.train.microbatch_size
+    if isinstance(source, TokenSource):
+        length = first["input_ids"].shape[1]
+        model = model_source(recipe, source.tokenizer.vocabulary, source.tokenizer.end_id)
+        captured = capture(model, task=recipe.model.task, batch=(1, rows), sequence=(1, length), seed=recipe.job.seed)
+        symbols, tokens = {"b": rows, "s": length}, rows * length
+    else:
+        captured = capture(
+            model_source(recipe, None, None),
+            task=recipe.model.task,
+            batch=(1, rows),
+            seed=recipe.job.seed,
+            example_inputs=examples_of(first),
+        )
+        symbols, tokens = {"b": rows}, rows
+    missing = [name for name in captured.graph.inputs if name not in first]
+    if missing:
+        raise RecipeError(
+            f"the model needs inputs {', '.join(missing)}; the data gives {', '.join(first)}.",
+            hint="Name the columns in [data] columns, or change the model's inputs.",
+        )
+    for note in captured.notes:
+        progress(note)
+    return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens)
+
+
+def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> ModelSource:
+    """Where the model comes from. A configuration without `vocab_size` gets the tokenizer's."""
+    architecture = cast(Architecture, recipe.model.task if recipe.model.task in ("causal_lm", "masked_lm") else "plain")
+    match recipe.model.source:
+        case ConfigModel(config=config):
+            return ConfigSource(_with_tokenizer(config, vocabulary, end_id), architecture)
+        case LocalModel(path=path):
+            return DirectorySource(Path(path), architecture)
+        case HubModel(hub=hub):
+            return HubSource(hub, architecture=architecture)
+        case FactoryModel(module=module, function=function, directory=directory):
+            if directory not in sys.path:
+                sys.path.insert(0, directory)  # the job owner's own code, in the job owner's own process
+            return CodeSource(f"{module}:{function}")
+
+
+def _with_tokenizer(config: Mapping[str, Any], vocabulary: int | None, end_id: int | None) -> dict[str, Any]:
+    completed = dict(config)
+    if vocabulary is None:
+        return completed
+    size = completed.setdefault("vocab_size", vocabulary)
+    if isinstance(size, int) and size < vocabulary:
+        raise RecipeError(
+            f"[model] vocab_size is {size}, but the tokenizer has {vocabulary} entries.",
+            hint="Raise vocab_size, leave it out, or train a smaller tokenizer.",
+        )
+    for name in ("bos_token_id", "eos_token_id"):
+        completed.setdefault(name, end_id)
+    return completed
+
+
+def problem_for(prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile) -> Problem:
+    """What to plan: the graph's costs at the job's sizes over the peers that stand by."""
+    recipe = prepared.recipe
+    names = {member.profile.name: member.profile.peer for member in members}
+    costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
+    slots = 2.0 if recipe.train.optimizer.kind == "adamw" else (1.0 if recipe.train.optimizer.momentum else 0.0)
+    return Problem(
+        graph_hash=prepared.graph_hash,
+        blocks=tuple(BlockCost(**{name: getattr(cost, name) for name in cost.__struct_fields__}) for cost in costs),
+        peers=tuple(member.profile for member in members),
+        owner=owner,
+        roles=(RolePlacement(role="feed"), RolePlacement(role="loss", place=recipe.placement.loss)),
+        stages=recipe.placement.stages,
+        microbatches=recipe.train.microbatches,
+        microbatch_tokens=prepared.tokens_per_microbatch,
+        optimizer_bytes_per_trainable_byte=slots,
+        excluded=tuple(names.get(name, name) for name in recipe.placement.excluded),
+        required=tuple(names.get(name, name) for name in recipe.placement.required),
+    )
