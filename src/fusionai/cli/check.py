@@ -1,0 +1,92 @@
+"""`fusion check`: does this model fit: operators, blocks, parameters, and whatever is unsupported.
+
+Decides how the report reads; exit code 1 when the model can't be trained. Neighbours: `capture.check` does the looking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+import msgspec
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.corpus.tables import Task
+from fusionai.primitives.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from fusionai.capture.check import BlockReport, CheckReport
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--task",
+    type=click.Choice(get_args(Task)),
+    default="causal_lm",
+    show_default=True,
+    help="What it would be trained for.",
+)
+@click.option("--operators", is_flag=True, help="List every operator with its count.")
+@json_option
+def check(model: str, task: Task, operators: bool, json_file: Path | None) -> int:
+    """Does MODEL fit? Captures it without allocating weights and reports blocks, parameters and what is unsupported.
+
+    MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
+    """
+    from fusionai.capture import check as capture_check
+    from fusionai.capture.source import parse_source
+
+    architecture = task if task in ("causal_lm", "masked_lm") else "plain"
+    report = capture_check.check(parse_source(model, architecture), task=task)
+    if json_file is not None:
+        write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
+    _show(report, every_operator=operators)
+    return 0 if report.ok else 1
+
+
+def _show(report: CheckReport, *, every_operator: bool) -> None:
+    console.line(
+        f"{console.printable(report.model)}: {format_count(report.parameters)} parameters "
+        f"({format_bytes(report.parameter_bytes)}), {sum(report.operators.values())} calls of {len(report.operators)} "
+        f"operators, {report.attention_nodes} of {report.attention_layers} attention layers recognised."
+    )
+    console.table(("blocks", "calls", "parameters", "size"), list(_block_rows(report.blocks)), right=(1, 2, 3))
+    if every_operator:
+        console.table(
+            ("operator", "calls"), [(name, str(count)) for name, count in report.operators.items()], right=(1,)
+        )
+    if report.owed_bytes:
+        console.line(f"{format_bytes(report.owed_bytes)} of values come from the job owner; the rest from the seed.")
+    for note in report.notes:
+        console.line(f"Note: {console.printable(note)}")
+    for problem in report.problems:
+        where = f" in {problem.path}" if problem.path else ""
+        console.line(f"Unsupported: {problem.op}{where}: {problem.reason}")
+    if report.ok:
+        serving = "and served with a cache" if report.cached_serving else "but not served with a cache"
+        console.line(f"It fits: it can be trained on a pool {serving}.")
+    else:
+        console.line(
+            "It does not fit: replace what is unsupported in the model, or add the operator (CONTRIBUTING.md)."
+        )
+
+
+def _block_rows(blocks: tuple[BlockReport, ...]) -> Iterator[tuple[str, str, str, str]]:
+    """Equal neighbours share a line."""
+    start = 0
+    for place in range(1, len(blocks) + 1):
+        if place < len(blocks) and blocks[place].kind == blocks[start].kind:
+            continue
+        first, count = blocks[start], place - start
+        each = " each" if count > 1 else ""
+        yield (
+            f"{first.block}-{blocks[place - 1].block}" if count > 1 else str(first.block),
+            f"{first.nodes}{each}",
+            f"{format_count(first.parameters)}{each}",
+            f"{format_bytes(first.parameter_bytes)}{each}",
+        )
+        start = place
