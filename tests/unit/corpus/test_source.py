@@ -248,7 +248,7 @@ def test_tokenizers_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match=r"org/away: tokenizer\.json is not in the local cache and the hub can't be"):
         load_tokenizer(HubTokenizer(hub="org/away"))
     answer["org/bad"] = ValueError("401 Client Error\nmore")
-    with pytest.raises(DataError, match="tokenizer of org/bad: can't be downloaded: 401 Client Error$"):
+    with pytest.raises(DataError, match=r"tokenizer of org/bad: can't be downloaded: 401 Client Error$"):
         load_tokenizer(HubTokenizer(hub="org/bad"))
 
 
