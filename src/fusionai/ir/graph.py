@@ -161,10 +161,12 @@ def cheap_nodes(graph: Graph) -> frozenset[int]:
     heavy.update(value for value in graph.inputs if is_float(graph, value))
     cheap: set[int] = set()
     for node in graph.nodes:
-        category = OPERATORS[node.op].category
+        operator = OPERATORS.get(node.op)
+        category = None if operator is None else operator.category
         if category == "size":
             cheap.add(node.id)
-        elif category == "dropout" or any(value in heavy for value in reads(node)):
+        # What a draft holds besides known operators may draw random numbers.
+        elif category in ("dropout", None) or any(value in heavy for value in reads(node)):
             heavy.update(node.outputs)
         else:
             cheap.add(node.id)
