@@ -7,6 +7,7 @@ in), `loss_chart` and `gantt_chart` (pictures).
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Final
@@ -60,7 +61,8 @@ def write_report(data: ReportData, path: Path) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise StorageError(
             f"the report could not be written to {path}: {error.strerror}.", hint="Choose another place for it."
         ) from error

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from fusionai.dashboard.live import StepUpdate, TrainingView
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.types import Problem
+
+
+def update(step: int, loss: float, reference: float | None = None) -> StepUpdate:
+    return StepUpdate(
+        step=step,
+        loss=loss,
+        reference_loss=reference,
+        tokens_per_s=1234.5,
+        learning_rate=3e-4,
+        grad_norm=0.75,
+        step_s=2.0,
+        stage_busy=(0.875, 0.5, 0.0),
+    )
+
+
+def view(problem: Problem, *, terminal: bool, width: int = 120) -> tuple[TrainingView, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
+    return TrainingView("run-00000000", 10, plan(problem), pool=problem.peers, console=console), out
+
+
+def test_elsewhere_each_step_is_one_plain_line(problem: Problem) -> None:
+    shown, out = view(problem, terminal=False, width=40)
+    before = out.getvalue().count("\n")
+    with shown:
+        shown.step(update(1, 3.0, 3.0))
+        shown.step(update(2, 2.5, 2.25))
+        shown.note("[bold]a spare[/] took over")
+    first, second, third = out.getvalue().splitlines()[before:]
+    assert first.startswith("step 1/10  loss 3.000000  reference 3.000000 (equal bit for bit)  1,234 tokens/s")
+    assert first.endswith("ETA 18 s")
+    assert "differs by 0.25" in second
+    assert third == "[bold]a spare[/] took over"
+    assert out.getvalue().isascii()
+
+
+def test_plain_lines_begin_with_the_plan(problem: Problem) -> None:
+    _, out = view(problem, terminal=False)
+    head, *stages = out.getvalue().splitlines()
+    assert "2 peers, 1 spare" in head
+    assert len(stages) == 3
+    assert "machine" in stages[0]
+    assert "(loss)" in stages[2]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_shows_stages_progress_and_loss(problem: Problem, width: int) -> None:
+    shown, out = view(problem, terminal=True, width=width)
+    shown.step(update(1, 3.0, 3.0))
+    shown.step(update(5, 2.5, 2.5))
+    shown.note("a spare took over")
+    shown.close()
+    shown.close()
+    last = out.getvalue()[out.getvalue().rindex("╭") :]
+    for expected in (
+        "run-00000000",
+        "machine",
+        "88%",
+        "50%",
+        "step 5/10",
+        "2.5000",
+        "ETA 10 s",
+        "equal bit for bit so far",
+    ):
+        assert expected in last
+    assert "a spare took over" in last
+    assert max(len(line) for line in last.splitlines() if line.startswith("│")) <= width
+
+
+def test_a_difference_once_seen_stays_in_sight(problem: Problem) -> None:
+    shown, out = view(problem, terminal=True)
+    shown.step(update(1, 3.0, 3.25))
+    shown.step(update(2, 2.5, 2.5))
+    shown.close()
+    last = out.getvalue()[out.getvalue().rindex("╭") :]
+    assert "worst difference 0.25 at step 1" in last
+    assert "equal bit for bit" not in last
+
+
+def test_names_are_not_markup(problem: Problem) -> None:
+    named = tuple(msgspec.structs.replace(p, name="[red]x[/]") for p in problem.peers)
+    shown, out = view(msgspec.structs.replace(problem, peers=named), terminal=True)
+    shown.close()
+    assert "[red]x[/]" in out.getvalue()
+
+
+def test_a_new_plan_is_shown(problem: Problem) -> None:
+    shown, out = view(problem, terminal=False)
+    shown.plan_changed(msgspec.structs.replace(plan(problem), version=2))
+    assert "plan version 2" in out.getvalue()
