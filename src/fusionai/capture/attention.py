@@ -81,7 +81,7 @@ def attention(
 
 @attention.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ARG001
-    batch, heads, sequence, _ = query.shape
+    batch, heads, sequence = query.shape[:3]
     # Laid out as flash attention lays it out, so that the caller's transpose and reshape need no copy.
     return query.new_empty(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -143,7 +143,7 @@ def load_function(target: str) -> Construct:
             f"{target!r} must take no argument, but it requires {', '.join(required)}.",
             hint="Give them defaults, or wrap the call in a function without arguments.",
         )
-    return function
+    return cast(Construct, function)
 
 
 @dataclass(slots=True)
@@ -180,11 +180,11 @@ def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = fro
             param = replacement
         original(self, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register
     try:
         yield registration
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module.register_parameter = original
 
 
 def _build_on_meta(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,6 +25,7 @@ from fusionai.capture.source import ModelSource
 from fusionai.capture.state import StateSource, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
 from fusionai.ir.blocks import assign_blocks
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
@@ -189,7 +191,7 @@ def _assemble(
         state_writes=lowered.state_writes,
         nodes=tuple(lowered.nodes),
     )
-    graph = assign_blocks(graph)
+    graph = _numbered(graph)
     unused = tuple(key for key in parameters if key not in set(lowered.parameters.values()))
     if unused:
         notes.append(f"{len(unused)} parameters have no part in the outputs, first {unused[0]}.")
@@ -217,6 +219,24 @@ def _assemble(
         train=train,
     )
     return Draft(captured, tuple(lowered.unsupported))
+
+
+def spoken(graph: Graph) -> Graph:
+    """The graph with a known elementwise operator in the place of each unknown one, for questions of structure."""
+    nodes = [
+        node if node.op in OPERATORS else msgspec.structs.replace(node, op="aten.add.Tensor") for node in graph.nodes
+    ]
+    return msgspec.structs.replace(graph, nodes=tuple(nodes))
+
+
+def _numbered(graph: Graph) -> Graph:
+    """With block numbers, also where operators are unknown."""
+    numbered = assign_blocks(spoken(graph))
+    nodes = [
+        msgspec.structs.replace(node, block=place.block)
+        for node, place in zip(graph.nodes, numbered.nodes, strict=True)
+    ]
+    return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 
 def _tensor_constant(value: Any) -> torch.Tensor:

@@ -144,12 +144,12 @@ def _explain(error: Exception) -> ModelError:
         )
     if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
         names = {"b": "batch", "s": "sequence"}
-        fixed = sorted({names.get(name, name) for name in re.findall(r"marked (\w+) as dynamic", text)})
-        fixed = fixed or sorted({names.get(name, name) for name in re.findall(r"violated \((\w+)\)", text)})
+        found: list[str] = re.findall(r"marked (\w+) as dynamic", text) or re.findall(r"violated \((\w+)\)", text)
+        fixed = sorted({names.get(name, name) for name in found})
         return ModelError(
             f"the model works at one size of the {' and '.join(fixed) or 'batch or sequence'} only{where}: its "
             "operations depend on the example's size.",
-            hint="Take sizes from x.shape and avoid loops and branches over them, or give that size a range of one value.",
+            hint="Take sizes from x.shape without looping or branching over them, or fix that size to one value.",
         )
     return ModelError(
         f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.",

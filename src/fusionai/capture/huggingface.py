@@ -92,9 +92,9 @@ def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceMo
 def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     from transformers import CONFIG_MAPPING
 
-    model_type = fields.get("model_type")
+    model_type = str(fields.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1)
+        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "See the list of models in the documentation of transformers."
         raise ModelError(f"transformers has no model_type {model_type!r}.", hint=hint)
     config_class = CONFIG_MAPPING[model_type]

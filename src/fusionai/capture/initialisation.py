@@ -124,9 +124,11 @@ class InitialisationWatch(TorchDispatchMode):
                 first, second = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
                 return None if first is None or second is None else (InitOp("uniform", (first, second)),)
             case "copy":
-                source = args[1] if len(args) > 1 else None
-                same = isinstance(source, torch.Tensor) and source.shape == args[0].shape
-                return self.program(source) if same else None
+                match args:
+                    case (torch.Tensor() as written, torch.Tensor() as source, *_) if source.shape == written.shape:
+                        return self.program(source)
+                    case _:
+                        return None
             case _:
                 step = _transform(name, args, kwargs)
                 return None if before is None or step is None else (*before, *step)

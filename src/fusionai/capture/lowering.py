@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 from fusionai.capture.shapes import spell
 from fusionai.capture.tasks import InputSpec
+from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import (
     Arg,
@@ -198,7 +199,8 @@ class _Lowering:
 
     def emit(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if op not in OPERATORS:
-            raise _Refusal("it is not in the operator vocabulary")
+            # Spelt all the same, so that a report can say what else the model has.
+            self.refuse(node, op, "it is not in the operator vocabulary")
         spelt_args = tuple(self.argument(arg) for arg in args)
         spelt_kwargs = {name: self.argument(value) for name, value in kwargs.items() if name not in _DROPPED_KWARGS}
         value = node.meta["val"]
@@ -281,7 +283,8 @@ class _Lowering:
             if isinstance(written, Ref):
                 self.result.state_writes[written.name] = self.canonical.get(key, key)
         # The task returns a dictionary; its keys are in the program's output tree in order.
-        meanings = self.program.call_spec.out_spec.context
+        tree = self.program.call_spec.out_spec
+        meanings: list[Any] = [] if tree is None else tree.context
         for meaning, name in zip(meanings, signature.user_outputs, strict=True):
             value = self.names.get(by_name[name]) if name in by_name else None
             if isinstance(value, Ref):
@@ -300,7 +303,7 @@ class _Lowering:
             if needed.isdisjoint(node.outputs):
                 continue
             kept.append(node)
-            needed.update(ref for arg in (*node.args, *node.kwargs.values()) for ref in _refs(arg))
+            needed.update(reads(node))
         kept.reverse()
         used = needed | {value for node in kept for value in node.outputs} | set(self.result.inputs)
         # A buffer that is only written must stay known.
@@ -328,7 +331,9 @@ def _attention(lowering: _Lowering, node: fx.Node) -> None:
 
 
 def _scaled_dot_product(lowering: _Lowering, node: fx.Node) -> None:
-    bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+    bound: dict[str, Any] = dict(
+        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)
+    )
     bound |= node.kwargs
     query = bound["query"].meta["val"]
     dropout = float(bound.get("dropout_p", 0.0))
@@ -366,11 +371,24 @@ def _dropout(lowering: _Lowering, node: fx.Node) -> None:
         lowering.names[node] = (node.name,)
 
 
+def _new_empty(lowering: _Lowering, node: fx.Node) -> None:
+    # Uninitialised memory is overwritten anyway, and a graph must not show what a process held before.
+    lowering.emit(node, "aten.new_zeros.default", node.args, node.kwargs)
+
+
+def _fill(lowering: _Lowering, node: fx.Node) -> None:
+    op = "aten.full_like.default" if _op_name(node).endswith("Scalar") else "aten.copy.default"
+    lowering.emit(node, op, node.args, node.kwargs)
+
+
 _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
     "fusion.attention.default": _attention,
     "aten.scaled_dot_product_attention.default": _scaled_dot_product,
     "aten.dropout.default": _dropout,
     "aten.native_dropout.default": _dropout,
+    "aten.new_empty.default": _new_empty,
+    "aten.fill.Scalar": _fill,
+    "aten.fill.Tensor": _fill,
 }
 
 
@@ -393,13 +411,3 @@ def _dtype_name(dtype: torch.dtype) -> str:
     if name not in ITEMSIZE_BYTES:
         raise _Refusal(f"it uses the dtype {name}")
     return name
-
-
-def _refs(arg: Arg) -> list[str]:
-    match arg:
-        case Ref(name=name):
-            return [name]
-        case ListArg(items=items):
-            return [name for item in items for name in _refs(item)]
-        case _:
-            return []

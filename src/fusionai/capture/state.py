@@ -43,7 +43,7 @@ class StateSource:
         """(key, bytes) of each key, in the module's dtypes, one at a time. Raises `ModelError` on an unknown key."""
         wanted = set(keys)
         buffers = dict(self.built.module.named_buffers())
-        stored = {} if self.checkpoint is None else self.checkpoint.entries
+        stored: Mapping[str, tuple[Path, str]] = {} if self.checkpoint is None else self.checkpoint.entries
         parameters = dict(self.built.module.named_parameters())
         unknown = wanted - set(self.constants) - set(stored) - set(buffers) - set(parameters)
         if unknown:
@@ -65,7 +65,7 @@ class StateSource:
                 for key, tensor in rebuild(self.built, group):
                     if key in rest:
                         yield key, to_host(tensor)
-        loose = rest - set().union(*self.groups)
+        loose = rest.difference(*self.groups)
         for key in sorted(loose):
             yield from ((key, to_host(tensor)) for _, tensor in rebuild(self.built, frozenset({key})))
 

@@ -157,7 +157,11 @@ def _output_dims(module: nn.Module, specs: list[InputSpec]) -> tuple[int | str, 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     names = tuple(spec.name for spec in specs if spec.name != "labels")
     with mode, torch.no_grad():
-        fakes = {spec.name: torch.empty_like(spec.example, device="meta") for spec in specs if spec.name in names}
+        fakes = {
+            spec.name: torch.empty_like(spec.example, device="meta")
+            for spec in specs
+            if spec.name in names and spec.example is not None
+        }
         result = _tensor(TaskModule(_on_meta(module), "none", names)._call(fakes), "logits")
     return (BATCH, *result.shape[1:])
 

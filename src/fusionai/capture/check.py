@@ -1,0 +1,124 @@
+"""Does this model fit? What `fusion check MODEL` reports.
+
+Decides nothing: it gathers operators, blocks, parameters, attention and everything unsupported, and says so even where
+`capture` would refuse. Neighbours: `cli` prints the report, `capture.capture` makes the draft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusionai.capture.capture import Range, draft, spoken
+from fusionai.capture.source import ModelSource, describe
+from fusionai.capture.tasks import Task
+from fusionai.ir.blocks import block_hashes
+from fusionai.ir.graph import reads
+from fusionai.ir.schema import Graph
+from fusionai.ir.validate import validate
+from fusionai.primitives.errors import GraphError
+from fusionai.primitives.tensors import tensor_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """One block. `kind` numbers distinct computations: repeated layers have the same."""
+
+    block: int
+    nodes: int
+    parameters: int
+    parameter_bytes: int
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something unsupported: the operation (empty when the graph as a whole is outside the limits), where, and why."""
+
+    op: str
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """`ok`: the model can be trained. `cached_serving`: every attention layer is the semantic operator.
+    `owed_bytes`: what the job owner must send because it has no declarative initialisation."""
+
+    model: str
+    ok: bool
+    parameters: int
+    parameter_bytes: int
+    operators: Mapping[str, int]
+    blocks: tuple[BlockReport, ...]
+    attention_layers: int
+    attention_nodes: int
+    owed_bytes: int
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cached_serving(self) -> bool:
+        return self.ok and self.attention_layers == self.attention_nodes > 0
+
+
+def check(
+    source: ModelSource,
+    *,
+    task: Task = "causal_lm",
+    batch: Range = (1, 64),
+    sequence: Range = (1, 2048),
+    seed: int = 0,
+    example_inputs: Mapping[str, Any] | None = None,
+) -> CheckReport:
+    """Capture as far as it goes and report. Raises `ModelError` when the model can't be built or traced at all."""
+    made = draft(
+        source, task=task, batch=batch, sequence=sequence, seed=seed, train=True, example_inputs=example_inputs
+    )
+    captured, graph = made.captured, made.captured.graph
+    problems = [Problem(found.op, found.path, found.reason) for found in made.unsupported]
+    if not problems:
+        try:
+            validate(graph)
+        except GraphError as error:
+            problems.append(Problem("", "", str(error)))
+    return CheckReport(
+        model=describe(source),
+        ok=not problems,
+        parameters=captured.n_parameters,
+        parameter_bytes=sum(
+            tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.kind == "parameter"
+        ),
+        operators=dict(sorted(Counter(node.op for node in graph.nodes).items(), key=lambda item: (-item[1], item[0]))),
+        blocks=_blocks(graph),
+        attention_layers=captured.attention_layers,
+        attention_nodes=captured.attention_nodes,
+        owed_bytes=sum(
+            tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.key in set(captured.owed)
+        ),
+        problems=tuple(problems),
+        notes=captured.notes,
+    )
+
+
+def _blocks(graph: Graph) -> tuple[BlockReport, ...]:
+    kinds: dict[str, int] = {}
+    reports: list[BlockReport] = []
+    for block, digest in enumerate(block_hashes(spoken(graph))):
+        nodes = [node for node in graph.nodes if node.block == block]
+        read = {name for node in nodes for name in reads(node)}
+        specs = [graph.params[name] for name in sorted(read & graph.params.keys())]
+        owned = [spec for spec in specs if spec.kind == "parameter"]
+        reports.append(
+            BlockReport(
+                block=block,
+                nodes=len(nodes),
+                parameters=sum(math.prod(spec.shape) for spec in owned),
+                parameter_bytes=sum(tensor_bytes(spec.dtype, spec.shape) for spec in owned),
+                kind=kinds.setdefault(digest, len(kinds)),
+            )
+        )
+    return tuple(reports)
