@@ -39,11 +39,14 @@ def plan(problem: Problem) -> Plan:
     loss_at_owner = _place(problem, "loss") == "owner"
     pool_blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
     chain = Chain(problem, pool_blocks)
-    smallest = min(chain.resident_bytes(b, b + 1) for b in range(chain.length))
+    smallest = min(chain.resident_bytes(b, b + 1) + chain.in_flight_bytes(b, b + 1) for b in range(chain.length))
     usable, refused = eligible(problem, pool_blocks, smallest)
     if not usable:
-        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason}" for e in refused)
-        raise PlanError(f"no peer of the pool can be used ({reasons or 'the pool is empty'})")
+        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
+        raise PlanError(
+            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
+            hint="Let more peers join, or mend what stands in the way.",
+        )
     pipeline = Pipeline(problem, usable, loss_at_owner)
     limits = _limits(problem, pipeline)
     solved = _solve(problem, pipeline, limits)
