@@ -1,0 +1,70 @@
+"""`fusion check`: what fits, what does not, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fusionai.cli.main import main
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+ODD = """
+import torch
+
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x, labels):
+        return torch.linalg.svdvals(self.layer(x)).sum()
+
+def build():
+    return Odd(), {"x": torch.zeros(2, 4), "labels": torch.zeros(2)}
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    figures = tmp_path / "check.json"
+    assert main(["check", str(tmp_path / "model.json"), "--json", str(figures)]) == 0
+    written = json.loads(figures.read_text())
+    assert (written["schema"], written["ok"], written["cached_serving"]) == ("fusionai.check/1", True, True)
+    assert [block["kind"] for block in written["blocks"]] == [0, 1, 1, 1, 2, 3]
+    shown = capsys.readouterr().out
+    assert "3 of 3 attention layers recognised" in shown
+    assert "1-3" in shown
+    assert "It fits" in shown
+
+
+@pytest.mark.slow
+def test_an_operator_nobody_knows_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "odd_model_of_this_test.py").write_text(ODD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["check", "odd_model_of_this_test:build", "--task", "module_loss"]) == 1
+    shown = capsys.readouterr().out
+    assert "Unsupported: aten.linalg_svdvals.default" in shown
+    assert "It does not fit" in shown
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("./nofile.json", "there is no configuration file"), ("no model at all", "is not a model")],
+)
+def test_what_is_no_model_is_wrong_use(model: str, said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", model]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""`fusion plan`: the JSON of the contract, and what people read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fusionai.cli import plan as plan_command
+from fusionai.cli.main import main
+from fusionai.ir.schema import Graph
+
+POOL = """
+[[peers]]
+name = "desktop"
+flops_per_s = 5e11
+memory = "4GB"
+uplink = "1Mbit"
+
+[[peers]]
+name = "laptop"
+flops_per_s = 1e11
+memory = "1GB"
+
+[[peers]]
+name = "watch"
+flops_per_s = 1e9
+memory = "1kB"
+"""
+OWNER = """
+[owner]
+name = "me"
+flops_per_s = 1e11
+memory = "8GB"
+"""
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+KEYS = {"peer", "blocks", "roles", "compute_s", "send_s", "memory_bytes", "memory_limit_bytes"}
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    """The model's graph; capturing takes seconds, so once for all."""
+    path = tmp_path_factory.mktemp("model") / "model.json"
+    path.write_text(json.dumps(MODEL))
+    return plan_command._captured(str(path), 2, 32, training=True)
+
+
+@pytest.fixture
+def graph(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_command, "_captured", lambda model, rows, sequence, *, training: captured)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "pool.toml").write_text(POOL + OWNER)
+    (tmp_path / "ownerless.toml").write_text(POOL)
+    return tmp_path
+
+
+def planned(files: Path, *flags: str, pool: str = "pool.toml") -> int:
+    figures = str(files / "plan.json")
+    sizes = ("--batch", "4", "--microbatches", "2", "--sequence", "32")
+    return main(["plan", "model.json", "--pool", str(files / pool), "--json", figures, *sizes, *flags])
+
+
+@pytest.mark.slow
+def test_a_plan_with_its_warnings_and_what_was_left_out(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
+    assert planned(files, "--stages", "2") == 0
+    written = json.loads((files / "plan.json").read_text())
+    assert written["schema"] == "fusionai.plan/1"
+    stages = written["stages"]
+    assert [stage["peer"] for stage in stages][-1] == "me"
+    assert stages[-1]["roles"] == ["loss"]
+    assert all(set(stage) == KEYS for stage in stages)
+    assert [stage["blocks"][0] for stage in stages[1:]] == [stage["blocks"][1] for stage in stages[:-1]]
+    assert all(stage["memory_bytes"] <= stage["memory_limit_bytes"] for stage in stages)
+    assert written["optimality_gap"] == 0.0
+    assert [entry["peer"] for entry in written["excluded"]] == ["watch"]
+    assert written["single_peer_tokens_per_s"] > written["tokens_per_s"]
+    shown = capsys.readouterr()
+    assert "warning: One machine alone would be faster" in shown.err
+    assert "Left out: watch" in shown.out
+    assert "Proven best" in shown.out
+
+
+@pytest.mark.slow
+def test_without_an_owner_everything_is_placed_with_the_pool(graph: None, files: Path):
+    assert planned(files, pool="ownerless.toml") == 0
+    stages = json.loads((files / "plan.json").read_text())["stages"]
+    assert stages[0]["roles"][0] == "feed"
+    assert stages[-1]["roles"][-1] == "loss"
+
+
+@pytest.mark.slow
+def test_an_impossible_plan_says_why(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
+    assert planned(files, "--stages", "3") == 1
+    assert "3 stages need 3 peers" in capsys.readouterr().err
+    assert not (files / "plan.json").exists()
+
+
+def test_rows_that_can_not_be_parted_are_wrong_use(files: Path, capsys: pytest.CaptureFixture[str]):
+    assert planned(files, "--batch", "5") == 2
+    assert "5 rows can't be parted into 2" in capsys.readouterr().err
