@@ -36,7 +36,9 @@ DEFAULT_POOL: Final = "pool"
 class BrokerHome:
     """An open home: the journal in it is locked until `close`."""
 
-    def __init__(self, path: Path, identity: Identity, authority: Authority, journal: Journal, certificate: bytes):
+    def __init__(
+        self, path: Path, identity: Identity, authority: Authority, journal: Journal, certificate: bytes
+    ) -> None:
         self.path = path
         self.identity = identity
         self.authority = authority
