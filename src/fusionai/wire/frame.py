@@ -122,7 +122,7 @@ def decode_part(raw: msgspec.Raw | bytes | memoryview, decoder: msgspec.msgpack.
 
 def tensor_headers(message: Message) -> tuple[TensorHeader, ...]:
     """The tensors a message announces; none for messages without the field."""
-    return getattr(message, "tensors", ()) if "tensors" in message.__struct_fields__ else ()
+    return getattr(message, "tensors", ())
 
 
 def tensor_layout(message: Message, body_bytes: int) -> tuple[TensorSlot, ...]:
@@ -161,15 +161,17 @@ def encode_frame_head(message: Message, tensors: Sequence[HostTensor], limits: F
     Raises `WireError` when `message.tensors` does not describe `tensors`, or the receiver would not take so much.
     """
     announced = tensor_headers(message)
-    if len(announced) != len(tensors) or any(
-        header.dtype != tensor.dtype or header.shape != tensor.shape
-        for header, tensor in zip(announced, tensors, strict=True)
-    ):
+    body_bytes = 0
+    fits = len(announced) == len(tensors)
+    # Equal lengths were just checked; this runs for every frame.
+    for header, tensor in zip(announced, tensors, strict=False):
+        fits = fits and header.dtype == tensor.dtype and header.shape == tensor.shape
+        body_bytes += tensor.nbytes
+    if not fits:
         got = [(tensor.dtype, tensor.shape) for tensor in tensors[:8]]
         expected = [(header.dtype, header.shape) for header in announced[:8]]
         raise WireError(f"expected the tensors {_tag(message)} announces, {expected}, got {got}.")
     data = messages.encode(message)
-    body_bytes = sum(tensor.nbytes for tensor in tensors)
     if len(data) > limits.message_bytes or body_bytes > limits.body_bytes:
         raise WireError(
             f"expected {_tag(message)} to fit {limits.message_bytes} bytes and its body {limits.body_bytes} bytes, "

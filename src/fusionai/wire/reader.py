@@ -134,6 +134,9 @@ class FrameReader:
             here = self._end - self._start
             if scratch and length <= SCRATCH_BYTES // 2:
                 return self._take(length) if here >= length else None
+            if here >= length:
+                # Small and all there: one copy out of the scratch buffer is all it takes.
+                return memoryview(bytearray(self._take(length)))
             try:
                 self._target = self._allocate(length)
             except MemoryError as error:

@@ -103,8 +103,8 @@ def test_no_memory_for_a_body_is_a_wire_error():
     def exhausted(count: int) -> memoryview:
         raise MemoryError
 
-    tensor = pattern(100)
-    with pytest.raises(WireError, match="room for 100 bytes"):
+    tensor = pattern(100_000)
+    with pytest.raises(WireError, match="room for 100000 bytes"):
         list(FrameReader(LIMITS, exhausted).feed(frame(chunk(tensor), tensor)))
 
 
