@@ -17,6 +17,7 @@ import msgspec
 
 from fusionai.ir.graph import cheap_nodes, needing_gradient, producers, reads, restrict
 from fusionai.ir.schema import Dim, Graph, Node, Ref
+from fusionai.ir.shapes import parse
 from fusionai.primitives.errors import GraphError
 
 FEED: Final = -1
@@ -262,8 +263,10 @@ def _sized(node: Node) -> tuple[str, int]:
 
 
 def _position(shape: tuple[Dim, ...], size: Dim) -> int | None:
+    """Where `shape` has this size. Expressions are compared as parsed, so spacing and brackets do not matter."""
+    wanted = size if isinstance(size, int) else parse(size)
     for position, dim in enumerate(shape):
-        if dim == size:
+        if (dim if isinstance(dim, int) else parse(dim)) == wanted:
             return position
     return None
 
