@@ -1,4 +1,4 @@
-"""One suite for every backend: what `backends.interface` promises whatever the framework. Numbers only where computed."""
+"""One suite for every backend: what `backends.interface` promises. Numbers only where the backend computes them."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_gradients_go_out_and_come_in(program: StageProgram) -> None:
 
 
 def test_gradients_of_what_is_not_trained_here_are_refused(program: StageProgram) -> None:
-    with pytest.raises(ExecutionError, match="did you mean 'linear.weight'"):
+    with pytest.raises(ExecutionError, match=r"did you mean 'linear\.weight'"):
         program.export_gradients(["linear.weigh"])
     with pytest.raises(ExecutionError, match="no trainable parameter 'shift'"):
         program.import_gradients([("shift", host(np.ones(WIDTH, dtype=np.float32)))], add=False)

@@ -16,12 +16,19 @@ import torch
 
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 Registers = list[Any]
 Instruction = Callable[[Registers], None]
 
+_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "loss"})
+"""Categories of operators that run in float32 under bf16 precision."""
+_TAKE_DEVICE: Final = frozenset(
+    name for name in OPERATORS if name.split(".")[1] in ("arange", "full", "zeros", "ones", "empty", "scalar_tensor")
+)
+"""Operators that make a tensor from numbers alone: without a device they would always make it on the host."""
 _MEMORY_FORMATS: Final = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -88,14 +95,17 @@ _CONTEXT: Final = 0
 
 
 def compile_graph(
-    graph: Graph, wanted: Collection[str], *, with_state_writes: bool, device: torch.device
+    graph: Graph, wanted: Collection[str], *, with_state_writes: bool, device: torch.device, mixed: bool = False
 ) -> Interpreter:
     """Compile what `wanted` (output meanings) needs, and the state writes if asked for. `device` is what `DeviceArg`
-    stands for. Raises `ExecutionError` on an operator this backend lacks."""
+    stands for. `mixed`: products may come in bfloat16, reductions take their operands in float32.
+
+    Raises `ExecutionError` on an operator this backend lacks.
+    """
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = _needed(graph, {*outputs.values(), *writes})
-    builder = _Builder(graph, device)
+    builder = _Builder(device, mixed=mixed)
     calls = [(node, builder.instruction(node)) for node in nodes]
     kept = {builder.value(name) for name in (*outputs.values(), *writes)}
     last_use: dict[int, int] = {}
@@ -151,9 +161,9 @@ def _references(node: Node) -> Iterator[str]:
 class _Builder:
     """Hands out registers and builds instructions."""
 
-    def __init__(self, graph: Graph, device: torch.device) -> None:
-        self.graph = graph
+    def __init__(self, device: torch.device, *, mixed: bool) -> None:
         self.device = device
+        self.mixed = mixed
         self.template: Registers = [None]
         self.values: dict[str, int] = {}
 
@@ -173,9 +183,13 @@ class _Builder:
             raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
         if node.op in LOOKUPS:
             compute = guarded(node.op, compute)
+        if self.mixed and OPERATORS[node.op].category in _IN_FLOAT32:
+            compute = _in_float32(compute)
         lists: list[tuple[int, Callable[[Registers], list[Any]]]] = []
         positional = [*leading, *(self._operand(arg, lists) for arg in node.args)]
         named = [(name, self._operand(arg, lists)) for name, arg in node.kwargs.items()]
+        if node.op in _TAKE_DEVICE and "device" not in node.kwargs:
+            named.append(("device", self._register(self.device)))
         call = _call(compute, positional, named)
         targets = [self.value(name) for name in node.outputs]
         return _store(call, targets, lists)
@@ -262,6 +276,15 @@ def _store(
             registers[register] = None
 
     return build_lists
+
+
+def _in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def widen(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+    return lambda *args, **kwargs: compute(
+        *[widen(value) for value in args], **{name: widen(value) for name, value in kwargs.items()}
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -143,7 +143,6 @@ _SIZES: Final[Mapping[str, Callable[..., int]]] = {
     "sym.max": _bounded(max),
     "sym.min": _bounded(min),
     "aten.sym_size.int": lambda x, dim: x.shape[dim],
-    "aten.sym_numel.default": lambda x: x.numel(),
 }
 _OWN: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.empty.memory_format": _zeros_for_empty,

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
 import torch
 
 from fusionai.backends.binding import bind_symbols, largest, nearest
@@ -219,7 +220,8 @@ class TorchStageProgram:
                 self._unset.add(key)
                 continue
             array = initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed)
-            value = torch.from_numpy(array)
+            # A tensor of rank 0 comes as numpy's own scalar.
+            value = torch.from_numpy(np.asarray(array))
             dtype = DTYPES[spec.dtype]
             # numpy has no bfloat16: it comes as raw bits.
             self._set(key, value.view(dtype) if spec.dtype == "bfloat16" else value.to(dtype))
@@ -332,7 +334,13 @@ class TorchStageProgram:
         key = (names, training, device.type)
         interpreter = self._interpreters.get(key)
         if interpreter is None:
-            interpreter = compile_graph(self._graph, names, with_state_writes=training, device=device)
+            interpreter = compile_graph(
+                self._graph,
+                names,
+                with_state_writes=training,
+                device=device,
+                mixed=self._options.precision == "bf16" and device != META,
+            )
             self._interpreters[key] = interpreter
         return interpreter
 

@@ -1,0 +1,77 @@
+"""Host tensors become torch tensors and back without changing a bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fusionai.backends.torch.host import ALIGNMENT_BYTES, DTYPES, to_host, to_torch
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
+
+CPU = torch.device("cpu")
+
+
+def random_bytes(count: int) -> bytearray:
+    return bytearray(np.random.default_rng(0).integers(0, 256, count, dtype=np.uint8).tobytes())
+
+
+def test_every_dtype_of_the_wire_is_known():
+    assert DTYPES.keys() == ITEMSIZE_BYTES.keys()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("own", [False, True])
+def test_bits_survive_the_round_trip(dtype, shape, own):
+    count = int(np.prod(shape)) * ITEMSIZE_BYTES[dtype]
+    data = bytearray(count) if dtype == "bool" else random_bytes(count)
+    tensor = to_torch(host_tensor(dtype, shape, data), CPU, own=own)
+    assert (tensor.dtype, tuple(tensor.shape)) == (DTYPES[dtype], shape)
+    back = to_host(tensor, own=own)
+    assert (back.dtype, back.shape, bytes(back.data)) == (dtype, shape, bytes(data))
+
+
+def aligned(count: int) -> memoryview:
+    """Memory as torch would give it."""
+    return torch.empty(count + ALIGNMENT_BYTES, dtype=torch.uint8).numpy().data[:count]
+
+
+def test_aligned_writable_memory_is_used_in_place():
+    view = aligned(64)
+    tensor = to_torch(host_tensor("float32", (16,), view), CPU)
+    view[:] = np.full(16, 2.5, dtype=np.float32).tobytes()
+    assert torch.equal(tensor, torch.full((16,), 2.5))
+
+
+@pytest.mark.parametrize("case", ["own", "unaligned", "read only"])
+def test_other_memory_is_copied_to_aligned_memory(case):
+    view = aligned(80)
+    part = {"own": view[:64], "unaligned": view[4:68], "read only": view[:64].toreadonly()}[case]
+    tensor = to_torch(host_tensor("float32", (16,), part), CPU, own=case == "own")
+    before = tensor.clone()
+    view[:] = bytes(80) if before.any() else b"\1" * 80
+    assert torch.equal(tensor, before)
+    assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def test_strided_tensors_and_sizes_leave_as_contiguous_bytes():
+    tensor = torch.arange(6, dtype=torch.int32).reshape(2, 3).t()
+    back = to_host(tensor)
+    assert (back.shape, bytes(back.data)) == ((3, 2), tensor.contiguous().numpy().tobytes())
+    size = to_host(7)
+    assert (size.dtype, size.shape, int.from_bytes(size.data, "little")) == ("int64", (), 7)
+
+
+def test_own_bytes_do_not_follow_the_tensor():
+    tensor = torch.ones(4)
+    kept, shared = to_host(tensor, own=True), to_host(tensor)
+    tensor.zero_()
+    assert bytes(kept.data) == np.ones(4, dtype=np.float32).tobytes()
+    assert bytes(shared.data) == bytes(16)
+
+
+def test_a_dtype_that_can_not_travel_is_refused():
+    with pytest.raises(ExecutionError, match="complex64"):
+        to_host(torch.zeros(1, dtype=torch.complex64))
