@@ -19,6 +19,11 @@ pytestmark = pytest.mark.slow
 PATIENCE_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+
+
 class Running:
     """A `fusion` command that goes on; its lines as they come."""
 

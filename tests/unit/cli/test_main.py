@@ -24,9 +24,8 @@ def loaded_by(code: str) -> set[str]:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def failing(monkeypatch: pytest.MonkeyPatch):
     """Replace `fusion pool` by a command that raises what the test says."""
-    monkeypatch.setenv("FUSION_HOME", str(tmp_path))
 
     def install(error: BaseException) -> None:
         @click.command()
@@ -109,7 +108,7 @@ def test_an_internal_error_leaves_its_traceback_in_a_file(failing, tmp_path: Pat
     failing(ZeroDivisionError("division by zero"))
     assert cli.main(["pool"]) == 1
     said = capsys.readouterr().err
-    (record,) = (tmp_path / "errors").iterdir()
+    (record,) = (tmp_path / "home" / "errors").iterdir()
     assert "internal error: ZeroDivisionError" in said
     assert str(record) in said
     assert "Traceback" not in said
