@@ -55,6 +55,7 @@ def assign_blocks(graph: Graph) -> Graph:
         else:
             # Also what the end alone needs of the beginning, such as the scale `1 + weight` of a last norm.
             blocks[node.id] = last + 1
+    blocks.update(_beside_their_module(graph, blocks, cheap))
     numbers = _dense(blocks, {node.id for node in graph.nodes if node.id not in cheap})
     nodes = tuple(msgspec.structs.replace(node, block=numbers[node.id]) for node in graph.nodes)
     return msgspec.structs.replace(graph, nodes=nodes)
@@ -162,6 +163,21 @@ def _feeding_layers(graph: Graph, layer_of: dict[int, int], cheap: frozenset[int
             found.add(node.id)
             wanted.update(reads(node))
     return frozenset(found)
+
+
+def _beside_their_module(graph: Graph, blocks: dict[int, int], cheap: frozenset[int]) -> dict[int, int]:
+    """Nodes that only turn state into state (BatchNorm's step counter) stand where the rest of their module does."""
+    counting = {
+        node.id
+        for node in graph.nodes
+        if all(value in graph.state_writes for value in node.outputs)
+        and all(value in graph.params for value in reads(node))
+    }
+    beside: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.id not in cheap and node.id not in counting:
+            beside.setdefault(node.path, blocks[node.id])
+    return {node.id: beside[node.path] for node in graph.nodes if node.id in counting and node.path in beside}
 
 
 def _loss_nodes(graph: Graph) -> frozenset[int]:

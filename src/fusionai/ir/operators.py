@@ -169,7 +169,7 @@ def _table() -> Iterator[Operator]:
     # Copies and casts.
     yield from _operators("copy", "aten._to_copy.default aten.to.dtype aten.to.dtype_layout aten.clone.default")
     yield from _operators("copy", "aten.contiguous.default aten.type_as.default aten.flip.default aten.roll.default")
-    yield from _operators("copy", "aten.lift_fresh_copy.default aten.copy.default")
+    yield from _operators("copy", "aten.lift_fresh_copy.default")
     yield from _operators("copy", "aten.select_scatter.default aten.slice_scatter.default")
 
     # Tensors made from numbers.

@@ -11,7 +11,7 @@ import pytest
 from fusionai.ir.blocks import assign_blocks, block_hashes
 from fusionai.ir.graph import cheap_nodes, producers, reads
 from fusionai.ir.partition import FEED, cut_blocks
-from fusionai.ir.schema import Graph, Node
+from fusionai.ir.schema import Graph, ListArg, Node
 
 
 def numbers(graph: Graph) -> dict[int, int]:
@@ -140,6 +140,18 @@ def test_what_only_the_end_needs_is_at_the_end(make: Callable[..., Any]) -> None
         x = g.node("aten.linear.default", x, g.param(f"w{i}", (4, 4)), shape=("b", 4), path=f"layers.{i}")
     g.outputs["y"] = g.node("aten.mul.Tensor", x, scale, shape=("b", 4), path="norm")
     assert [node.block for node in assign_blocks(g.graph()).nodes] == [2, 0, 1, 2]
+
+
+def test_a_step_counter_stays_with_its_module(make: Callable[..., Any]) -> None:
+    g = make()
+    x = g.input("x", ("b", 4), "float32")
+    count = g.param("norm.count", (), kind="buffer")
+    g.state_writes[g.node("aten.add.Scalar", count, 1.0, path="norm")] = "norm.count"
+    x = g.node("aten.layer_norm.default", x, ListArg((4,)), g.param("norm.w", (4,)), shape=("b", 4), path="norm")
+    for i in range(2):
+        x = g.node("aten.linear.default", x, g.param(f"w{i}", (4, 4)), shape=("b", 4), path=f"layers.{i}")
+    g.outputs["y"] = g.node("aten.relu.default", x, shape=("b", 4))
+    assert [node.block for node in assign_blocks(g.graph()).nodes] == [0, 0, 1, 2, 3]
 
 
 def test_labels_inside_the_layers_are_an_input(make: Callable[..., Any]) -> None:
