@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fusionai.broker.journal import Journal
 from fusionai.coordination import requests
-from fusionai.coordination.desk import PRESENT, Decision, DeskRules, handle, recovered
+from fusionai.coordination.decisions import handle
+from fusionai.coordination.desk import PRESENT, Decision, DeskRules, recovered
 from fusionai.coordination.events import Placement
 from fusionai.coordination.pool import replay
 from fusionai.coordination.requests import Answer, IssueTickets, Request

@@ -43,6 +43,9 @@ class BrokerServer:
 
     async def accept(self, channel: Channel) -> None:
         """One connection, until it ends. A stranger gets one answer."""
+        if channel.stream == "tensors" and channel.remote.role != "stranger":
+            await _measured(channel)
+            return
         number = next(self._numbers)
         self._channels[number] = channel
         try:
@@ -122,6 +125,13 @@ class BrokerServer:
             _LOG.warning("this process stood still; everybody gets a new lease")
             return self._service.stalled()
         return self._service.tick()
+
+
+async def _measured(channel: Channel) -> None:
+    """A member measures its link to the pool: empty bytes, answered and forgotten. Nothing of a job comes this way."""
+    while await answer_probe(channel, await channel.receive()):
+        pass
+    await channel.send(Refused(code="bad_message", reason="A broker only measures links on this stream."))
 
 
 async def _answer(channel: Channel, outcome: Outcome) -> None:

@@ -21,7 +21,8 @@ import msgspec
 
 from fusionai.broker.journal import Journal, Superseded
 from fusionai.coordination import pool, requests, views
-from fusionai.coordination.desk import Decision, Desk, DeskRules, handle, recovered
+from fusionai.coordination.decisions import handle
+from fusionai.coordination.desk import Decision, Desk, DeskRules, recovered
 from fusionai.coordination.events import Placement
 from fusionai.coordination.requests import Refusal, Request
 from fusionai.primitives.clock import Clock
@@ -113,7 +114,7 @@ class BrokerService:
     def receive(self, remote: Remote, connection: int, message: Message) -> Outcome:
         """Exactly one answer to every message. Raises only `Superseded`: this broker's time is over."""
         try:
-            if remote.peer is None or remote.role == "stranger":
+            if remote.peer is None:
                 return self._greet_stranger(message)
             if not self._desk.knows(remote.peer):
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
@@ -189,8 +190,10 @@ class BrokerService:
             case InviteRequest():
                 return self._hand_out(peer, message)
             case JoinRequest():
-                # Somebody of the pool asks for a certificate (a new one before the old expires).
-                return self._enrol(message)
+                # With a token: a new certificate before the old expires. Without: a further key of the same machine.
+                if message.token:
+                    return self._enrol(message)
+                return self._decide(requests.Vouch(peer, peer_of(message.public_key), message.purpose))
             case _:
                 tag = message.__struct_config__.tag
                 raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")

@@ -51,6 +51,14 @@ class PeerEnrolled(_Fact, frozen=True, tag="peer_enrolled"):
     invitation: Name
 
 
+class KeyVouched(_Fact, frozen=True, tag="key_vouched"):
+    """A member had a further key of its own machine certified (a machine that lends itself and runs jobs has two)."""
+
+    peer: Peer
+    purpose: Literal["provider", "owner"]
+    sponsor: Peer
+
+
 class MemberRegistered(_Fact, frozen=True, tag="member_registered"):
     peer: Peer
     boot: Count
@@ -136,6 +144,7 @@ class JobFailed(_Fact, frozen=True, tag="job_failed"):
 Fact = (
     InvitationIssued
     | PeerEnrolled
+    | KeyVouched
     | MemberRegistered
     | MemberDraining
     | MemberLeft

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fusionai.coordination.events import (
+    KeyVouched,
     MemberDraining,
     MemberEvicted,
     MemberLeft,
@@ -47,6 +48,8 @@ class Member(State):
     addresses: tuple[str, ...] = ()
     job: JobId | None = None
     stages: tuple[int, ...] = ()
+    sponsor: PeerId | None = None
+    """The member that had this key certified, if no invitation did."""
     earlier_boots: tuple[int, ...] = ()
     """Boot numbers of this machine's earlier processes: their messages no longer count."""
 
@@ -57,12 +60,25 @@ def enrolled(fact: PeerEnrolled) -> Member:
     return Member(entity=f"member {short(peer)}", phase="joining", peer=peer, story=("PeerEnrolled -> joining",))
 
 
+def vouched(fact: KeyVouched) -> Member:
+    """A further key of a member's own machine."""
+    peer = PeerId(fact.peer)
+    return Member(
+        entity=f"member {short(peer)}",
+        phase="joining",
+        peer=peer,
+        sponsor=PeerId(fact.sponsor),
+        story=("KeyVouched -> joining",),
+    )
+
+
 def successor(member: Member, fact: MemberRegistered) -> Member:
     """The member that a new process of the same machine is; the old process's place and story end here."""
     fresh = Member(
         entity=member.entity,
         phase="joining",
         peer=member.peer,
+        sponsor=member.sponsor,
         earlier_boots=(*member.earlier_boots, member.boot)[-REMEMBERED_BOOTS:],
     )
     return MEMBERSHIP.advance(fresh, fact)[0]

@@ -71,6 +71,13 @@ def advance(pool: Pool, fact: Fact) -> Pool:
             return replace(pool, invitations=_with(kept, fact.invitation, issued(fact)))
         case events.PeerEnrolled():
             return _enrol(pool, fact)
+        case events.KeyVouched():
+            known = PeerId(fact.peer) in pool.members
+            return (
+                pool
+                if known
+                else replace(pool, members=_with(pool.members, PeerId(fact.peer), membership.vouched(fact)))
+            )
         case events.MemberRegistered():
             return _register(pool, fact)
         case events.MemberLost() | events.MemberEvicted():

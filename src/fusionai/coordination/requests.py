@@ -34,6 +34,15 @@ class Enrol:
 
 
 @dataclass(frozen=True, slots=True)
+class Vouch:
+    """A member asks for a certificate for a further key of its own machine."""
+
+    sender: PeerId
+    peer: PeerId
+    purpose: Literal["provider", "owner"]
+
+
+@dataclass(frozen=True, slots=True)
 class Register:
     peer: PeerId
     connection: int
@@ -111,7 +120,20 @@ class Stalled:
     """The broker itself was not running for a while: nobody's silence counts."""
 
 
-Request = Enrol | Register | Beat | AskLeave | RequestJob | ReportJob | StopJob | Invite | Disconnected | Tick | Stalled
+Request = (
+    Enrol
+    | Vouch
+    | Register
+    | Beat
+    | AskLeave
+    | RequestJob
+    | ReportJob
+    | StopJob
+    | Invite
+    | Disconnected
+    | Tick
+    | Stalled
+)
 
 
 @dataclass(frozen=True, slots=True)

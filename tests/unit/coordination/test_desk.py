@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fusionai.coordination import events, requests, views
-from fusionai.coordination.desk import Decision, Desk, DeskRules, handle, recovered
+from fusionai.coordination.admission import MAX_VOUCHED
+from fusionai.coordination.decisions import handle
+from fusionai.coordination.desk import Decision, Desk, DeskRules, recovered
 from fusionai.coordination.events import Placement
 from fusionai.coordination.pool import Pool, replay
 from fusionai.coordination.requests import Answer, Certify, IssueTickets, Notify, Request
@@ -124,6 +126,19 @@ def test_a_full_pool_takes_nobody():
     drive.join(A)
     drive.ask(requests.Invite(BROKER, "d", 1, 60.0))
     assert "full" in drive.refused(requests.Enrol("d", B, "provider"), "busy")
+
+
+def test_a_member_may_have_a_few_further_keys_certified_and_those_none(drive: Drive):
+    keys = [PeerId(letter * 52) for letter in "efghi"]
+    for key in keys[:MAX_VOUCHED]:
+        assert drive.ask(requests.Vouch(A, key, "owner")).commands == (Certify(key),)
+        assert (drive.phase(key), drive.desk.pool.members[key].sponsor) == ("joining", A)
+    assert drive.ask(requests.Vouch(A, keys[0], "owner")).facts == ()
+    drive.refused(requests.Vouch(A, keys[-1], "owner"), "not_authorised")
+    drive.refused(requests.Vouch(keys[0], keys[-1], "owner"), "not_authorised")
+    drive.refused(requests.Vouch(STRANGE, keys[-1], "owner"), "unknown_peer")
+    drive.ask(want(A, owner=keys[0]))
+    assert drive.desk.pool.jobs[JOB].owner == keys[0]
 
 
 # --------------------------------------------------------------------------------------------------------- members
@@ -301,6 +316,8 @@ def test_a_driver_that_comes_back_learns_of_the_stop_it_missed(drive: Drive):
     assert drive.ask(requests.StopJob(OWNER, JOB)).commands == (Answer(Done()),)
     decision = drive.ask(report("running", connection=600))
     assert decision.commands == (Answer(Done()), Notify(600, StopNotice(job=JOB)))
+    decision = drive.ask(replace(want(A, version=1), connection=700))
+    assert decision.commands == (IssueTickets(JOB, 1), Notify(700, StopNotice(job=JOB)))
 
 
 def test_a_job_without_its_driver_runs_on_and_is_given_up_in_the_end(drive: Drive):

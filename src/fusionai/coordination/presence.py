@@ -1,0 +1,149 @@
+"""Who is there: registering, heartbeats, leaving, and what silence leads to.
+
+Decides when somebody is lost: never by a broken connection, only by a lease that ran out or a new process in its place.
+Neighbours: `membership` and `lease` are the tables, `assignment` gives members work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusionai.coordination import events
+from fusionai.coordination.desk import PRESENT, recovered, wait_for_driver
+from fusionai.coordination.lease import LEASE, Elapsed, Heard, grant
+from fusionai.coordination.membership import Member
+from fusionai.coordination.requests import (
+    Answer,
+    AskLeave,
+    Beat,
+    Disconnected,
+    Notify,
+    Refusal,
+    Register,
+)
+from fusionai.coordination.turn import Turn, with_entry, without_entry
+from fusionai.wire.messages import (
+    Done,
+    HeartbeatAck,
+    LeaveNotice,
+    Registered,
+)
+
+
+def register(turn: Turn, request: Register) -> None:
+    member = turn.member(request.peer)
+    if request.boot in member.earlier_boots:
+        raise Refusal("not_authorised", f"A later process of {member.entity} has registered (boot {member.boot}).")
+    if member.phase in PRESENT and member.boot != request.boot:
+        _lose(turn, member, "a new process of its machine registered")
+    same = (
+        member.phase in PRESENT
+        and member.boot == request.boot
+        and member.profile == request.profile
+        and member.addresses == request.addresses
+    )
+    if not same:
+        turn.record(
+            events.MemberRegistered(
+                at_s=turn.wall_s,
+                peer=request.peer,
+                boot=request.boot,
+                profile=request.profile,
+                addresses=request.addresses,
+            )
+        )
+    _grant_lease(turn, member)
+    turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
+    turn.commands.append(
+        Answer(Registered(lease_s=turn.rules.lease_s, heartbeat_s=turn.rules.heartbeat_s, pool=turn.rules.pool))
+    )
+
+
+def beat(turn: Turn, request: Beat) -> None:
+    member = turn.member(request.peer)
+    if request.boot != member.boot:
+        raise Refusal("not_authorised", f"{member.entity} is now its process with boot {member.boot}.")
+    if member.phase in ("joining", "left"):
+        raise Refusal("unknown_peer", f"{member.entity} is {member.phase}, not in the pool.")
+    lease = turn.desk.leases.get(request.peer)
+    if member.phase not in PRESENT or lease is None:
+        raise Refusal("stale_fence", f"{member.entity} is {member.phase}; clear your stages and register again.")
+    renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
+    turn.desk = replace(
+        turn.desk,
+        leases=with_entry(turn.desk.leases, request.peer, renewed),
+        links=with_entry(turn.desk.links, request.peer, request.connection),
+    )
+    turn.commands.append(Answer(HeartbeatAck(lease_s=turn.rules.lease_s)))
+
+
+def leave(turn: Turn, request: AskLeave) -> None:
+    """From the peer's process itself, or from another program of its machine's owner; then the process is told."""
+    member = turn.member(request.peer)
+    link = turn.desk.links.get(request.peer)
+    match member.phase:
+        case "left" | "evicted":
+            pass
+        case "draining" if request.drain:
+            pass
+        case "active" if request.drain:
+            turn.record(events.MemberDraining(at_s=turn.wall_s, peer=request.peer))
+            turn.note_job(member, f"{member.entity} drains")
+        case _:
+            turn.record(events.MemberLeft(at_s=turn.wall_s, peer=request.peer))
+            turn.note_job(member, f"{member.entity} left at once")
+            turn.forget(request.peer)
+    if link is not None and link != request.connection:
+        turn.commands.append(Notify(link, LeaveNotice(drain=request.drain)))
+    turn.commands.append(Answer(Done()))
+
+
+def disconnect(turn: Turn, request: Disconnected) -> None:
+    """Nobody is lost by a broken connection: the lease runs on, and the job waits for its driver."""
+    turn.desk = replace(
+        turn.desk,
+        links={peer: link for peer, link in turn.desk.links.items() if link != request.connection},
+    )
+    for name, connection in turn.desk.drivers.items():
+        if connection == request.connection:
+            wait = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
+            turn.desk = replace(
+                turn.desk,
+                drivers=without_entry(turn.desk.drivers, name),
+                waits=with_entry(turn.desk.waits, name, wait),
+            )
+
+
+def tick(turn: Turn) -> None:
+    for peer, lease in turn.desk.leases.items():
+        aged, _ = LEASE.advance(lease, Elapsed(turn.now_s))
+        if aged.phase == "expired":
+            _lose(turn, turn.pool.members[peer], f"not heard for {lease.duration_s:g} s")
+    for name, wait in turn.desk.waits.items():
+        aged, _ = LEASE.advance(wait, Elapsed(turn.now_s))
+        if aged.phase != "expired":
+            continue
+        job = turn.pool.jobs[name]
+        if job.attended:
+            turn.record(events.JobUnattended(at_s=turn.wall_s, job=name, reason="its driver is out of touch"))
+            again = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
+            turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))
+        else:
+            turn.fail(job, f"given up after {turn.rules.unattended_s:g} s without its driver")
+
+
+def restart_leases(turn: Turn) -> None:
+    fresh = recovered(turn.rules, turn.pool, turn.now_s)
+    waits = {name: wait for name, wait in fresh.waits.items() if name in turn.desk.waits}
+    turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits)
+
+
+def _lose(turn: Turn, member: Member, reason: str) -> None:
+    turn.record(events.MemberLost(at_s=turn.wall_s, peer=member.peer, boot=member.boot, reason=reason))
+    turn.note_job(member, f"{member.entity} lost: {reason}")
+    turn.forget(member.peer)
+
+
+def _grant_lease(turn: Turn, member: Member) -> None:
+    lease = grant(f"lease of {member.entity}", turn.now_s, turn.rules.lease_s)
+    turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, member.peer, lease))
