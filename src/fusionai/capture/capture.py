@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusionai.capture.build import Built, build
-from fusionai.capture.export import export
+from fusionai.capture.export import export, output_dims
 from fusionai.capture.lowering import Lowered, Unsupported, lower
 from fusionai.capture.source import ModelSource
 from fusionai.capture.state import StateSource, group, index_checkpoint
@@ -117,7 +117,7 @@ def draft(
         if not 1 <= low <= high:
             raise ModelError(f"the range of {name} sizes is {low} to {high}.", hint="Give 1 <= smallest <= largest.")
     built = build(source, seed)
-    specs, names = input_specs(built.module, task, example_inputs or built.example_inputs)
+    specs, names = input_specs(built.module, task, example_inputs or built.example_inputs, output_dims)
     used_symbols = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
     symbols = {name: bounds for name, bounds in (("b", batch), ("s", sequence)) if name in used_symbols}
     if extra := sorted(used_symbols - set(symbols)):

@@ -37,10 +37,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     dynamic = {
         name: Dim(name, min=low, max=high) for name, (low, high) in symbols.items() if low < high and sizes[name] > 1
     }
-    example = {
-        spec.name: torch.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims], dtype=spec.dtype)
-        for spec in inputs
-    }
+    example = {spec.name: torch.zeros(_shape(spec, sizes), dtype=spec.dtype) for spec in inputs}
     shapes = {
         spec.name: {i: dynamic[dim] for i, dim in enumerate(spec.dims) if isinstance(dim, str) and dim in dynamic}
         for spec in inputs
@@ -55,6 +52,47 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
             raise _explain(error) from error
         _keep_gradient_stops(program)
         return program.run_decompositions({})
+
+
+def output_dims(task: TaskModule, inputs: tuple[InputSpec, ...]) -> tuple[int | str, ...]:
+    """Dims of the module's first output, found without memory by running it at two values of each symbol. Raises
+    `ModelError` when a size is neither fixed nor a symbol."""
+    used = sorted({dim for spec in inputs for dim in spec.dims if isinstance(dim, str)})
+    sizes = {name: _EXAMPLE_SIZES.get(name, 7) for name in used}
+    base = _output_shape(task, inputs, sizes)
+    dims: list[int | str] = list(base)
+    for name in used:
+        other = _output_shape(task, inputs, sizes | {name: sizes[name] + 1})
+        for index, (size, moved) in enumerate(zip(base, other, strict=True)):
+            if size == moved:
+                continue
+            if (size, moved) != (sizes[name], sizes[name] + 1):
+                raise ModelError(
+                    f"the size of dimension {index} of the module's output is neither fixed nor {name!r}.",
+                    hint="Give an example of `labels` among the example inputs.",
+                )
+            dims[index] = name
+    return tuple(dims)
+
+
+def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    was_training = task.module.training
+    # Statistics must not move, and they would if the module trained.
+    task.eval()
+    try:
+        with _fake_parameters(task) as mode, mode, torch.no_grad():
+            result = task({spec.name: torch.zeros(_shape(spec, sizes), dtype=spec.dtype) for spec in inputs})
+        return tuple(next(iter(result.values())).shape)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+    finally:
+        task.train(was_training)
+
+
+def _shape(spec: InputSpec, sizes: Mapping[str, int]) -> list[int]:
+    return [sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims]
 
 
 @contextmanager

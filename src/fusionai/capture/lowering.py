@@ -377,8 +377,31 @@ def _new_empty(lowering: _Lowering, node: fx.Node) -> None:
 
 
 def _fill(lowering: _Lowering, node: fx.Node) -> None:
-    op = "aten.full_like.default" if _op_name(node).endswith("Scalar") else "aten.copy.default"
-    lowering.emit(node, op, node.args, node.kwargs)
+    if _op_name(node).endswith("Scalar"):
+        lowering.emit(node, "aten.full_like.default", node.args, node.kwargs)
+    else:
+        _copy(lowering, node)
+
+
+def _copy(lowering: _Lowering, node: fx.Node) -> None:
+    """`copy` has no derivative of its own: the source, cast and expanded to the target's shape, is the same."""
+    args: tuple[Any, ...] = node.args
+    target, source = args[:2]
+    if source.meta["val"].dtype != node.meta["val"].dtype:
+        raise _Refusal("it writes a tensor of another dtype; cast it first")
+    lowering.emit(node, "aten.expand_as.default", (source, target), {})
+
+
+def _normalise(lowering: _Lowering, node: fx.Node) -> None:
+    """Batch normalisation by its running statistics; the further results are empty or not, as the device likes."""
+    if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
+        raise _Refusal("the model uses the saved statistics")
+    value = node.meta["val"]
+    node.meta["val"] = value[0]
+    x, weight, bias, mean, variance, momentum, eps = node.args
+    lowering.emit(node, "aten.batch_norm.default", (x, weight, bias, mean, variance, False, momentum, eps, False), {})
+    node.meta["val"] = value
+    lowering.names[node] = (node.name,)
 
 
 _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
@@ -387,6 +410,8 @@ _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
     "aten.dropout.default": _dropout,
     "aten.native_dropout.default": _dropout,
     "aten.new_empty.default": _new_empty,
+    "aten.copy.default": _copy,
+    "aten._native_batch_norm_legit_no_training.default": _normalise,
     "aten.fill.Scalar": _fill,
     "aten.fill.Tensor": _fill,
 }

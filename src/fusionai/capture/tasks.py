@@ -7,7 +7,7 @@ of transformers' loss functions so that its bits are the same. Neighbours: `capt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -93,9 +93,13 @@ class TaskModule(nn.Module):
 
 
 def input_specs(
-    module: nn.Module, task: Task, examples: Mapping[str, ExampleInput | torch.Tensor] | None
+    module: nn.Module,
+    task: Task,
+    examples: Mapping[str, ExampleInput | torch.Tensor] | None,
+    output_dims: Callable[[TaskModule, tuple[InputSpec, ...]], tuple[int | str, ...]],
 ) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
-    """The graph's inputs and the names of those that go to the module. Raises `ModelError`."""
+    """The graph's inputs and the names of those that go to the module. `output_dims` answers where labels must
+    have the shape of the module's output. Raises `ModelError`."""
     if examples is None:
         if task not in ("causal_lm", "masked_lm"):
             raise ModelError(
@@ -111,7 +115,8 @@ def input_specs(
         case "classification":
             labels = InputSpec("labels", (BATCH,), torch.int64)
         case "regression":
-            labels = InputSpec("labels", _output_dims(module, specs), torch.float32)
+            dims = output_dims(TaskModule(module, "none", names), tuple(specs))
+            labels = InputSpec("labels", dims, torch.float32)
         case _:
             labels = InputSpec("labels", specs[0].dims, torch.int64)
     return (*specs, labels), names
@@ -148,28 +153,6 @@ def _from_example(name: str, example: ExampleInput | torch.Tensor) -> InputSpec:
         )
     dims = tuple(size if symbol is None else symbol for size, symbol in zip(tensor.shape, named, strict=True))
     return InputSpec(name, dims, tensor.dtype, example=tensor)
-
-
-def _output_dims(module: nn.Module, specs: list[InputSpec]) -> tuple[int | str, ...]:
-    """Dims of the module's output, by running it on the meta device; its first dimension is taken for the batch."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    names = tuple(spec.name for spec in specs if spec.name != "labels")
-    with mode, torch.no_grad():
-        fakes = {
-            spec.name: torch.empty_like(spec.example, device="meta")
-            for spec in specs
-            if spec.name in names and spec.example is not None
-        }
-        result = _tensor(TaskModule(_on_meta(module), "none", names)._call(fakes), "logits")
-    return (BATCH, *result.shape[1:])
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(module).to("meta")
 
 
 def _tensor(result: Any, name: str) -> torch.Tensor:
