@@ -79,7 +79,7 @@ class BrokerHome:
 def _pool_name(directory: Path, pool: str | None) -> str:
     kept = read_private(directory / CERTIFICATE_FILE)
     kept_name = None if kept is None else pool_of(kept)
-    name = pool or kept_name or DEFAULT_POOL
+    name = pool if pool is not None else kept_name or DEFAULT_POOL
     if not 0 < len(name) <= MAX_POOL_NAME_LENGTH or not name.isprintable():
         raise UsageError(f"expected a pool name of 1 to {MAX_POOL_NAME_LENGTH} printable characters, got {name!r}.")
     if kept_name is not None and name != kept_name:

@@ -3,7 +3,7 @@
 A fact is past tense and complete: folding the facts over an empty pool (`pool.advance`) gives the pool, at once or
 after a restart. What may be forgotten (leases, connections, progress within a phase) is no fact and is not here.
 
-Neighbours: `desk` decides facts, `broker.journal` keeps them, `membership`, `job`, `plan_version` and `invitation` are
+Neighbours: `decisions` makes facts, `broker.journal` keeps them, `membership`, `job`, `plan_version` and `invitation` are
 the machines they move.
 """
 

@@ -1,8 +1,8 @@
 """One job as the pool sees it: asked for, running, over. Decides when it holds members and when it lets them go.
 
 The broker never sees a step commit: what happens within the job is its driver's and its stages' business. `unattended`
-is no phase: a running job whose driver is out of touch runs on. Neighbours: `plan_version` holds its plans, `desk`
-turns messages into these facts.
+is no phase: a running job whose driver is out of touch runs on. Neighbours: `plan_version` holds its plans,
+`assignment` turns messages into these facts.
 """
 
 from __future__ import annotations

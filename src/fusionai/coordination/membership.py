@@ -1,7 +1,7 @@
 """One process that lends a machine: from certificate to departure. Decides when it may be given stages.
 
 A member is (peer, boot number): a process started anew is a new member in the old one's place. `idle` members are the
-backup pool. Never decides *when* somebody is lost (`lease`) or *who* gets a stage (`desk`).
+backup pool. Never decides *when* somebody is lost (`presence`) or *who* gets a stage (`assignment`).
 """
 
 from __future__ import annotations

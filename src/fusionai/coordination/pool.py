@@ -3,7 +3,7 @@
 `advance(pool, fact)` is a pure fold: live operation and a restart from the journal run through the same function. A
 fact that no machine allows raises `ForbiddenTransition` and changes nothing. Who may cause a fact is not decided here.
 
-Neighbours: `desk` decides facts, `broker.journal` keeps them.
+Neighbours: `decisions` makes facts, `broker.journal` keeps them.
 """
 
 from __future__ import annotations

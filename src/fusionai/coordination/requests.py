@@ -1,7 +1,7 @@
 """What the broker's desk is asked, and what it commands. Decides names only.
 
 A request names its sender as the transport authenticated it, and the connection it came by (a number the shell gives).
-Neighbours: `desk` decides, `broker.service` makes requests of messages and performs commands.
+Neighbours: `decisions` decides, `broker.service` makes requests of messages and performs commands.
 """
 
 from __future__ import annotations
