@@ -1,8 +1,8 @@
 """The broker less its sockets: messages in, messages out, every fact journalled before anything is said.
 
 Turns a message of an authenticated sender into a request, lets `coordination.decisions` decide, appends the facts to
-the journal, and only then adopts the decision and performs its commands: certificates, tickets, answers, notices. If the
-journal fails, nothing has happened and the sender is told so.
+the journal, and only then adopts the decision and performs its commands: certificates, tickets, answers, notices. If
+the journal fails, nothing has happened and the sender is told so.
 
 Decides what a stranger may say (one thing: it asks to join) and what a plan must look like to be looked at. Tensors
 never come this way. Neighbours: `server` owns the connections and the timer, `transport` signs.

@@ -35,7 +35,8 @@ class DeskRules:
     heartbeat_s: float = 3.0
     unattended_s: float = 900.0
     """How long a job may stay without its driver before it is given up."""
-    max_members: int = 10_000
+    max_members: int = 2_000
+    """Heartbeats of so many keep a slow core a third busy; more need another design."""
     max_live_jobs: int = 1_000
     max_invitations: int = 10_000
 

@@ -3,8 +3,8 @@
 A fact is past tense and complete: folding the facts over an empty pool (`pool.advance`) gives the pool, at once or
 after a restart. What may be forgotten (leases, connections, progress within a phase) is no fact and is not here.
 
-Neighbours: `decisions` makes facts, `broker.journal` keeps them, `membership`, `job`, `plan_version` and `invitation` are
-the machines they move.
+Neighbours: `decisions` makes facts, `broker.journal` keeps them, `membership`, `job`, `plan_version` and `invitation`
+are the machines they move.
 """
 
 from __future__ import annotations

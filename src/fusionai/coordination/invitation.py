@@ -1,7 +1,7 @@
 """One invitation into a pool: how often it may still be used. Decides nothing about expiry dates or tokens.
 
-Only the SHA-256 of the token is known here. Neighbours: `admission` checks the expiry date, `transport.invitation` is what
-people pass on.
+Only the SHA-256 of the token is known here. Neighbours: `admission` checks the expiry date, `transport.invitation` is
+what people pass on.
 """
 
 from __future__ import annotations
