@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.ids import short
@@ -46,6 +48,7 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
 @click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
 @address_option
 @home_option
+@json_option
 def join(
     invitation: str | None,
     owner: bool,
@@ -59,6 +62,7 @@ def join(
     port: int,
     addresses: tuple[str, ...],
     home: Path,
+    json_file: Path | None,
 ) -> None:
     """Enter a pool with an invitation and lend this machine until Ctrl-C.
 
@@ -88,6 +92,8 @@ def join(
 
     def ready(announced: PeerReady) -> None:
         profile = announced.profile
+        if json_file is not None:
+            write_json(json_file, "join", msgspec.to_builtins(announced))
         console.line(
             f"In pool {console.printable(announced.pool)} as {profile.name} ({short(announced.peer)}): lending "
             f"{profile.device} ({profile.device_name}), {format_bytes(profile.memory_bytes)}, "

@@ -24,11 +24,12 @@ from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Grant, Member, PoolSession
 from fusionai.client.preparation import Prepared, prepare, problem_for
 from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.resume import check_resumable, encode_recipe
 from fusionai.corpus.schedule import learning_rate
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.member import Host
 from fusionai.primitives.clock import SystemClock
-from fusionai.primitives.errors import ExecutionError, FusionError, RecipeError, RefusedError
+from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.types import PeerProfile, Plan
@@ -262,41 +263,13 @@ def _checkpoints(recipe: Recipe, prepared: Prepared, directory: RunDirectory) ->
 
 
 def _directory(recipe: Recipe) -> RunDirectory:
-    """Open the job's directory; one that belongs to another recipe is not overwritten."""
+    """Open the job's directory. Raises `RecipeError` if a job of another recipe lives there."""
     directory = RunDirectory(Path(recipe.directory))
-    content = msgspec.json.encode(msgspec.to_builtins(_identity(recipe)), order="deterministic")
     kept = directory.kept_recipe()
-    if kept is not None and kept != content:
-        changed = _changed(msgspec.json.decode(kept), msgspec.json.decode(content))
-        raise RecipeError(
-            f"{directory.root} holds a job of another recipe (changed: {', '.join(changed)}).",
-            hint="Undo the change, or name another [job] directory.",
-        )
-    directory.keep_recipe(content)
+    if kept is not None:
+        check_resumable(kept, recipe)
+    directory.keep_recipe(encode_recipe(recipe))
     return directory
-
-
-def _identity(recipe: Recipe) -> dict[str, object]:
-    """What may not change in a job's life. More steps, other checkpoints, evaluation, placement or output may."""
-    tables = msgspec.to_builtins(recipe)
-    job = tables["job"]
-    return {
-        "job": {"name": job["name"], "seed": job["seed"]},
-        "model": tables["model"],
-        "data": tables["data"],
-        "train": tables["train"],
-    }
-
-
-def _changed(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    names: list[str] = []
-    for table in sorted(before.keys() | after.keys()):
-        old, new = before.get(table), after.get(table)
-        if isinstance(old, dict) and isinstance(new, dict):
-            names += [f"[{table}] {key}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        elif old != new:
-            names.append(table)
-    return names
 
 
 def _job_id(recipe: Recipe, owner: PeerId, directory: RunDirectory) -> JobId:
@@ -304,9 +277,7 @@ def _job_id(recipe: Recipe, owner: PeerId, directory: RunDirectory) -> JobId:
     return JobId(f"{recipe.job.name}-{digest[:8]}")
 
 
-def _result(
-    directory: RunDirectory, journal: CommitJournal, job: JobId, stopped: str | None
-) -> TrainingResult:
+def _result(directory: RunDirectory, journal: CommitJournal, job: JobId, stopped: str | None) -> TrainingResult:
     return TrainingResult(
         job=job,
         steps=journal.committed,

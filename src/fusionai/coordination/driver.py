@@ -158,6 +158,13 @@ class SendResume:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceReady:
+    """Every stage is at `base` and every link is up; the first work follows."""
+
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
     """Give the microbatch's inputs to the stages that need them."""
 
@@ -233,6 +240,7 @@ class WarnTolerant:
 DriverCommand = (
     SendAttach
     | SendResume
+    | AnnounceReady
     | Feed
     | DecideScale
     | JournalCommit
@@ -316,12 +324,13 @@ class DriverMachine:
         if self._ready < set(self.shape.stages):
             return []
         self.phase = DriverPhase.RUNNING
+        ready = AnnounceReady(self.base)
         if self.step >= self.shape.steps:
-            return self._end()
+            return [ready, *self._end()]
         if self.shape.save_base:
             self._saving = self.base
-            return [WriteCheckpoint(self.base, ask=True)]
-        return self._feed()
+            return [ready, WriteCheckpoint(self.base, ask=True)]
+        return [ready, *self._feed()]
 
     def on_loss(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, LossArrived)

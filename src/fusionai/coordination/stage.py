@@ -378,17 +378,14 @@ class StageMachine:
     def on_forward_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ForwardArrived)
         ahead = event.step - self.applied
-        over = event.mode == "train" and (
-            ahead > STEPS_AHEAD or event.microbatch >= self.shape.microbatches or (ahead == 0 and self._is_past(event.microbatch))
-        )
+        past = ahead == 0 and event.microbatch < self._forwarded
+        beyond = ahead > STEPS_AHEAD or event.microbatch >= self.shape.microbatches
+        over = event.mode == "train" and (past or beyond)
         if ahead < 0 or over or event.producer not in self.shape.producers[event.mode]:
             self.dropped += 1
             return []
         self._arrived.setdefault((event.mode, event.step, event.microbatch), set()).add(event.producer)
         return []
-
-    def _is_past(self, microbatch: int) -> bool:
-        return microbatch < self._forwarded
 
     def on_backward_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, BackwardArrived)

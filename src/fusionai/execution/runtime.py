@@ -99,6 +99,7 @@ class StageRuntime:
         self._imported: set[str] = set()
         self._arrived_state: int | None = None
         self._import_progress = asyncio.Event()
+        self._takes_state = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -114,6 +115,8 @@ class StageRuntime:
     # ---------------------------------------------------------------------------------------------- messages in
 
     def attach(self, fence: Fence) -> None:
+        self._takes_state.clear()
+        self._imported.clear()
         self._handle(machine.Attached(fence))
 
     def detach(self, reason: str) -> None:
@@ -141,14 +144,17 @@ class StageRuntime:
                 self._handle(machine.Committed(message.record, message.line, message.save))
             case wire.Resume():
                 self._handle(machine.Resumed(message.committed, message.source, message.base, message.record))
-                self._offer_state()
+                if message.source == "import":
+                    self._takes_state.set()
             case wire.Export():
                 self._handle(machine.ExportAsked(message.step))
             case _:
                 raise ExecutionError(f"stage {self.stage} of {self.job} can't take a {type(message).__name__}.")
 
     async def receive_state(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor]) -> None:
-        """Part of a state to start from; the last chunk says of which step it is."""
+        """Part of a state to start from; the last chunk says of which step it is. The state may arrive before the
+        resume that asks for it, on another connection: it waits, or it would be overwritten."""
+        await self._takes_state.wait()
         entries = list(tensors.items())
         await self._compute.run(lambda: self.program.import_state(entries))
         self._imported.update(tensors)
@@ -158,7 +164,7 @@ class StageRuntime:
         self._offer_state()
 
     def _offer_state(self) -> None:
-        """The state may arrive before the resume that asks for it: they travel on different connections."""
+        """A complete state is news to the machine once it has been asked to restore."""
         if self._arrived_state is not None and self._machine.expects_state:
             step, self._arrived_state = self._arrived_state, None
             self._handle(machine.StateArrived(step))
@@ -358,6 +364,7 @@ class StageRuntime:
 
     async def _initialise(self) -> None:
         missing, _ = await self._compute.run(self.program.initialise)
+        self._takes_state.set()
         while not self._imported.issuperset(missing):
             self._import_progress.clear()
             await self._import_progress.wait()

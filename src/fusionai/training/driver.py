@@ -104,6 +104,8 @@ class Driver:
                 self._attach_all()
             case machine.SendResume():
                 self._resume(command)
+            case machine.AnnounceReady(base):
+                self._on_progress(progress.JobReady(base))
             case machine.Feed(step, microbatch):
                 self._feed("train", step, microbatch, self._job.data.microbatch(step, microbatch))
             case machine.DecideScale(step, norms):

@@ -65,21 +65,44 @@ async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, t
     invited = parse_invitation(invitation) if isinstance(invitation, str) else invitation
     identity = load_identity(home)
     transport = TcpTransport(StrangerCredentials(invited.authority_key))
-    channel = await transport.dial(invited.addresses, expect=None, stream="control", timeout_s=timeout_s)
+    request = JoinRequest(token=invited.token, public_key=identity.public_key, purpose=purpose)
+    granted = await _ask(transport, invited.addresses, request, timeout_s)
+    membership = _accept(granted, invited.authority_key, invited.addresses, identity, purpose)
+    keep_membership(home, membership)
+    return membership
+
+
+async def enrol_second_key(machine: Membership, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
+    """Have a further key of this machine certified, in `home`: the member it is already answers for it.
+
+    Raises `TransportError`, `TrustError`, `RefusedError` (too many such keys), `StorageError`.
+    """
+    identity = load_identity(home)
+    transport = TcpTransport(machine.credentials)
+    request = JoinRequest(token=b"", public_key=identity.public_key, purpose=purpose)
+    granted = await _ask(transport, machine.broker_addresses, request, timeout_s)
+    authority_key = machine.credentials.authority_key
+    membership = _accept(granted, authority_key, machine.broker_addresses, identity, purpose)
+    keep_membership(home, membership)
+    return membership
+
+
+async def _ask(
+    transport: TcpTransport, addresses: tuple[str, ...], request: JoinRequest, timeout_s: float
+) -> JoinGranted:
+    channel = await transport.dial(addresses, expect=None, stream="control", timeout_s=timeout_s)
     try:
-        await channel.send(JoinRequest(token=invited.token, public_key=identity.public_key, purpose=purpose))
+        await channel.send(request)
         answer = (await channel.receive()).message
     finally:
         await channel.close()
     match answer:
         case JoinGranted():
-            membership = _accept(answer, invited, identity, purpose)
+            return answer
         case Refused():
             raise refusal(answer)
         case _:
             raise WireError(f"expected an answer to a join request, got {answer.__struct_config__.tag}.")
-    keep_membership(home, membership)
-    return membership
 
 
 def keep_membership(home: Path, membership: Membership) -> None:
@@ -122,13 +145,15 @@ def load_membership(home: Path) -> Membership:
     return Membership(kept.pool, kept.purpose, kept.broker_addresses, credentials)
 
 
-def _accept(granted: JoinGranted, invited: Invitation, identity: Identity, purpose: Purpose) -> Membership:
+def _accept(
+    granted: JoinGranted, authority_key: bytes, addresses: tuple[str, ...], identity: Identity, purpose: Purpose
+) -> Membership:
     """Check what the broker gave. Raises `TrustError` when it is not what it promised."""
-    if authority_key_of(granted.authority) != invited.authority_key:
+    if authority_key_of(granted.authority) != authority_key:
         raise TrustError("expected the certificate of the authority in the invitation, got another authority's.")
-    certified = verify_certificate(granted.certificate, invited.authority_key, now_wall_s=time.time())
+    certified = verify_certificate(granted.certificate, authority_key, now_wall_s=time.time())
     if certified.peer != identity.peer or certified.role != "member":
         raise TrustError("expected a member's certificate for this machine's key, got one for another key or role.")
     pool = pool_of(granted.authority)
     credentials = MemberCredentials(identity, granted.certificate, granted.authority)
-    return Membership(pool, purpose, invited.addresses, credentials)
+    return Membership(pool, purpose, addresses, credentials)

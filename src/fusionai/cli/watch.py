@@ -1,0 +1,106 @@
+"""How a training run is shown: the live view, TensorBoard, telemetry and the process log, fed by one stream of events.
+
+Decides what each event means for each of them; draws nothing itself. Neighbours: `client.train` emits the events,
+`dashboard.live` draws, `cli.train` and `cli.demo` use this.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+
+from fusionai.cli import console
+from fusionai.client.train import Noted, Planned, RunEvent
+from fusionai.dashboard.live import StepUpdate, TrainingView
+from fusionai.primitives.units import format_bytes, format_count, format_seconds
+from fusionai.scheduling.types import Plan
+from fusionai.training import progress
+from fusionai.training.progress import StepDone
+
+
+class Watch:
+    """Callable with every event; a context manager that leaves the terminal as it was."""
+
+    def __init__(self, title: str, total_steps: int) -> None:
+        self._title = title
+        self._total_steps = total_steps
+        self._view: TrainingView | None = None
+        self._plan: Plan | None = None
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, event: RunEvent) -> None:
+        match event:
+            case Noted(text=text):
+                self.say(text)
+            case Planned():
+                self._planned(event)
+            case progress.JobReady(base=base):
+                self.say(f"every stage is ready at step {base}, every link is up")
+            case StepDone():
+                self._step(event)
+            case progress.Evaluated(step=step, loss=loss):
+                self.say(f"evaluation after step {step}: loss {loss:.4f}")
+            case progress.CheckpointSaved(step=step, path=path, seconds=seconds):
+                self.say(f"checkpoint of step {step} in {format_seconds(seconds)}: {path}")
+            case progress.Warned(text=text):
+                self.say(f"warning: {text}")
+
+    def say(self, text: str) -> None:
+        if self._view is None:
+            console.line(console.printable(text))
+        else:
+            self._view.note(console.printable(text))
+
+    def close(self) -> None:
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+    def _planned(self, event: Planned) -> None:
+        self._plan = event.plan
+        captured = event.prepared.captured
+        self.say(
+            f"captured {captured.graph.name}: {format_count(captured.n_parameters)} parameters, "
+            f"{len(captured.graph.nodes)} operators in {max(n.block for n in captured.graph.nodes) + 1} blocks"
+        )
+        for warning in event.plan.warnings:
+            self.say(f"warning: {warning}")
+        self._view = TrainingView(self._title, self._total_steps, event.plan, pool=event.members, console=Console())
+
+    def _step(self, event: StepDone) -> None:
+        if self._view is None:
+            return
+        record = event.record
+        self._view.step(
+            StepUpdate(
+                step=record.step + 1,
+                loss=record.loss,
+                tokens_per_s=event.tokens_per_s,
+                learning_rate=record.learning_rate,
+                grad_norm=record.total_norm,
+                step_s=event.step_s,
+                stage_busy=stage_busy(event, self._plan),
+            )
+        )
+
+
+def stage_busy(event: StepDone, plan: Plan | None) -> tuple[float, ...]:
+    """Part of the step each stage computed."""
+    if plan is None:
+        return ()
+    return tuple(
+        min(sum(span.end_s - span.start_s for span in event.spans.get(stage.stage, ())) / event.step_s, 1.0)
+        for stage in plan.stages
+    )
+
+
+def memory_line(used_bytes: int, limit_bytes: int) -> str:
+    return f"{format_bytes(used_bytes)} of {format_bytes(limit_bytes)}"

@@ -1,0 +1,264 @@
+"""The whole story on one machine: a pool, a real model, real text, and the proof that nothing was lost on the way.
+
+The loop is `run_demo`: start the pool, train across it, complete a prompt across it, run the plain reference, compare.
+Decides the demo's model and its unequal machines. Downloads nothing.
+
+Neighbours: `client.local_pool` starts the processes, `client.train` trains, `client.reference_run` is the judge;
+`cli.demo` shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from fusionai.client.completion import greedy
+from fusionai.client.local_pool import LocalPeer, LocalPool
+from fusionai.client.preparation import Prepared
+from fusionai.client.reference_run import PlainTraining, ReferenceRun
+from fusionai.client.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions, train
+from fusionai.corpus import python_library
+from fusionai.corpus.recipe import Recipe, recipe_from_table
+from fusionai.corpus.source import TokenSource
+from fusionai.primitives.errors import FusionError, UsageError
+from fusionai.training import progress
+from fusionai.training.driver import Driver
+
+MAX_PEERS: Final = 16
+LAYERS: Final = 6
+PROMPT: Final = "import os\nimport sys\n\ndef main("
+COMPLETION_TOKENS: Final = 24
+CORPUS_BYTES: Final = 3_000_000
+SHARES: Final = (1.0, 0.8, 0.6, 0.9, 0.7, 0.5)
+"""What each peer lends, in turn: unequal machines, as homes have them."""
+NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """`peers` active stages and `spares` besides them. `directory` takes homes, logs, checkpoint and report."""
+
+    directory: Path
+    steps: int = 30
+    peers: int = 4
+    spares: int = 2
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """Everything the demo saw; see `ok` for what it claims."""
+
+    training: TrainingResult
+    planned: Planned
+    steps: tuple[progress.StepDone, ...]
+    reference: PlainTraining
+    evaluation_loss: float
+    checkpoint_loss: float
+    completion: tuple[int, ...]
+    completion_reference: tuple[int, ...]
+    completion_text: str
+    wall_s: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        return self.training.losses
+
+    @property
+    def max_abs_loss_diff(self) -> float:
+        return max(abs(ours - plain) for ours, plain in zip(self.losses, self.reference.losses, strict=True))
+
+    @property
+    def checkpoint_loss_diff(self) -> float:
+        return self.checkpoint_loss - self.evaluation_loss
+
+    @property
+    def generation_equal(self) -> bool:
+        return self.completion == self.completion_reference
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all steps but the first, which warms caches up (over the first if it is the only one)."""
+        timed = self.steps[1:] or self.steps
+        per_step = self.planned.prepared.tokens_per_microbatch * self.planned.plan.microbatches
+        return len(timed) * per_step / sum(step.step_s for step in timed)
+
+    @property
+    def ok(self) -> bool:
+        """Bit-equal losses, a checkpoint that transformers loads to the same loss, the same completion."""
+        return self.max_abs_loss_diff == 0.0 and self.checkpoint_loss_diff == 0.0 and self.generation_equal
+
+
+DemoEvent = RunEvent
+
+
+async def run_demo(
+    options: DemoOptions, *, on_event: Callable[[DemoEvent], None], stop: asyncio.Event, now_s: Callable[[], float]
+) -> DemoResult | None:
+    """None when asked to stop before the end. Raises `UsageError` for options that can't work."""
+    check(options)
+    started_s = now_s()
+    recipe = demo_recipe(options)
+    seen = _Seen(on_event)
+    pool_directory = options.directory / "pool"
+    pool_directory.mkdir(parents=True, exist_ok=True)
+    count = options.peers + options.spares
+    on_event(Noted(f"starting a broker and {count} peers as processes of their own"))
+    async with LocalPool(pool_directory, demo_peers(count, options.device)) as pool:
+        on_event(Noted(f"{count} peers joined over mutual TLS"))
+        training = await train(
+            recipe,
+            TrainOptions(
+                home=pool_directory / "owner",
+                invitation=pool.invitation,
+                device=options.device,
+                threads=1,
+                save_base=True,
+                epilogue=seen.complete,
+            ),
+            on_event=seen,
+            stop=stop,
+        )
+    if training.stopped is not None or stop.is_set():
+        return None
+    if seen.planned is None or seen.source is None or training.checkpoint is None:
+        raise FusionError("the job ended without a plan or a checkpoint.")
+    reference = ReferenceRun(recipe, seen.source, options.directory / "reference")
+    base = training.checkpoint.parent / "step-00000000"
+    on_event(Noted("the same steps in one process: plain PyTorch + transformers"))
+    plain = await reference.train(base)
+    on_event(Noted("loading the checkpoint with transformers"))
+    checkpoint_loss = await reference.evaluate(training.checkpoint)
+    completion_reference = await reference.generate(training.checkpoint, seen.prompt, COMPLETION_TOKENS)
+    return DemoResult(
+        training=training,
+        planned=seen.planned,
+        steps=tuple(seen.steps),
+        reference=plain,
+        evaluation_loss=seen.evaluation_loss,
+        checkpoint_loss=checkpoint_loss,
+        completion=seen.completion,
+        completion_reference=completion_reference,
+        completion_text=seen.source.tokenizer.decode([*seen.prompt, *seen.completion]),
+        wall_s=now_s() - started_s,
+        notes=tuple(seen.notes),
+    )
+
+
+def check(options: DemoOptions) -> None:
+    """Raises `UsageError` for what can't work on one machine with this model."""
+    blocks = LAYERS + 2
+    if not 1 <= options.peers <= blocks:
+        raise UsageError(
+            f"--peers is {options.peers}: the demo's model has {blocks} blocks, so it can be cut into 1 to {blocks} "
+            "stages."
+        )
+    if options.spares < 0 or options.peers + options.spares > MAX_PEERS:
+        raise UsageError(
+            f"--spares is {options.spares}: together with {options.peers} active peers the demo starts at most "
+            f"{MAX_PEERS} processes on one machine."
+        )
+    if options.steps < 1:
+        raise UsageError(f"--steps is {options.steps}: at least one step is needed.")
+
+
+def demo_peers(count: int, device: str) -> list[LocalPeer]:
+    """Unequal machines with names."""
+    return [
+        LocalPeer(
+            name=NAMES[index % len(NAMES)] + (f"-{index // len(NAMES) + 1}" if index >= len(NAMES) else ""),
+            share=SHARES[index % len(SHARES)],
+            device=device,
+        )
+        for index in range(count)
+    ]
+
+
+def demo_recipe(options: DemoOptions) -> Recipe:
+    """A small Llama-type model on the source text of this Python's standard library."""
+    selection = python_library.select(CORPUS_BYTES)
+    table: dict[str, Any] = {
+        "job": {
+            "name": "demo",
+            "steps": options.steps,
+            "seed": 7,
+            "directory": str(options.directory / "job"),
+            "keep_checkpoints": 2,
+        },
+        "model": {
+            "task": "causal_lm",
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 256,
+                "intermediate_size": 688,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 256,
+                "tie_word_embeddings": False,
+                "initializer_range": 0.04,
+            },
+        },
+        "data": {
+            "files": [str(path) for path in selection.files],
+            "format": "text",
+            "sequence_length": 128,
+            "evaluation_fraction": 0.05,
+            "tokenizer": {"train": 2048},
+        },
+        "train": {
+            "batch_size": 8,
+            "microbatches": 8,
+            "learning_rate": 2e-3,
+            "schedule": "cosine",
+            "warmup_steps": min(5, options.steps),
+            "clip_norm": 1.0,
+            "optimizer": {"kind": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
+        "evaluation": {"batches": 8},
+        "placement": {"stages": options.peers},
+    }
+    return recipe_from_table(table, options.directory / "demo.toml")
+
+
+class _Seen:
+    """Collects what the run says, passes it on."""
+
+    def __init__(self, on_event: Callable[[DemoEvent], None]) -> None:
+        self._on_event = on_event
+        self.planned: Planned | None = None
+        self.source: TokenSource | None = None
+        self.steps: list[progress.StepDone] = []
+        self.notes: list[str] = []
+        self.evaluation_loss = float("nan")
+        self.prompt: tuple[int, ...] = ()
+        self.completion: tuple[int, ...] = ()
+
+    def __call__(self, event: RunEvent) -> None:
+        match event:
+            case Planned():
+                self.planned = event
+                if isinstance(event.prepared.source, TokenSource):
+                    self.source = event.prepared.source
+            case progress.StepDone():
+                self.steps.append(event)
+            case progress.Evaluated(loss=loss):
+                self.evaluation_loss = loss
+            case Noted(text=text) | progress.Warned(text=text):
+                self.notes.append(text)
+            case _:
+                pass
+        self._on_event(event)
+
+    async def complete(self, driver: Driver, prepared: Prepared) -> None:
+        """A completion across the stages, before they are let go."""
+        if not isinstance(prepared.source, TokenSource):
+            return
+        self._on_event(Noted("completing a prompt across the pool's stages"))
+        tokenizer = prepared.source.tokenizer
+        self.prompt = tuple(tokenizer.encode(PROMPT))
+        self.completion = await greedy(driver, self.prompt, COMPLETION_TOKENS, end_id=tokenizer.end_id)
