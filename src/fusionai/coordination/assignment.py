@@ -77,7 +77,10 @@ def report_job(turn: Turn, request: ReportJob) -> None:
 
 def stop_job(turn: Turn, request: StopJob) -> None:
     job = _job(turn, request.job)
-    if request.sender not in (job.owner, turn.rules.broker):
+    owner = turn.pool.members.get(job.owner)
+    # The owner's key may be a further key of its machine: that machine's own programs may stop the job too.
+    sponsor = None if owner is None else owner.sponsor
+    if request.sender not in (job.owner, sponsor, turn.rules.broker):
         raise Refusal("not_authorised", f"Only {job.entity}'s owner and the broker's owner may stop it.")
     if job.live:
         turn.record(events.JobStopAsked(at_s=turn.wall_s, job=job.job, by=request.sender))

@@ -139,6 +139,8 @@ def test_a_member_may_have_a_few_further_keys_certified_and_those_none(drive: Dr
     drive.refused(requests.Vouch(STRANGE, keys[-1], "owner"), "unknown_peer")
     drive.ask(want(A, owner=keys[0]))
     assert drive.desk.pool.jobs[JOB].owner == keys[0]
+    drive.refused(requests.StopJob(B, JOB), "not_authorised")
+    assert Answer(Done()) in drive.ask(requests.StopJob(A, JOB)).commands
 
 
 # --------------------------------------------------------------------------------------------------------- members
