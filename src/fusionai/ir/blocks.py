@@ -123,8 +123,9 @@ def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
         found[node.id] = layer
         live.update(value for value in node.outputs if last_read.get(value, -1) > place)
         live = {value for value in live if last_read[value] > place}
-        # Views and casts are free to stay with what they follow.
-        if len(live) <= 1 and OPERATORS[node.op].flops != "none":
+        # Views and casts are free to stay with what they follow. A draft may hold operators that are not known yet.
+        operator = OPERATORS.get(node.op)
+        if len(live) <= 1 and (operator is None or operator.flops != "none"):
             layer += 1
     return found
 

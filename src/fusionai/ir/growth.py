@@ -188,16 +188,16 @@ def _conv_transpose(operands: Operands) -> int:
     source, weight = operands.tensor(0, "input"), operands.tensor(1, "weight")
     if len(weight) != 4 or len(source) < 3:
         raise operands.error("an image and a weight of rank 4")
-    stride, dilation = _largest(operands, 3, "stride"), _largest(operands, 7, "dilation")
-    extra, groups = _largest(operands, 5, "output_padding"), _largest(operands, 6, "groups")
+    stride, dilation = _largest(operands, 3, "stride", 1), _largest(operands, 7, "dilation", 1)
+    extra, groups = _largest(operands, 5, "output_padding", 0), _largest(operands, 6, "groups", 1)
     spatial = prod(
         size * stride + dilation * kernel + extra for size, kernel in zip(source[-2:], weight[2:], strict=True)
     )
     return prod(source[:-3]) * weight[1] * groups * spatial
 
 
-def _largest(operands: Operands, position: int, name: str) -> int:
-    return max((high for _, high in operands.integers(position, name)), default=1)
+def _largest(operands: Operands, position: int, name: str, default: int) -> int:
+    return max((high for _, high in operands.integers(position, name)), default=default)
 
 
 def _padded(source: Sizes, spatial: int, pads: Sequence[tuple[int, int]]) -> Sizes:

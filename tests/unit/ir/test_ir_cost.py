@@ -67,6 +67,19 @@ def test_backward_depends_on_what_is_upstream(make: Callable[..., Any]) -> None:
     assert costs(first_frozen=True, second_frozen=True) == (0, 0)
 
 
+def test_only_the_factor_that_is_needed_is_kept(make: Callable[..., Any]) -> None:
+    def kept(*, frozen: bool) -> int:
+        g = make()
+        x = g.input("x", ("b", 4), "float32")
+        a = g.node("aten.mm.default", x, g.param("a", (4, 4)), shape=("b", 4), block=0)
+        g.outputs["y"] = g.node("aten.mm.default", a, g.param("c", (4, 6), frozen=frozen), shape=("b", 6), block=1)
+        return block_costs(g.graph(), SIZES, training=True)[1].activation_bytes
+
+    assert kept(frozen=False) == 4 * 3 * 4
+    # The gradient of `a` needs the frozen weight only, which is there anyway.
+    assert kept(frozen=True) == 0
+
+
 def test_attention_by_hand(make: Callable[..., Any]) -> None:
     g = make()
     x = g.input("x", ("b", "s", 8), "float32")
