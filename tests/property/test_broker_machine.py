@@ -84,6 +84,10 @@ class BrokerHistory(RuleBasedStateMachine):
     def join_with_whatever(self, peer: PeerId, digest: str) -> None:
         self.ask(requests.Enrol(digest, peer, "owner"))
 
+    @rule(sender=peers, peer=peers)
+    def vouch(self, sender: PeerId, peer: PeerId) -> None:
+        self.ask(requests.Vouch(sender, peer, "owner"))
+
     @rule(peer=peers, boot=boots, connection=connections)
     def register(self, peer: PeerId, boot: int, connection: int) -> None:
         self.ask(requests.Register(peer, connection, boot, b"profile", ()))

@@ -42,7 +42,7 @@ class BrokerServer:
         self._stall_s = service.desk.rules.lease_s / 2
 
     async def accept(self, channel: Channel) -> None:
-        """One connection, until it ends. A stranger gets one answer."""
+        """One connection, until it ends. A stranger gets one answer, and so does whoever sends tensors."""
         if channel.stream == "tensors" and channel.remote.role != "stranger":
             await _measured(channel)
             return
@@ -57,7 +57,7 @@ class BrokerServer:
                 outcome = self._receive(channel, number, envelope.message, carries=bool(envelope.tensors))
                 await _answer(channel, outcome)
                 self._dispatch(outcome)
-                if channel.remote.role == "stranger":
+                if channel.remote.role == "stranger" or envelope.tensors:
                     return
         finally:
             del self._channels[number]

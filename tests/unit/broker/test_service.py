@@ -30,6 +30,7 @@ from fusionai.transport.tickets import verify_ticket
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import (
     Done,
+    Fence,
     Heartbeat,
     HeartbeatAck,
     Invited,
@@ -53,6 +54,7 @@ from fusionai.wire.messages import (
     Refused,
     Register,
     Registered,
+    StateChunk,
     StopNotice,
 )
 
@@ -282,6 +284,26 @@ def test_messages_of_a_job_and_tensors_have_no_business_here(play):
         probe = Probe(sequence=5, sent_at_s=1.0, tensors=(describe("probe", tensor),))
         await a.channel.send(probe, (tensor,))
         assert await a.hear() == Pong(sequence=5, sent_at_s=1.0)
+        chunk = StateChunk(fence=Fence(1, 1, 1), stage=0, step=0, last=True, tensors=(describe("model/w", tensor),))
+        await a.channel.send(chunk, (tensor,))
+        refused = await a.hear()
+        assert isinstance(refused, Refused)
+        assert "No tensor passes" in refused.reason
+        with pytest.raises(ChannelClosed):
+            await a.hear()
+
+    play(scene)
+
+
+def test_a_member_has_a_second_key_of_its_machine_certified(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        granted = await a.ask(JoinRequest(token=b"", public_key=key_of(1), purpose="owner"))
+        assert isinstance(granted, JoinGranted)
+        assert granted.peer == OWNER
+        assert bench.on_disk().members[OWNER].sponsor == A
+        stranger = await bench.machine(None)
+        assert await stranger.refused(JoinRequest(token=b"", public_key=key_of(3), purpose="owner")) == "bad_invitation"
 
     play(scene)
 
