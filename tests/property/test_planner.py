@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise, permutations
 from math import inf
+from random import Random
 
 import msgspec
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.bound import step_time_bound_s
+from fusionai.scheduling.improvement import improve
+from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.search import Limits
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
 
 OWNER_ROLES = (RolePlacement(role="feed"), RolePlacement(role="loss"))
@@ -227,6 +232,84 @@ def test_plan_keeps_its_promises(problem: Problem) -> None:
     assert (found.single_peer_tokens_per_s or 0.0) <= found.tokens_per_s or found.warnings
 
 
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(problems(most_peers=6, most_blocks=8))
+def test_bound_and_heuristic_enclose_the_optimum(problem: Problem) -> None:
+    """What large pools rely on, where the optimum is known."""
+    found = planned(problem)
+    if found is None:
+        return
+    pipeline = Pipeline(problem, problem.peers, loss_at_owner=problem.roles[1].place == "owner")
+    most = min(len(problem.peers), pipeline.chain.length)
+    required = sum(1 << i for i, peer in enumerate(pipeline.peers) if peer.peer in problem.required)
+    limits = Limits(fewest=problem.stages or 1, most=problem.stages or most, required=required)
+    bound_s = step_time_bound_s(pipeline, limits.most, limits.fewest)
+    assert 0 < bound_s <= found.step_time_s * (1 + 1e-9)
+    good, _ = improve(pipeline, limits, budget=2000)
+    if good is not None:
+        assert pipeline.step_s(good) >= found.step_time_s * (1 - 1e-9)
+        assert limits.fewest <= sum(1 for _ in pipeline.pool_stages(good)) <= limits.most
+
+
+@pytest.mark.slow
+def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
+    """A regression alarm: how much worse than the optimum the parts for large pools are."""
+    losses, gaps = [], []
+    for seed in range(8):
+        problem = ordinary_problem(seed)
+        best_s = plan(problem).step_time_s
+        pipeline = Pipeline(problem, problem.peers, loss_at_owner=False)
+        limits = Limits(fewest=1, most=len(problem.peers))
+        good, _ = improve(pipeline, limits, budget=10_000)
+        assert good is not None
+        losses.append(pipeline.step_s(good) / best_s - 1)
+        gaps.append(best_s / step_time_bound_s(pipeline, limits.most) - 1)
+    assert max(losses) <= 0.03
+    assert max(gaps) <= 0.25
+
+
+@pytest.mark.slow
+def test_a_large_pool_has_a_certificate() -> None:
+    problem = ordinary_problem(1, peers=24, layers=24)
+    found = plan(problem)
+    assert not found.certificate.exact
+    assert found.certificate.bound_tokens_per_s >= found.tokens_per_s
+    expected = found.certificate.bound_tokens_per_s / found.tokens_per_s - 1
+    assert found.certificate.optimality_gap == pytest.approx(expected)
+    assert 0 < found.certificate.optimality_gap < 0.5
+    assert plan(problem) == found
+
+
+def ordinary_problem(seed: int, peers: int = 6, layers: int = 14) -> Problem:
+    draw = Random(seed)
+    blocks = tuple(
+        BlockCost(
+            block=number,
+            forward_flops=1e9,
+            backward_flops=2e9,
+            parameter_bytes=10**6,
+            trainable_bytes=10**6,
+            activation_bytes=10**6,
+            output_bytes=10**5,
+            gradient_bytes=10**5,
+        )
+        for number in range(layers)
+    )
+    pool = tuple(
+        PeerProfile(
+            peer=f"peer{number}",
+            flops_per_s=draw.choice([5e9, 1e10, 2e10]) * draw.uniform(0.9, 1.1),
+            memory_bytes=10**9,
+            uplink=Link(bandwidth_bytes_per_s=10 ** draw.uniform(6, 8), latency_s=draw.uniform(0, 0.02)),
+        )
+        for number in range(peers)
+    )
+    return Problem(
+        graph_hash="g", blocks=blocks, peers=pool, owner=None, roles=POOL_ROLES, microbatches=16, microbatch_tokens=64
+    )
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problems(), st.randoms(use_true_random=False))
 def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: object) -> None:
@@ -235,6 +318,7 @@ def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: 
     assert planned(msgspec.structs.replace(problem, peers=tuple(shuffled))) == planned(problem)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problems())
 def test_more_resources_never_slow_a_plan(problem: Problem) -> None:

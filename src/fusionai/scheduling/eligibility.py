@@ -16,14 +16,14 @@ from fusionai.scheduling.types import BlockCost, Excluded, PeerProfile, Problem
 def eligible(
     problem: Problem, pool_blocks: Sequence[BlockCost], smallest_stage_bytes: float
 ) -> tuple[list[PeerProfile], list[Excluded]]:
-    """Split `problem.peers` into usable ones and refused ones, in the order given.
+    """Split `problem.peers` into usable ones and refused ones, by peer id.
 
     `smallest_stage_bytes`: the least any stage takes. Raises `PlanError` when a required peer can't be used.
     """
     ops = sorted({op for block in pool_blocks for op in block.ops})
     usable: list[PeerProfile] = []
     refused: list[Excluded] = []
-    for peer in problem.peers:
+    for peer in sorted(problem.peers, key=lambda p: p.peer):
         reason = _refusal(problem, peer, ops, smallest_stage_bytes)
         if reason is None:
             usable.append(peer)

@@ -28,8 +28,11 @@ from fusionai.scheduling.search import Limits, search
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
 
 EXACT_PEERS: Final = 10
-"""Above this many usable peers the exact search would rarely end."""
+"""Up to here the exact search is given its full budget: it nearly always ends."""
+HOPEFUL_PEERS: Final = 16
+"""Up to here it is tried with a small one: it ends where few stages are needed."""
 SEARCH_BUDGET: Final = 2_000_000
+HOPEFUL_BUDGET: Final = 300_000
 IMPROVEMENT_BUDGET: Final = 40_000
 
 
@@ -50,8 +53,6 @@ def plan(problem: Problem) -> Plan:
     pipeline = Pipeline(problem, usable, loss_at_owner)
     limits = _limits(problem, pipeline)
     solved = _solve(problem, pipeline, limits)
-    if solved is None:
-        raise infeasible(problem, pipeline, limits, proven=len(usable) <= EXACT_PEERS)
     warnings = _warnings(problem, pipeline, limits, solved)
     alone = fastest_alone(problem, _machines(problem, usable))
     if alone is not None:
@@ -80,16 +81,16 @@ class _Solved:
     certificate: Certificate
 
 
-def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved | None:
+def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved:
     known, explored = improve(pipeline, limits, budget=IMPROVEMENT_BUDGET)
     known = _faster(pipeline, _incumbent(problem, pipeline, limits), known)
     tokens = problem.microbatches * problem.microbatch_tokens
-    if pipeline.owner <= EXACT_PEERS:
-        found = search(pipeline, limits, known=known, budget=SEARCH_BUDGET)
+    if pipeline.owner <= HOPEFUL_PEERS:
+        found = search(pipeline, limits, known=known, budget=_budget(pipeline))
         explored += found.explored
         if found.complete:
             if found.best is None:
-                return None
+                raise infeasible(problem, pipeline, limits, proven=True)
             speed = tokens / pipeline.step_s(found.best)
             certificate = Certificate(
                 method="exact search over peers, order and cuts",
@@ -101,7 +102,7 @@ def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved | No
             return _Solved(found.best, certificate)
         known = found.best
     if known is None:
-        return None
+        raise infeasible(problem, pipeline, limits, proven=False)
     speed = tokens / pipeline.step_s(known)
     bound = max(tokens / step_time_bound_s(pipeline, limits.most, limits.fewest), speed)
     certificate = Certificate(
@@ -112,6 +113,10 @@ def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved | No
         explored=explored,
     )
     return _Solved(known, certificate)
+
+
+def _budget(pipeline: Pipeline) -> int:
+    return SEARCH_BUDGET if pipeline.owner <= EXACT_PEERS else HOPEFUL_BUDGET
 
 
 def _incumbent(problem: Problem, pipeline: Pipeline, limits: Limits) -> Suffix | None:
@@ -151,8 +156,8 @@ def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Sol
     if fewer.most < fewer.fewest:
         return []
     known, _ = improve(pipeline, fewer, budget=IMPROVEMENT_BUDGET)
-    if pipeline.owner <= EXACT_PEERS:
-        known = search(pipeline, fewer, known=known, budget=SEARCH_BUDGET).best
+    if pipeline.owner <= HOPEFUL_PEERS:
+        known = search(pipeline, fewer, known=known, budget=_budget(pipeline)).best
     if known is None or pipeline.step_s(known) >= pipeline.step_s(solved.best):
         return []
     count = sum(1 for _ in pipeline.pool_stages(known))
