@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -23,6 +24,8 @@ from fusionai.coordination.pool import replay
 from fusionai.coordination.requests import Answer, IssueTickets, Request
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Refused
+
+pytestmark = pytest.mark.slow
 
 BROKER = PeerId("y" * 52)
 PEERS = [PeerId(letter * 52) for letter in "abcd"]
@@ -224,7 +227,7 @@ class BrokerHistory(RuleBasedStateMachine):
 
 
 BrokerHistory.TestCase.settings = settings(
-    max_examples=25,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
