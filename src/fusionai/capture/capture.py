@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,10 +21,9 @@ from fusionai.capture.build import Built, build
 from fusionai.capture.export import export, output_dims
 from fusionai.capture.lowering import Lowered, Unsupported, lower
 from fusionai.capture.source import ModelSource
-from fusionai.capture.state import StateSource, group, index_checkpoint
+from fusionai.capture.state import Checkpoint, StateSource, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
 from fusionai.ir.blocks import assign_blocks
-from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
@@ -132,6 +130,10 @@ def draft(
             )
         notes.append(f"Sequences are limited to the model's {sequence_limit} positions.")
         symbols["s"] = (symbols["s"][0], sequence_limit)
+    # Weights of another model are told before the long part of the work.
+    checkpoint = None
+    if built.huggingface is not None and built.huggingface.weights:
+        checkpoint = index_checkpoint(built.huggingface.weights, built, _aliases(built.module))
     built.module.train(train)
     program = export(TaskModule(built.module, task, names), specs, symbols)
     lowered = lower(program, specs, _canonical(built.module))
@@ -139,7 +141,7 @@ def draft(
         key: _tensor_constant(program.constants[f"module.{key}" if f"module.{key}" in program.constants else key])
         for key in lowered.constants.values()
     }
-    return _assemble(built, lowered, specs, names, symbols, constants, task, train, notes)
+    return _assemble(built, lowered, specs, names, symbols, constants, checkpoint, task, train, notes)
 
 
 def _assemble(
@@ -149,6 +151,7 @@ def _assemble(
     names: tuple[str, ...],
     symbols: Mapping[str, Range],
     constants: Mapping[str, torch.Tensor],
+    checkpoint: Checkpoint | None,
     task: Task,
     train: bool,
     notes: list[str],
@@ -157,9 +160,6 @@ def _assemble(
     aliases = _aliases(built.module)
     params: dict[str, ParamSpec] = {}
     order = {key: index for index, key in enumerate(parameters)}
-    checkpoint = None
-    if built.huggingface is not None and built.huggingface.weights:
-        checkpoint = index_checkpoint(built.huggingface.weights, built, aliases)
     for value, key in lowered.parameters.items():
         spec = lowered.values[value]
         params[value] = ParamSpec(
@@ -191,7 +191,7 @@ def _assemble(
         state_writes=lowered.state_writes,
         nodes=tuple(lowered.nodes),
     )
-    graph = _numbered(graph)
+    graph = assign_blocks(graph)
     unused = tuple(key for key in parameters if key not in set(lowered.parameters.values()))
     if unused:
         notes.append(f"{len(unused)} parameters have no part in the outputs, first {unused[0]}.")
@@ -219,24 +219,6 @@ def _assemble(
         train=train,
     )
     return Draft(captured, tuple(lowered.unsupported))
-
-
-def spoken(graph: Graph) -> Graph:
-    """The graph with a known elementwise operator in the place of each unknown one, for questions of structure."""
-    nodes = [
-        node if node.op in OPERATORS else msgspec.structs.replace(node, op="aten.add.Tensor") for node in graph.nodes
-    ]
-    return msgspec.structs.replace(graph, nodes=tuple(nodes))
-
-
-def _numbered(graph: Graph) -> Graph:
-    """With block numbers, also where operators are unknown."""
-    numbered = assign_blocks(spoken(graph))
-    nodes = [
-        msgspec.structs.replace(node, block=place.block)
-        for node, place in zip(graph.nodes, numbered.nodes, strict=True)
-    ]
-    return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 
 def _tensor_constant(value: Any) -> torch.Tensor:

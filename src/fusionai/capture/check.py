@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusionai.capture.capture import Range, draft, spoken
+from fusionai.capture.capture import Range, draft
 from fusionai.capture.source import ModelSource, describe
 from fusionai.capture.tasks import Task
 from fusionai.ir.blocks import block_hashes
@@ -107,7 +107,7 @@ def check(
 def _blocks(graph: Graph) -> tuple[BlockReport, ...]:
     kinds: dict[str, int] = {}
     reports: list[BlockReport] = []
-    for block, digest in enumerate(block_hashes(spoken(graph))):
+    for block, digest in enumerate(block_hashes(graph)):
         nodes = [node for node in graph.nodes if node.block == block]
         read = {name for node in nodes for name in reads(node)}
         specs = [graph.params[name] for name in sorted(read & graph.params.keys())]

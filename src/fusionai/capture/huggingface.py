@@ -110,7 +110,7 @@ def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str
     try:
         return config_class(**{key: value for key, value in fields.items() if key != "model_type"}), tuple(notes)
     except Exception as error:
-        raise ModelError(f"the configuration of {model_type} does not hold: {error}.") from error
+        raise ModelError(f"the configuration of {model_type} does not hold: {_last_line(error)}.") from error
 
 
 def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
@@ -119,7 +119,7 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ModelError(f"the configuration in {path} can't be used: {error}") from error
+        raise ModelError(f"the configuration in {path} can't be used: {_last_line(error)}.") from error
     weights = tuple(sorted(path.glob("*.safetensors")))
     notes: tuple[str, ...] = ()
     if not weights:
@@ -130,6 +130,12 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
             )
         notes = (f"{path} has no weights: the model is new, initialised from the seed.",)
     return HuggingFaceModel(config, architecture, weights, notes)
+
+
+def _last_line(error: Exception) -> str:
+    """What is wrong; the lines before say which of transformers' checks found it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).removeprefix("ValueError: ").rstrip(".")
 
 
 def _download(repository: str, revision: str | None) -> Path:

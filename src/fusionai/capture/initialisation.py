@@ -12,9 +12,11 @@ they are registered, so nothing large is ever computed.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -212,27 +214,69 @@ def truncated_normal(mean: float, std: float, low: float, high: float) -> Progra
     )
 
 
+_TRUNCATE = "_no_grad_trunc_normal_"
+_SILENT = ("dirac_", "orthogonal_", "sparse_")
+"""Functions of `torch.nn.init` that return from a meta tensor without any operation a watch could see."""
+
+
 @contextmanager
 def watching() -> Iterator[InitialisationWatch]:
-    """Open a watch. `torch.nn.init.trunc_normal_` does nothing at all on meta tensors in recent versions, so its
-    inner function is replaced for the time being: it is recorded, and drawn only for a tensor with memory."""
+    """Open a watch. Functions that do nothing at all on meta tensors are replaced for the time being, wherever they
+    have been imported to: the truncated normal has a program, of the others it is noted that they have none."""
     watch = InitialisationWatch()
-    name = "_no_grad_trunc_normal_"
-    original: Callable[..., torch.Tensor] = getattr(nn.init, name)
-
-    def recorded(
-        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
-        original(tensor, mean, std, a, b, generator=generator)
-        watch.write(tensor, truncated_normal(float(mean), float(std), float(a), float(b)))
-        return tensor
-
-    setattr(nn.init, name, recorded)
+    replaced: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+    for name in _SILENT:
+        original: Callable[..., Any] = getattr(nn.init, name)
+        replaced[id(original)] = (original, _unsayable(watch, original))
+    # Only `torch.nn.init` itself calls this one, so that every imported `trunc_normal_` goes through it.
+    truncate: Callable[..., Any] = getattr(nn.init, _TRUNCATE)
+    replaced[id(truncate)] = (truncate, _truncated(watch, truncate))
+    places = [
+        (namespace, name, original, stand_in)
+        for namespace in _namespaces()
+        for name, value in list(namespace.items())
+        if (found := replaced.get(id(value))) is not None
+        for original, stand_in in [found]
+    ]
+    for namespace, name, _, stand_in in places:
+        namespace[name] = stand_in
     try:
         with watch:
             yield watch
     finally:
-        setattr(nn.init, name, original)
+        for namespace, name, original, _ in places:
+            namespace[name] = original
+
+
+def _namespaces() -> Iterator[dict[str, Any]]:
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict):
+            yield namespace
+    initialization = sys.modules.get("transformers.initialization")
+    if initialization is not None:
+        # Its wrappers call what they found when transformers was imported.
+        yield initialization.TORCH_INIT_FUNCTIONS
+
+
+def _unsayable(watch: InitialisationWatch, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        watch.write(tensor, None)
+        return result
+
+    return recorded
+
+
+def _truncated(watch: InitialisationWatch, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def recorded(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, mean, std, a, b, *args, **kwargs)
+        watch.write(tensor, truncated_normal(float(mean), float(std), float(a), float(b)))
+        return result
+
+    return recorded
 
 
 def _address(tensor: torch.Tensor) -> int:
