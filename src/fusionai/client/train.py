@@ -23,6 +23,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Grant, Member, PoolSession
 from fusionai.client.preparation import Prepared, prepare, problem_for
+from fusionai.client.records import JobRecords
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.resume import check_resumable, encode_recipe
 from fusionai.corpus.schedule import learning_rate
@@ -147,9 +148,18 @@ async def _run(
         if base or journal.committed:
             on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))
         reporting = _Reporting(pool, job_id)
+        records = JobRecords(
+            directory,
+            job_id,
+            membership.peer,
+            grant.plan.version,
+            tensorboard=recipe.output.tensorboard,
+            warn=lambda text: on_event(Noted(f"warning: {text}")),
+        )
 
         def watched(event: progress.Progress) -> None:
             reporting.see(event)
+            records.see(event)
             on_event(event)
 
         driver = Driver(
@@ -178,6 +188,7 @@ async def _run(
             for watcher in watchers:
                 watcher.cancel()
             await driver.close(reason)
+            records.close()
             await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
         return _result(directory, journal, job_id, ended.stopped)
 
@@ -196,7 +207,8 @@ async def _make_plan_real(
             if error.code in ("busy", "unknown_peer", "leaving") and attempt + 1 < PLAN_ATTEMPTS:
                 continue
             raise
-        return grant, tuple(member.profile for member in members if member.view.state in ("idle", "active"))
+        present = (member.profile for member in members if member.view.state in ("idle", "active"))
+        return grant, (*present, owner)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 

@@ -523,7 +523,7 @@ TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _E),
     (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),
     (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _E),
-    (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S),
+    (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S, _E),
     (_A, StopAsked): _row(DriverMachine.on_stop, _E),
     (_R, StopAsked): _row(DriverMachine.on_stop, _E),
     (_G, StopAsked): _row(DriverMachine.on_stop, _G),

@@ -1,0 +1,140 @@
+"""`fusion demo`: the whole story on this machine, with proof: a pool trains bit for bit what one process trains.
+
+Decides what is shown at the end and what the JSON says. Neighbours: `client.demo` does it, `cli.watch` shows it while
+it runs, `cli.run_report` draws the page.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.running import run_until_stopped
+from fusionai.primitives.errors import UsageError
+
+if TYPE_CHECKING:
+    from fusionai.client.demo import DemoResult
+
+
+@click.command()
+@click.option("--steps", type=int, default=30, show_default=True, help="Optimizer steps.")
+@click.option("--peers", type=int, default=4, show_default=True, help="Active stages, each a process of its own.")
+@click.option("--spares", type=int, default=2, show_default=True, help="Peers in the backup pool besides them.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda", "mps"]), default="cpu", show_default=True, help="Where peers compute."
+)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("fusion-demo"),
+    show_default=True,
+    help="Takes logs, checkpoint and report; each run makes a folder of its own in it.",
+)
+@json_option
+def demo(steps: int, peers: int, spares: int, device: str, directory: Path, json_file: Path | None) -> None:
+    """A broker and peers start as processes of their own, join over mutual TLS and train a small Llama-type model on
+    the source text of Python's standard library; plain PyTorch + transformers judge the result. Nothing is downloaded.
+    """
+    from fusionai.cli.run_report import RunStory, write_demo_report
+    from fusionai.cli.watch import Watch
+    from fusionai.client.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
+
+    options = DemoOptions(directory=_fresh(directory), steps=steps, peers=peers, spares=spares, device=device)
+    check(options)
+    _create(options.directory)
+    story = RunStory()
+    with Watch("fusion demo", steps) as watch:
+
+        def seen(event: DemoEvent) -> None:
+            story.see(event)
+            watch(event)
+
+        result = run_until_stopped(lambda stop: run_demo(options, on_event=seen, stop=stop, now_s=time.monotonic))
+    if result is None:
+        console.line(f"Stopped before the end. What there is: {options.directory}")
+        raise SystemExit(1)
+    report = options.directory / "report.html"
+    write_demo_report(story, demo_recipe(options), result, report)
+    _show(result, report)
+    if json_file is not None:
+        write_json(json_file, "demo", figures(result, options.peers, options.spares, report))
+    if not result.ok:
+        raise SystemExit(1)
+
+
+def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[str, object]:
+    """What `--json` writes."""
+    plan = result.planned.plan
+    return {
+        "peers": peers,
+        "spares": spares,
+        "model_params": result.planned.prepared.captured.n_parameters,
+        "steps": result.training.steps,
+        "losses": result.losses,
+        "losses_reference": result.reference.losses,
+        "max_abs_loss_diff": result.max_abs_loss_diff,
+        "tokens_per_s": result.tokens_per_s,
+        "tokens_per_s_reference": result.reference.tokens_per_s,
+        "checkpoint": result.training.checkpoint,
+        "evaluation_loss": result.evaluation_loss,
+        "checkpoint_loss": result.checkpoint_loss,
+        "checkpoint_loss_diff": result.checkpoint_loss_diff,
+        "generation_equal": result.generation_equal,
+        "completion": result.completion_text,
+        "plan": plan,
+        "spare_peers": plan.spares,
+        "report": report,
+        "wall_s": result.wall_s,
+        "ok": result.ok,
+    }
+
+
+def _show(result: DemoResult, report: Path) -> None:
+    plan = result.planned.plan
+    losses, plain = result.losses, result.reference.losses
+    equal = "equal bit for bit" if result.max_abs_loss_diff == 0.0 else f"DIFFERENT by {result.max_abs_loss_diff:.3g}"
+    console.table(
+        ["", "pool", "one process, plain PyTorch"],
+        [
+            ["first loss", f"{losses[0]:.6f}", f"{plain[0]:.6f}"],
+            ["last loss", f"{losses[-1]:.6f}", f"{plain[-1]:.6f}"],
+            [f"all {len(losses)} losses", equal, ""],
+            ["tokens/s", f"{result.tokens_per_s:,.0f}", f"{result.reference.tokens_per_s:,.0f}"],
+            ["evaluation loss", f"{result.evaluation_loss:.6f}", f"{result.checkpoint_loss:.6f} (its checkpoint)"],
+            ["greedy completion", f"{len(result.completion)} tokens", _same(result.generation_equal)],
+            ["processes", f"{len(plan.stages) - 1} stages + {len(plan.spares)} spares", "1"],
+        ],
+        title="FusionAI demo",
+        right=(1, 2),
+    )
+    console.line("Completion across the pool's stages:")
+    for line in result.completion_text.splitlines():
+        console.line(f"  | {console.printable(line)}")
+    console.line(f"checkpoint (Hugging Face layout): {result.training.checkpoint}")
+    console.line(f"report: {report}")
+    console.line(f"{'Everything agrees' if result.ok else 'SOMETHING DIFFERS'}; {result.wall_s:.0f} s in all.")
+
+
+def _same(equal: bool) -> str:
+    return "the same tokens" if equal else "OTHER TOKENS"
+
+
+def _fresh(directory: Path) -> Path:
+    """A folder nobody has: earlier runs are never overwritten."""
+    return directory.absolute() / time.strftime("run-%Y%m%d-%H%M%S")
+
+
+def _create(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"{directory} exists already.", hint="Try again in a second.") from None
+    except OSError as error:
+        raise UsageError(
+            f"{directory} can't be made ({error.strerror}).", hint="Name another place with --directory."
+        ) from None

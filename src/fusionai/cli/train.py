@@ -1,0 +1,77 @@
+"""`fusion train RECIPE.toml`: train a model on the pool, live on the terminal; the same command again resumes.
+
+Decides what is shown and written at the end. Neighbours: `client.train` does it, `cli.watch` shows it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import home_option
+from fusionai.cli.running import run_until_stopped
+
+
+@click.command()
+@click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
+@click.option("--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once).")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+    default="auto",
+    show_default=True,
+    help="Where this machine computes the job owner's part (the loss).",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads for the job owner's part.  [default: all cores]")
+@home_option
+@json_option
+def train(
+    recipe: Path, invitation: str | None, device: str, threads: int | None, home: Path, json_file: Path | None
+) -> None:
+    """Train the model of RECIPE.toml on the pool. Interrupted or stopped, the same command goes on where it was."""
+    from fusionai.cli.run_report import RunStory
+    from fusionai.cli.watch import Watch
+    from fusionai.client.train import RunEvent, TrainOptions
+    from fusionai.client.train import train as run
+    from fusionai.corpus.recipe import load_recipe
+    from fusionai.dashboard.report import write_report
+
+    loaded = load_recipe(recipe)
+    console.note(loaded.describe())
+    options = TrainOptions(home=home, invitation=invitation, device=device, threads=threads)
+    story = RunStory()
+    with Watch(loaded.job.name, loaded.job.steps) as watch:
+
+        def seen(event: RunEvent) -> None:
+            story.see(event)
+            watch(event)
+
+        result = run_until_stopped(lambda stop: run(loaded, options, on_event=seen, stop=stop))
+    state = "done" if result.stopped is None else f"stopped ({result.stopped}); the same command resumes"
+    console.line(f"{result.job}: {state}; {result.steps} of {loaded.job.steps} steps are official")
+    if result.losses:
+        console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
+    if result.checkpoint is not None:
+        console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
+    data = story.data(loaded, result) if loaded.output.report else None
+    if data is not None:
+        write_report(data, result.directory / "report.html")
+        console.line(f"report: {result.directory / 'report.html'}")
+    if json_file is not None:
+        write_json(
+            json_file,
+            "train",
+            {
+                "job": result.job,
+                "steps": result.steps,
+                "stopped": result.stopped,
+                "losses": result.losses,
+                "evaluations": [{"step": step, "loss": loss} for step, loss in story.evaluations],
+                "checkpoint": result.checkpoint,
+                "directory": result.directory,
+                "plan": None if story.planned is None else story.planned.plan,
+            },
+        )

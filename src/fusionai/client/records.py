@@ -1,0 +1,94 @@
+"""What a job leaves behind to look at: telemetry as JSONL, curves for TensorBoard. Decides which event is which record.
+
+Never holds up the job: telemetry drops and counts, and a disk that fails is said once. Neighbours: `client.train` feeds
+it, `telemetry` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.storage.rundir import RunDirectory
+from fusionai.telemetry.recorder import Recorder
+from fusionai.telemetry.records import SpanName
+from fusionai.telemetry.tensorboard import TensorBoardCurves
+from fusionai.training import progress
+
+_SPANS: Final[dict[str, SpanName]] = {
+    "forward": "stage.forward",
+    "backward": "stage.backward",
+    "apply": "stage.apply",
+    "send": "link.send",
+    "wait": "stage.wait",
+}
+
+
+class JobRecords:
+    """One job's telemetry and curves. `warn` hears once of what can't be written."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        job: JobId,
+        peer: PeerId,
+        plan_version: int,
+        *,
+        tensorboard: bool,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._warn = warn
+        self._warned = False
+        self._recorder = Recorder(directory.telemetry, job=job, peer=peer, plan_version=plan_version)
+        self._curves: TensorBoardCurves | None = None
+        if tensorboard:
+            try:
+                self._curves = TensorBoardCurves(directory.tensorboard)
+            except OSError as error:
+                warn(f"no TensorBoard output: {directory.tensorboard} can't be written ({error.strerror or error})")
+
+    def see(self, event: progress.Progress) -> None:
+        match event:
+            case progress.StepDone():
+                self._step(event)
+            case progress.Evaluated(step=step, loss=loss):
+                self._recorder.record_metric("eval.loss", loss, step=step)
+                if self._curves is not None:
+                    self._curves.evaluation(step, loss)
+            case _:
+                return
+        if self._recorder.failure is not None and not self._warned:
+            self._warned = True
+            self._warn(f"telemetry stopped: {self._recorder.failure}")
+
+    def _step(self, event: progress.StepDone) -> None:
+        record, recorder = event.record, self._recorder
+        recorder.record_metric("train.loss", record.loss, step=record.step)
+        recorder.record_metric("train.learning_rate", record.learning_rate, step=record.step)
+        recorder.record_metric("train.grad_norm", record.total_norm, step=record.step)
+        recorder.record_metric("train.tokens_per_s", event.tokens_per_s, step=record.step)
+        recorder.record_metric("train.step_s", event.step_s, step=record.step)
+        for stage, spans in event.spans.items():
+            for span in spans:
+                recorder.record_span(
+                    _SPANS[span.kind],
+                    step=record.step,
+                    start_s=span.start_s,
+                    end_s=span.end_s,
+                    stage=stage,
+                    microbatch=span.microbatch,
+                )
+        if self._curves is not None:
+            self._curves.step(
+                record.step,
+                loss=record.loss,
+                learning_rate=record.learning_rate,
+                grad_norm=record.total_norm,
+                tokens_per_s=event.tokens_per_s,
+            )
+
+    def close(self) -> None:
+        self._recorder.close()
+        if self._curves is not None:
+            self._curves.close()
