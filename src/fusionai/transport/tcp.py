@@ -18,7 +18,7 @@ from fusionai.transport.addresses import format_address, parse_address
 from fusionai.transport.credentials import Credentials, StrangerCredentials
 from fusionai.transport.framed import Dialling
 from fusionai.transport.interface import Accept, Role
-from fusionai.transport.tcp_channel import CLOSE_TIMEOUT_S, TcpChannel
+from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 from fusionai.transport.tcp_listener import DoorLimits, TcpListener, open_door
 from fusionai.wire.messages import Stream
 
@@ -95,7 +95,7 @@ class TcpTransport:
                 port,
                 ssl=self._context,
                 ssl_handshake_timeout=timeout_s,
-                ssl_shutdown_timeout=CLOSE_TIMEOUT_S,
+                ssl_shutdown_timeout=GOODBYE_TIMEOUT_S,
             )
             await channel.opened
         except ssl.SSLCertVerificationError as error:

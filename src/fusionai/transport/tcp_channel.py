@@ -8,9 +8,7 @@ Neighbours: `framed` decides what frames mean, `tcp` dials, `tcp_listener` accep
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
-import sys
 from collections.abc import Sequence
 from typing import Final, cast
 
@@ -19,6 +17,7 @@ import numpy as np
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.credentials import Credentials
+from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Role
 from fusionai.wire.frame import encode_frame_head
@@ -28,11 +27,11 @@ SMALL_BODY_BYTES: Final = 64 * 2**10
 SLICE_BYTES: Final = 256 * 2**10
 HIGH_WATER_BYTES: Final = 512 * 2**10
 LARGE_ALLOCATION_BYTES: Final = 2**20
-CLOSE_TIMEOUT_S: Final = 2.0
-"""How long closing waits for the other side to take what was sent and to say goodbye."""
-KEEPALIVE_S: Final = 1
-DEAD_AFTER_MS: Final = 3000
-"""Unacknowledged bytes or probes older than this end the connection, where the platform can do it."""
+STALLED_S: Final = 2.0
+"""Closing goes on sending as long as the other side takes something within this time."""
+GOODBYE_TIMEOUT_S: Final = 5.0
+"""How long closing then waits for the other side to have read everything and to say goodbye."""
+_POLL_S: Final = 0.01
 
 
 class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
@@ -46,6 +45,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._gone = asyncio.Event()
+        self._slices = 0
+        self._watch: asyncio.TimerHandle | None = None
         self._discarded = bytearray(SMALL_BODY_BYTES)
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
@@ -66,18 +67,15 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     async def close(self) -> None:
         if not self._closing:
             self._closing = True
-            try:
-                # Whoever is in the middle of a frame finishes it, if the other side still reads.
-                async with asyncio.timeout(CLOSE_TIMEOUT_S), self._sending:
-                    pass
-            except TimeoutError:
-                self._abort()
             self._inbox.end(ChannelClosed("this side closed the channel."), discard=True)
-            self._finish()
+            try:
+                await self._flush()
+            finally:
+                self._finish()
         if self._transport is None:
             return
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(GOODBYE_TIMEOUT_S):
                 await self._gone.wait()
         except TimeoutError:
             self._abort()
@@ -94,6 +92,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         set_options(transport.get_extra_info("socket"))
+        self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
         tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
         try:
             remote = self._credentials.remote(tls.getpeercert(binary_form=True))
@@ -139,10 +138,21 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 )
             case _:
                 self._lost(f"the connection was lost ({exc})")
+        if self._watch is not None:
+            self._watch.cancel()
         self._gone.set()
         self._writable.set()
 
     # The rest.
+
+    def _look_for_life(self) -> None:
+        """Once a second: drop the connection when the other side has gone without a word."""
+        if self._transport is None or self._gone.is_set():
+            return
+        if silent_s(self._transport.get_extra_info("socket")) > DEAD_AFTER_S:
+            self._fail(ChannelClosed(f"the other side has acknowledged nothing for {DEAD_AFTER_S:g} s."))
+            return
+        self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
 
     async def _send_large(self, transport: asyncio.Transport, head: bytes, tensors: Sequence[HostTensor]) -> None:
         try:
@@ -150,12 +160,28 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             for tensor in tensors:
                 for start in range(0, tensor.nbytes, SLICE_BYTES):
                     transport.write(tensor.data[start : start + SLICE_BYTES])
+                    self._slices += 1
                     if not self._writable.is_set():
                         await self._until_writable()
         except BaseException:
             # Half a frame is out; nothing sensible can follow it.
             self._abort()
             raise
+
+    async def _flush(self) -> None:
+        """Until all is out, frames begun by other tasks too; given up when nothing moves any more."""
+        loop = asyncio.get_running_loop()
+        seen, seen_at_s = (-1, -1), loop.time()
+        while self._transport is not None and not self._gone.is_set():
+            left_bytes = self._transport.get_write_buffer_size()
+            if left_bytes == 0 and not self._sending.locked():
+                return
+            if (self._slices, left_bytes) != seen:
+                seen, seen_at_s = (self._slices, left_bytes), loop.time()
+            elif loop.time() - seen_at_s > STALLED_S:
+                self._abort()
+                return
+            await asyncio.sleep(_POLL_S)
 
     async def _until_writable(self) -> None:
         await self._writable.wait()
@@ -177,7 +203,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _finish(self) -> None:
-        if self._transport is not None:
+        # A second close would make asyncio's TLS transport forget its connection, and abort could not end it any more.
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
     def _pause_reading(self) -> None:
@@ -187,17 +214,6 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     def _resume_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
-
-
-def set_options(sock: socket.socket) -> None:
-    """No delay for small frames; a dead path is found within seconds where the platform can."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_AFTER_MS // 1000 // KEEPALIVE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_MS)
 
 
 def _allocate(count: int) -> memoryview:

@@ -19,7 +19,7 @@ from fusionai.transport.accepting import AcceptedTasks
 from fusionai.transport.addresses import candidates
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.interface import Accept, Role
-from fusionai.transport.tcp_channel import CLOSE_TIMEOUT_S, TcpChannel
+from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG: Final = 256
@@ -86,7 +86,7 @@ class TcpListener:
                     sock,
                     ssl=self._context,
                     ssl_handshake_timeout=self._limits.greeting_s,
-                    ssl_shutdown_timeout=CLOSE_TIMEOUT_S,
+                    ssl_shutdown_timeout=GOODBYE_TIMEOUT_S,
                 )
                 await channel.opened
         except (OSError, TimeoutError, FusionError, asyncio.CancelledError) as error:

@@ -21,7 +21,7 @@ from fusionai.transport.addresses import parse_address
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
 from fusionai.transport.interface import Channel, Listener
 from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.tcp_channel import DEAD_AFTER_MS, TcpChannel
+from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.transport.tcp_listener import DoorLimits
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head, encode_header
 from fusionai.wire.messages import Fence, Hello, Ping, StateChunk, TensorHeader
@@ -327,7 +327,8 @@ def test_a_send_cut_short_ends_the_channel(pool, run: Run):
 
 
 def test_closing_does_not_wait_for_ever_for_one_who_does_not_read(pool, run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.transport.tcp_channel.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("fusionai.transport.tcp_channel.STALLED_S", 0.2)
+    monkeypatch.setattr("fusionai.transport.tcp_channel.GOODBYE_TIMEOUT_S", 0.2)
 
     async def main() -> None:
         released = asyncio.Event()
@@ -346,6 +347,66 @@ def test_closing_does_not_wait_for_ever_for_one_who_does_not_read(pool, run: Run
         with pytest.raises(ChannelClosed):
             await sending
         released.set()
+        await listener.close()
+
+    run(main())
+
+
+def test_closing_sends_everything_to_a_slow_reader(pool, run: Run, monkeypatch: pytest.MonkeyPatch):
+    # Each pause of the reader is shorter than the patience of the closing side, all of them together are longer.
+    monkeypatch.setattr("fusionai.transport.tcp_channel.STALLED_S", 0.5)
+
+    async def main() -> None:
+        received: asyncio.Queue[int] = asyncio.Queue()
+
+        async def reads_slowly(channel: Channel) -> None:
+            for _ in range(24):
+                await asyncio.sleep(0.03)
+                received.put_nowait((await channel.receive()).tensors["t"].nbytes)
+
+        listener = await TcpTransport(pool.credentials("broker", "broker")).listen(
+            reads_slowly, host="127.0.0.1", port=0
+        )
+        channel = await TcpTransport(pool.credentials("a")).dial(listener.addresses, expect=None, stream="state")
+        tensor = host_tensor("uint8", (2 * MIB,), bytes(2 * MIB))
+        message = StateChunk(
+            fence=Fence(1, 0, 0), stage=0, step=0, last=True, tensors=(TensorHeader("t", "uint8", (2 * MIB,)),)
+        )
+        sending = [asyncio.create_task(channel.send(message, [tensor])) for _ in range(8)]
+        await asyncio.wait(sending)
+        sending = [asyncio.create_task(channel.send(message, [tensor])) for _ in range(16)]
+        await sending[0]
+        # The frame that is under way is finished; those that have not begun are told.
+        await channel.close()
+        outcomes = await asyncio.gather(*sending, return_exceptions=True)
+        sent = 8 + sum(outcome is None for outcome in outcomes)
+        assert all(outcome is None or isinstance(outcome, ChannelClosed) for outcome in outcomes)
+        assert [await received.get() for _ in range(sent)] == [2 * MIB] * sent
+        await listener.close()
+
+    run(main())
+
+
+def test_a_side_that_does_not_read_for_a_while_is_not_taken_for_dead(pool, run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.transport.tcp_channel.DEAD_AFTER_S", 0.1)
+    monkeypatch.setattr("fusionai.transport.tcp_channel.CHECK_EVERY_S", 0.05)
+
+    async def main() -> None:
+        may_read = asyncio.Event()
+
+        async def reads_late(channel: Channel) -> None:
+            await may_read.wait()
+            await receive_for_ever(channel)
+
+        listener = await TcpTransport(pool.credentials("broker", "broker")).listen(reads_late, host="127.0.0.1", port=0)
+        channel = await TcpTransport(pool.credentials("a")).dial(listener.addresses, expect=None, stream="state")
+        message, tensor = big()
+        sending = asyncio.create_task(channel.send(message, [tensor]))
+        # The window is closed and the kernel asks at longer and longer intervals whether it has opened.
+        await asyncio.wait([sending], timeout=1.0)
+        may_read.set()
+        await sending
+        await channel.close()
         await listener.close()
 
     run(main())
@@ -425,7 +486,9 @@ def test_sockets_are_set_for_small_frames_and_dead_paths(pool, run: Run):
             sock = channel._transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == DEAD_AFTER_MS == 3000
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+            # It would end connections to a living side that does not read for a while.
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
             assert channel._transport.get_extra_info("ssl_object").version() == "TLSv1.3"
         await near.close()
         await listener.close()

@@ -1,0 +1,42 @@
+"""Finds a connection whose other side has silently gone. Decides what counts as gone; the channel then drops it.
+
+TCP_USER_TIMEOUT would seem made for this, but Linux also applies it to a receiver that is alive and has merely stopped
+reading (a closed window): a stage that computes for longer than the timeout would lose its connections. So the kernel's
+own account is read instead: something unacknowledged, sent again at least once, and no acknowledgement since.
+An idle connection is probed by keep-alive, which a closed window does not disturb.
+Neighbours: `tcp_channel` asks once a second.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from typing import Final
+
+DEAD_AFTER_S: Final = 3.0
+CHECK_EVERY_S: Final = 1.0
+_KEEPALIVE_OPTIONS: Final = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+"""Idle for a second, then a probe a second; three unanswered ones end the connection."""
+_TCP_INFO: Final = struct.Struct("=8B13I")
+"""The beginning of Linux's `struct tcp_info` (linux/tcp.h): two of the bytes and two of the words are of interest."""
+_RETRANSMITS, _UNACKED, _LAST_ACK_RECEIVED_MS = 2, 8 + 4, 8 + 12
+
+
+def set_options(sock: socket.socket) -> None:
+    """No delay for small frames; idle connections are probed where the platform lets us say how often."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE_OPTIONS:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def silent_s(sock: socket.socket) -> float:
+    """Seconds for which the other side has owed an acknowledgement; 0 when it owes none or the platform can't say."""
+    if sys.platform != "linux":
+        return 0.0
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    fields = _TCP_INFO.unpack(info)
+    owes = fields[_UNACKED] > 0 and fields[_RETRANSMITS] > 0
+    return fields[_LAST_ACK_RECEIVED_MS] / 1000 if owes else 0.0
