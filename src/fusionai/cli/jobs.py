@@ -91,7 +91,7 @@ def _row(job: JobView) -> tuple[str, ...]:
 
 
 def _steps(job: JobView) -> str:
-    done = max(job.step, 0)
+    done = job.step + 1
     return f"{done} of {job.steps}" if job.steps else str(done)
 
 
@@ -101,7 +101,7 @@ def _figures(job: JobView) -> dict[str, object]:
         "title": job.title,
         "owner": job.owner,
         "state": job.state,
-        "step": job.step,
+        "steps_done": job.step + 1,
         "steps": job.steps,
         "plan_version": job.plan_version,
         "started_at_s": job.started_at_s,
