@@ -314,6 +314,14 @@ def test_sizes_can_not_grow_without_bound(kit, load):
         load(stage.graph(y=y, checked=False))
 
 
+def test_operands_of_the_wrong_kind_are_an_execution_error(kit, load):
+    stage = kit.Stage(b=(1, 4))
+    x = stage.input("x", "b", 2, 4, 8)
+    y = stage.node("fusion.attention", x, "k", 3, shape=("b", 2, 4, 8), scale=1.0)
+    with pytest.raises(ExecutionError, match=r"fusion\.attention of stage"):
+        load(stage.graph(y=y, checked=False))
+
+
 def test_memory_that_was_never_written_is_not_shown(kit, load):
     stage = kit.Stage(b=(1, 4))
     x = stage.input("x", "b", 4096)

@@ -13,6 +13,7 @@ from fusionai.backends.binding import bind_symbols, largest, nearest
 from fusionai.backends.interface import Call
 from fusionai.backends.state import check_entry, gradient_bytes, state_entries, trainable_keys
 from fusionai.ir.cost import block_costs
+from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError
@@ -63,6 +64,7 @@ class NullStageProgram:
         self._contexts: dict[tuple[int, int, int], dict[str, int]] = {}
         self._summed: set[str] = set()
         self._work: dict[tuple[tuple[str, int], ...], _Work] = {}
+        self._needed: dict[tuple[str, ...], frozenset[str]] = {}
         self.last_duration_s = 0.0
         """How long the last forward, backward or apply would have taken."""
         self.total_flops = 0.0
@@ -108,7 +110,7 @@ class NullStageProgram:
         if call.mode == "train" and key in self._contexts:
             raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
         half_floats = self._options.precision == "bf16"
-        symbols = bind_symbols(self._graph, inputs, self._graph.inputs, half_floats=half_floats)
+        symbols = bind_symbols(self._graph, inputs, self._needed_inputs(names), half_floats=half_floats)
         if call.mode == "train":
             self._contexts[key] = symbols
         self._spend(self._priced(symbols).forward_flops)
@@ -188,6 +190,14 @@ class NullStageProgram:
                 f"the stage needs {needed_bytes} bytes, the limit is {limit_bytes}.",
                 hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
             )
+
+    def _needed_inputs(self, names: tuple[str, ...]) -> frozenset[str]:
+        needed = self._needed.get(names)
+        if needed is None:
+            values = [self._graph.outputs[name] for name in names]
+            read = {value for node in needed_nodes(self._graph, values) for value in reads(node)}
+            needed = self._needed[names] = frozenset(read.intersection(self._graph.inputs))
+        return needed
 
     def _priced(self, symbols: Mapping[str, int]) -> _Work:
         key = tuple(sorted(symbols.items()))

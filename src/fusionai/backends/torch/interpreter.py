@@ -7,7 +7,7 @@ decides what stays alive. Neighbours: `operators` gives the calls, `program` run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final
@@ -16,6 +16,7 @@ import torch
 
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
+from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -73,8 +74,8 @@ class Interpreter:
                     registers[register] = None
         except FusionError as error:
             raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
-        except (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError) as error:
-            raise ExecutionError(f"{describe(node)} failed: {_first_line(error)}") from error
+        except OPERATOR_FAILURES as error:
+            raise ExecutionError(f"{describe(node)} failed: {first_line(error)}") from error
         return self.results(registers)
 
     def start(self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> Registers:
@@ -92,6 +93,16 @@ class Interpreter:
 
 
 _CONTEXT: Final = 0
+OPERATOR_FAILURES: Final = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
+"""What torch raises on operands that do not fit, of whatever kind."""
 
 
 def compile_graph(
@@ -104,13 +115,13 @@ def compile_graph(
     """
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
-    nodes = _needed(graph, {*outputs.values(), *writes})
+    nodes = needed_nodes(graph, {*outputs.values(), *writes})
     builder = _Builder(device, mixed=mixed)
     calls = [(node, builder.instruction(node)) for node in nodes]
     kept = {builder.value(name) for name in (*outputs.values(), *writes)}
     last_use: dict[int, int] = {}
     for position, node in enumerate(nodes):
-        for name in (*node.outputs, *_references(node)):
+        for name in (*node.outputs, *reads(node)):
             last_use[builder.value(name)] = position
     dead: list[list[int]] = [[] for _ in nodes]
     for register, position in last_use.items():
@@ -133,29 +144,6 @@ def describe(node: Node | None) -> str:
     if node is None:
         return "the stage"
     return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
-
-
-def _needed(graph: Graph, roots: set[str]) -> list[Node]:
-    wanted = set(roots)
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if wanted.intersection(node.outputs):
-            kept.append(node)
-            wanted.update(_references(node))
-    kept.reverse()
-    return kept
-
-
-def _references(node: Node) -> Iterator[str]:
-    pending: list[Arg] = [*node.args, *node.kwargs.values()]
-    while pending:
-        match pending.pop():
-            case Ref(name):
-                yield name
-            case ListArg(items):
-                pending.extend(items)
-            case _:
-                pass
 
 
 class _Builder:
@@ -287,6 +275,7 @@ def _in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says: torch appends its own stack after it."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

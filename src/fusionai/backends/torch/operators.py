@@ -190,11 +190,6 @@ def _dim_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, **__: Any) ->
     return [(indices, 0, x.shape[dim] if x.dim() else 1, None)]
 
 
-def _along_lookups(x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> list[Lookup]:
-    size = x.numel() if dim is None else x.shape[dim]
-    return [(indices, -size, size, None)]
-
-
 def _index_lookups(x: torch.Tensor, indices: list[torch.Tensor | None]) -> list[Lookup]:
     return [
         (index, -size, size, None)
@@ -222,7 +217,6 @@ LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
         "aten.embedding.default": _embedding_lookups,
         "aten.index_select.default": _dim_lookups,
         "aten.gather.default": _dim_lookups,
-        "aten.take_along_dim.default": _along_lookups,
         "aten.index.Tensor": _index_lookups,
         "aten.nll_loss_forward.default": _class_lookups,
         "aten.nll_loss.default": _class_lookups,

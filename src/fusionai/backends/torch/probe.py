@@ -9,6 +9,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -50,7 +51,12 @@ def device_name(device: torch.device) -> str:
     """What people call it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -65,7 +71,11 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def fingerprint(device: torch.device) -> str:
-    """Hex SHA-256 over versions, instruction set, device, threads and the bits of a small training computation."""
+    """Hex SHA-256 over versions, instruction set, device, threads and the bits of a small training computation.
+
+    The device's name is in it because kernels choose their blocking by vendor and cache sizes, for more shapes than
+    any probe can try.
+    """
     described = (
         torch.__version__,
         str(torch.version.cuda),

@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fusionai.backends.torch.optimizers import make_optimizer
-from fusionai.primitives.errors import DataError, FusionError, UsageError
+from fusionai.primitives.errors import DataError, FusionError, ModelError, UsageError
 from fusionai.wire.messages import OptimizerSpec
 
 Tokens = npt.NDArray[np.int64]
@@ -173,7 +174,10 @@ def generate(
 
 def read_batches(path: Path | str) -> Iterator[list[Microbatch]]:
     """The steps of a batches file (see `ReferenceJob.batches`)."""
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"can't read the batches file {str(path)!r}: {error}.") from error
     input_ids, labels = tensors.get("input_ids"), tensors.get("labels")
     if input_ids is None or labels is None or input_ids.ndim != 4 or input_ids.shape != labels.shape:
         raise DataError(
@@ -214,6 +218,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _load(checkpoint_dir: Path | str, device: str) -> Any:
     """A causal language model in float32 from a local directory, safetensors only."""
+    if not (Path(checkpoint_dir) / "config.json").is_file():
+        raise ModelError(f"expected a checkpoint directory with a config.json, got {str(checkpoint_dir)!r}.")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

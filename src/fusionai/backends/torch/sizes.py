@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.interpreter import Interpreter, Step, describe
+from fusionai.backends.torch.interpreter import OPERATOR_FAILURES, Interpreter, Step, describe, first_line
 from fusionai.backends.torch.operators import Context
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import evaluate, symbols_of
@@ -68,8 +68,8 @@ def measure(
                 step.run(registers)
             except FusionError as error:
                 raise ExecutionError(f"{describe(step.node)}: {error.message}", hint=error.hint) from error
-            except (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError) as error:
-                raise ExecutionError(f"{describe(step.node)} can't run at these sizes: {error}") from error
+            except OPERATOR_FAILURES as error:
+                raise ExecutionError(f"{describe(step.node)} can't run at these sizes: {first_line(error)}") from error
             meter.after(step, registers)
     return Footprint(meter.peak_bytes, meter.saved_bytes)
 
