@@ -52,7 +52,7 @@ test-long: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
 
 bench: setup
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	for subject in planner transport training; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done
 
 docs: setup
 	$(BIN)/python docs/generate.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ def four_stages(captured: Captured) -> Partition:
     blocks = 1 + max(node.block for node in captured.graph.nodes)
     assert blocks >= STAGES
     bounds = [blocks * stage // STAGES for stage in range(STAGES + 1)]
-    return cut_blocks(captured.graph, list(zip(bounds, bounds[1:], strict=False)))
+    return cut_blocks(captured.graph, list(itertools.pairwise(bounds)))
 
 
 class Pipeline:
