@@ -15,6 +15,7 @@ import platform
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
@@ -43,10 +44,10 @@ def main() -> None:
         arguments.json.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(peers: int, memory: str, seed: int) -> dict[str, object]:
+def measure(peers: int, memory: str, seed: int) -> dict[str, Any]:
     """Plan one pool once."""
     problem = random_problem(peers, memory, random.Random(f"{peers} {memory} {seed}"))
-    case: dict[str, object] = {"peers": peers, "memory": memory, "seed": seed, "blocks": len(problem.blocks)}
+    case: dict[str, Any] = {"peers": peers, "memory": memory, "seed": seed, "blocks": len(problem.blocks)}
     started_s = time.perf_counter()
     try:
         found = plan(problem)

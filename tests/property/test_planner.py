@@ -16,7 +16,7 @@ from fusionai.scheduling.bound import step_time_bound_s
 from fusionai.scheduling.improvement import improve
 from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.search import Limits
+from fusionai.scheduling.search import Limits, search
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
 
 OWNER_ROLES = (RolePlacement(role="feed"), RolePlacement(role="loss"))
@@ -182,6 +182,13 @@ def flight(before: tuple[BlockCost, ...] | None, stage: tuple[BlockCost, ...], a
     return sum(b.activation_bytes for b in stage) + crossing
 
 
+def posed(problem: Problem) -> tuple[Pipeline, Limits]:
+    pipeline = Pipeline(problem, problem.peers, loss_at_owner=problem.roles[1].place == "owner")
+    most = min(len(problem.peers), pipeline.chain.length)
+    required = sum(1 << i for i, peer in enumerate(pipeline.peers) if peer.peer in problem.required)
+    return pipeline, Limits(fewest=problem.stages or 1, most=problem.stages or most, required=required)
+
+
 def planned(problem: Problem) -> Plan | None:
     try:
         return plan(problem)
@@ -200,6 +207,35 @@ def test_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
         assert found.certificate.exact
         assert found.certificate.optimality_gap == 0.0
         assert found.certificate.bound_tokens_per_s == found.tokens_per_s
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(problems(most_peers=5, most_blocks=6))
+def test_search_needs_no_good_start(problem: Problem) -> None:
+    """Local search usually finds the optimum of a small pool and would hide a branch cut wrongly."""
+    pipeline, limits = posed(problem)
+    found = search(pipeline, limits, known=None, budget=10**6)
+    assert found.complete
+    step_s = inf if found.best is None else pipeline.step_s(found.best)
+    assert step_s == pytest.approx(brute_force_step_s(problem), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_search_weighs_period_against_transit() -> None:
+    """Few microbatches and dear cuts: where a better period and a better transit are at odds."""
+    for seed in range(80):
+        draw = Random(seed)
+        base = ordinary_problem(seed, peers=4, layers=7)
+        crossing = [draw.choice([2, 5, 20]) * 10**5 for _ in base.blocks]
+        blocks = tuple(
+            msgspec.structs.replace(b, output_bytes=c, gradient_bytes=c, forward_flops=draw.uniform(2, 20) * 1e8)
+            for b, c in zip(base.blocks, crossing, strict=True)
+        )
+        problem = msgspec.structs.replace(base, blocks=blocks, microbatches=draw.choice([2, 3, 5, 8]))
+        pipeline, limits = posed(problem)
+        found = search(pipeline, limits, known=None, budget=10**6)
+        assert found.best is not None
+        assert pipeline.step_s(found.best) == pytest.approx(brute_force_step_s(problem), rel=1e-9), seed
 
 
 @pytest.mark.slow
@@ -240,10 +276,7 @@ def test_bound_and_heuristic_enclose_the_optimum(problem: Problem) -> None:
     found = planned(problem)
     if found is None:
         return
-    pipeline = Pipeline(problem, problem.peers, loss_at_owner=problem.roles[1].place == "owner")
-    most = min(len(problem.peers), pipeline.chain.length)
-    required = sum(1 << i for i, peer in enumerate(pipeline.peers) if peer.peer in problem.required)
-    limits = Limits(fewest=problem.stages or 1, most=problem.stages or most, required=required)
+    pipeline, limits = posed(problem)
     bound_s = step_time_bound_s(pipeline, limits.most, limits.fewest)
     assert 0 < bound_s <= found.step_time_s * (1 + 1e-9)
     good, _ = improve(pipeline, limits, budget=2000)
