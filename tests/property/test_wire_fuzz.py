@@ -302,14 +302,17 @@ def fuzz_listener(home: Path, count: int) -> None:
         assert target is not None
         context = victim.credentials("attacker").dialling_context()
         process = psutil.Process()
-        rss_before = process.memory_info().rss
+        rss_before = 0
         waiting: set[asyncio.Task[None]] = set()
         for number, data in enumerate(hostile_inputs(7, count)):
+            if number == count // 4:
+                # By now buffers and the allocator have found their size; a leak would go on growing.
+                rss_before = process.memory_info().rss
             waiting.add(asyncio.create_task(victim.attack(target, data, number % 3, context)))
             if len(waiting) >= 16:
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.gather(*waiting)
-        assert process.memory_info().rss - rss_before < 64 * MIB
+        assert process.memory_info().rss - rss_before < 32 * MIB
         # It still serves who behaves.
         channel = await TcpTransport(victim.credentials("friend")).dial(
             listener.addresses, expect=None, stream="control"

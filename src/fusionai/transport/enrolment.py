@@ -7,6 +7,7 @@ Neighbours: `invitation` gives address, key and token; the broker answers `JoinR
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.primitives.errors import StorageError, TrustError, UsageError, WireError
+from fusionai.primitives.errors import StorageError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.authority import authority_key_of, pool_of, verify_certificate
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
@@ -92,8 +93,13 @@ async def _ask(
 ) -> JoinGranted:
     channel = await transport.dial(addresses, expect=None, stream="control", timeout_s=timeout_s)
     try:
-        await channel.send(request)
-        answer = (await channel.receive()).message
+        async with asyncio.timeout(timeout_s):
+            await channel.send(request)
+            answer = (await channel.receive()).message
+    except TimeoutError as error:
+        raise TransportError(
+            f"the broker took the question to join and did not answer within {timeout_s:g} s.", hint="Try again later."
+        ) from error
     finally:
         await channel.close()
     match answer:

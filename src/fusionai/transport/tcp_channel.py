@@ -32,6 +32,8 @@ STALLED_S: Final = 2.0
 GOODBYE_TIMEOUT_S: Final = 5.0
 """How long closing then waits for the other side to have read everything and to say goodbye."""
 _POLL_S: Final = 0.01
+_DISCARDED: Final = bytearray(64 * 2**10)
+"""Where bytes for closed channels go; nobody reads them."""
 
 
 class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
@@ -47,7 +49,6 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._gone = asyncio.Event()
         self._slices = 0
         self._watch: asyncio.TimerHandle | None = None
-        self._discarded = bytearray(SMALL_BODY_BYTES)
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         self._check_open()
@@ -102,7 +103,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._connected(remote)
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:  # noqa: ARG002 - the event loop's signature
-        return self._discarded if self.closed else self._reader.buffer()
+        return _DISCARDED if self.closed else self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         if not self.closed:

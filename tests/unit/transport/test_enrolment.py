@@ -19,7 +19,7 @@ from fusionai.primitives.errors import (
     UsageError,
     WireError,
 )
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, enrol, load_membership
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, enrol_second_key, load_membership
 from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel
 from fusionai.transport.invitation import Invitation, format_invitation
@@ -143,6 +143,47 @@ def test_no_broker_and_no_invitation(pool, tmp_path: Path):
         asyncio.run(enrol(invitation, tmp_path, "owner"))
     with pytest.raises(UsageError, match="fusion1-"):
         asyncio.run(enrol("please", tmp_path, "owner"))
+
+
+def test_a_broker_that_never_answers_is_waited_for_only_so_long(pool, tmp_path: Path):
+    async def main() -> None:
+        async def silent(channel: Channel) -> None:
+            await channel.receive()
+            await channel.receive()
+
+        door = await TcpTransport(pool.credentials("broker", "broker")).listen(
+            silent, host="127.0.0.1", port=0, strangers=True
+        )
+        invitation = Invitation("friends", door.addresses, pool.authority.public_key, TOKEN)
+        with pytest.raises(TransportError, match=r"did not answer within 0\.3 s"):
+            await enrol(invitation, tmp_path / "home", "owner", timeout_s=0.3)
+        await door.close()
+
+    asyncio.run(main())
+
+
+def test_a_member_gets_a_second_key_without_an_invitation(pool, tmp_path: Path):
+    home, second_home = tmp_path / "home", tmp_path / "second"
+    asyncio.run(join(pool, granted(pool), home)())
+
+    async def main() -> None:
+        async def accept(channel: Channel) -> None:
+            assert channel.remote.peer == load_identity(home).peer
+            message = (await channel.receive()).message
+            assert isinstance(message, JoinRequest)
+            assert message.token == b""
+            await channel.send(granted(pool)(message))
+            await channel.receive()
+
+        door = await TcpTransport(pool.credentials("broker", "broker")).listen(accept, host="127.0.0.1", port=0)
+        machine = load_membership(home)
+        machine = Membership(machine.pool, machine.purpose, door.addresses, machine.credentials)
+        second = await enrol_second_key(machine, second_home, "owner")
+        assert second.peer == load_identity(second_home).peer != machine.peer
+        assert load_membership(second_home) == second
+        await door.close()
+
+    asyncio.run(main())
 
 
 def test_a_machine_that_has_not_joined_is_told_how(tmp_path: Path):
