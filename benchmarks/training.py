@@ -159,11 +159,10 @@ def main() -> None:
             runs[name].append(result)
             print(f"round {number + 1}  {name:<36} {result['tokens_per_s']:8.1f} tokens/s", flush=True)
     base = next(iter(systems))
+    speeds = {name: [result["tokens_per_s"] for result in results] for name, results in runs.items()}
     ratios = {
-        name: [
-            mine["tokens_per_s"] / theirs["tokens_per_s"] for mine, theirs in zip(runs[name], runs[base], strict=True)
-        ]
-        for name in systems
+        name: [mine / theirs for mine, theirs in zip(values, speeds[base], strict=True)]
+        for name, values in speeds.items()
     }
     print(f"\nratio to {base!r}, round by round: min / median / max")
     for name, values in ratios.items():
