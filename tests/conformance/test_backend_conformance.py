@@ -58,7 +58,7 @@ def stage() -> Graph:
             name="stage",
             symbols={"b": (1, 4), "s": (2, 16)},
             inputs=("x", "ids"),
-            outputs={"y": "y", "total": "total"},
+            outputs={"y": "y", "total": "total", "looked_up": "looked_up"},
             values={
                 "x": hidden,
                 "ids": ValueSpec(("b", "s"), "int64"),
@@ -134,12 +134,19 @@ def test_outputs_have_the_declared_shapes_at_the_fed_sizes(program: StageProgram
         assert outputs["y"].shape == (batch, length, WIDTH)
         assert outputs["y"].dtype == "float32"
         assert outputs["total"].shape == ()
-        assert set(outputs) == {"y", "total"}
+        assert set(outputs) == {"y", "total", "looked_up"}
 
 
 def test_only_wanted_outputs_come_back(program: StageProgram) -> None:
     assert set(program.forward(Call("eval", 0, 0), inputs(), ["y"])) == {"y"}
     assert program.forward(Call("eval", 0, 0), inputs(), []) == {}
+
+
+def test_only_what_the_wanted_outputs_need_must_be_fed(program: StageProgram) -> None:
+    fed = _without("x")
+    assert program.forward(Call("eval", 0, 0), fed, ["looked_up"])["looked_up"].shape == (2, 3, WIDTH)
+    with pytest.raises(ExecutionError, match="expected input 'x'"):
+        program.forward(Call("eval", 0, 0), fed, ["looked_up", "y"])
 
 
 def test_an_unknown_output_is_refused_with_the_nearest_name(program: StageProgram) -> None:

@@ -2,6 +2,9 @@
 
 FUSION_HOME    where this machine keeps its key, pool membership and runs (default: the platform's data directory)
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
+
+One variable of a library is set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from
+run to run.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ def fusion_home() -> Path:
 def log_level() -> str:
     """Level name for the process log."""
     return os.environ.get("FUSION_LOG", "warning").upper()
+
+
+def fix_cublas_workspace() -> None:
+    """Give cuBLAS a workspace of fixed size, unless the user chose one. Only counts before the process uses CUDA."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def inherited() -> dict[str, str]:

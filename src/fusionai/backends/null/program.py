@@ -204,7 +204,9 @@ class NullStageProgram:
         work = self._work.get(key)
         if work is None:
             training = self._options.optimizer is not None
-            records = block_costs(self._graph, symbols, training=training)
+            # A symbol that the fed inputs do not show counts at its largest.
+            sizes = {**largest(self._graph), **symbols}
+            records = block_costs(self._graph, sizes, training=training)
             work = self._work[key] = _Work(
                 sum(record.forward_flops for record in records), sum(record.backward_flops for record in records)
             )

@@ -14,6 +14,7 @@ from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.probe import measure_device
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.ir.schema import Graph
+from fusionai.primitives.environment import fix_cublas_workspace
 from fusionai.primitives.errors import ExecutionError, UsageError
 from fusionai.wire.messages import StageOptions
 
@@ -31,8 +32,7 @@ class TorchBackend:
         self._device = _choose(device)
         self.device: str = self._device.type
         if self._device.type == "cuda":
-            torch.backends.cudnn.benchmark = False
-            torch.backends.cudnn.deterministic = True
+            _make_cuda_deterministic()
 
     def probe(self) -> DeviceReport:
         """Takes about half a second."""
@@ -68,6 +68,19 @@ class TorchBackend:
         total = torch.linalg.vector_norm(stacked, 2.0)
         scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
         return total.item(), scale.item()
+
+
+def _make_cuda_deterministic() -> None:
+    """Same inputs, same bits, run after run. An operator without a deterministic kernel warns and runs all the same.
+
+    The CPU needs none of it: its kernels are deterministic for a number of threads, and stay those of a plain run.
+    """
+    fix_cublas_workspace()
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # The mode would otherwise also fill every new tensor, which no operator of the table reads before writing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _choose(device: str) -> torch.device:

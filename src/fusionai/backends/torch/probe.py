@@ -79,6 +79,7 @@ def fingerprint(device: torch.device) -> str:
     described = (
         torch.__version__,
         str(torch.version.cuda),
+        str(torch.backends.cudnn.version()),
         torch.backends.cpu.get_cpu_capability(),
         platform.machine(),
         device.type,
