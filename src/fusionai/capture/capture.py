@@ -201,6 +201,8 @@ def _assemble(
         notes.append(
             f"{nodes} of {layers} attention layers are the semantic operator: training works, cached serving does not."
         )
+    if any(node.path.endswith(".experts") for node in graph.nodes):
+        notes.append("The experts' weights are gathered per token: right, but slower than grouped products.")
     without_program = [key for key, program in built.programs.items() if program is None]
     captured = Captured(
         graph=graph,

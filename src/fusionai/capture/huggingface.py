@@ -45,17 +45,19 @@ class HuggingFaceModel:
         """The module in float32 with the semantic attention, where its class lets attention be replaced."""
         register()
         replaceable = getattr(self._model_class(), "_supports_attention_backend", False)
-        return self._from_config(ATTENTION if replaceable else "eager")
+        # The default of mixtures of experts sorts tokens by the data and calls an operator that exists in transformers
+        # only; this one gathers each token's expert weights: slower, but plain operations of any framework.
+        return self._from_config(ATTENTION if replaceable else "eager", experts_implementation="batched_mm")
 
     def construct_plain(self) -> nn.Module:
         """The module in float32 as transformers itself would run it."""
         return self._from_config("sdpa" if getattr(self._model_class(), "_supports_sdpa", False) else "eager")
 
-    def _from_config(self, attention: str) -> nn.Module:
+    def _from_config(self, attention: str, **choices: str) -> nn.Module:
         config = copy.deepcopy(self.config)
         if self.architecture == "masked_lm":
             config.is_decoder = False
-        return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32)
+        return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32, **choices)
 
     def _auto(self) -> Any:
         import transformers
