@@ -15,8 +15,9 @@ WORKERS ?= 2
 
 # One thread per process: tests and peers are many processes, and results depend on the number of threads.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo check lint types contracts test test-long bench docs
+.PHONY: setup demo check lint types contracts quick test test-long bench docs
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -42,11 +43,15 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports --no-cache
 
-check: lint types contracts
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long" $(ARGS)
+quick: setup
+	$(TEST_ENV) $(PYTEST) -m "not slow and not long" $(ARGS)
+
+# The type checker uses one core for as long as the quick tests use the other.
+check: setup
+	@$(MAKE) --no-print-directory -j 2 lint types contracts quick
 
 test: lint types contracts
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not long" $(ARGS)
+	$(TEST_ENV) $(PYTEST) -m "not long" $(ARGS)
 
 test-long: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
