@@ -85,7 +85,10 @@ class StageProgram(Protocol):
     def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]: ...
 
     def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
-        """Replace (or add to) the sums of these parameters: tied weights, replicas."""
+        """Replace (or add to) the sums of these parameters: tied weights, replicas.
+
+        One process adds the uses of a tied weight within a microbatch before it adds microbatches. Stages that share
+        one get those bits by exporting their part after each microbatch and replacing their sum by zeros."""
         ...
 
     def apply(self, *, scale: float, learning_rate: float) -> None:

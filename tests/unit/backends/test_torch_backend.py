@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fusionai.backends.torch.backend import TorchBackend
+from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
 from fusionai.backends.torch.probe import fingerprint
-from fusionai.backends.torch.program import parameter_norms, scale_gradients
 from fusionai.primitives.errors import UsageError
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fusionai.backends.interface import DeviceReport
+from fusionai.backends.torch.clipping import clip_scale
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.probe import measure_device
 from fusionai.backends.torch.program import TorchStageProgram
@@ -61,13 +62,8 @@ class TorchBackend:
         )
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
-        """`clip_grad_norm_`: norm of the stacked float32 norms, max_norm / (total + 1e-6), at most 1.0."""
-        if not norms:
-            return 0.0, 1.0
-        stacked = torch.tensor(list(norms), dtype=torch.float32, device=self._device)
-        total = torch.linalg.vector_norm(stacked, 2.0)
-        scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        return total.item(), scale.item()
+        """Exactly as `clip_grad_norm_` computes them on this device."""
+        return clip_scale(norms, max_norm, self._device)
 
 
 def _make_cuda_deterministic() -> None:

@@ -19,6 +19,7 @@ import torch
 from fusionai.backends.binding import bind_symbols, largest, nearest
 from fusionai.backends.interface import Call
 from fusionai.backends.state import check_entry, gradient_bytes, state_entries
+from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
 from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
@@ -371,29 +372,6 @@ class TorchStageProgram:
 
     def _is_parameter(self, value: torch.Tensor | int) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._parameter_storages
-
-
-def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
-    """Euclidean norm of each tensor as `torch.nn.utils.clip_grad_norm_` computes it, exact."""
-    if not gradients:
-        return []
-    if gradients[0].device.type in ("cpu", "cuda"):
-        norms = torch._foreach_norm(list(gradients), 2.0)  # pyright: ignore[reportPrivateImportUsage]
-    else:
-        norms = [torch.linalg.vector_norm(gradient, 2.0) for gradient in gradients]
-    if len({norm.dtype for norm in norms}) == 1:
-        return torch.stack(list(norms)).tolist()
-    return [norm.item() for norm in norms]
-
-
-def scale_gradients(gradients: Sequence[torch.Tensor], scale: float) -> None:
-    """Multiply in place as `torch.nn.utils.clip_grad_norm_` does."""
-    factor = torch.tensor(scale, dtype=torch.float32, device=gradients[0].device)
-    if gradients[0].device.type in ("cpu", "cuda"):
-        torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
-    else:
-        for gradient in gradients:
-            gradient.mul_(factor)
 
 
 def _carries_gradient(value: torch.Tensor | int) -> bool:
