@@ -401,9 +401,15 @@ def test_a_side_that_does_not_read_for_a_while_is_not_taken_for_dead(pool, run: 
         listener = await TcpTransport(pool.credentials("broker", "broker")).listen(reads_late, host="127.0.0.1", port=0)
         channel = await TcpTransport(pool.credentials("a")).dial(listener.addresses, expect=None, stream="state")
         message, tensor = big()
-        sending = asyncio.create_task(channel.send(message, [tensor]))
-        # The window is closed and the kernel asks at longer and longer intervals whether it has opened.
-        await asyncio.wait([sending], timeout=1.0)
+
+        async def send_two() -> None:
+            for _ in range(2):
+                await channel.send(message, [tensor])
+
+        sending = asyncio.create_task(send_two())
+        # The window closes after the first and the kernel asks at longer and longer intervals whether it has opened.
+        done, _ = await asyncio.wait([sending], timeout=1.5)
+        assert not done
         may_read.set()
         await sending
         await channel.close()

@@ -86,6 +86,12 @@ def test_nesting_without_end_is_a_wire_error(opening: bytes):
     bomb = b"\x82\xa1m\xa4ping\xa1x" + opening * 100_000 + b"\xc0"
     with pytest.raises(WireError):
         decode_message(bomb, FrameLimits(2**20, 0))
+    # Where the decoder skips what it does not know yet (the tag comes last) or keeps as it is (a profile), it recurses.
+    tag_last = b"\x82\xa1x" + opening * 100_000 + b"\xc0\xa1m\xa4ping"
+    register = b"\x84\xa1m\xa8register\xa4boot\x01\xa9addresses\x90\xa7profile" + opening * 100_000 + b"\xc0"
+    for data in (tag_last, register):
+        with pytest.raises(WireError, match="nested too deeply"):
+            decode_message(data, FrameLimits(2**20, 0))
     with pytest.raises(WireError, match="nested too deeply"):
         decode_part(opening * 100_000 + b"\xc0", msgspec.msgpack.Decoder(), "a profile")
 
