@@ -87,17 +87,20 @@ def token_steps(seed: int = 0) -> list[list[reference.Microbatch]]:
 class Chain:
     """A graph cut into stages, all in this process, driven as a pool drives them."""
 
-    def __init__(self, captured: Captured, stages: int, spec: reference.ReferenceSpec) -> None:
+    def __init__(self, captured: Captured, stages: int, spec: reference.ReferenceSpec, *, lag: int = 0) -> None:
         graph = captured.graph
         blocks = 1 + max(node.block for node in graph.nodes)
         bounds = [round(i * blocks / stages) for i in range(stages + 1)]
         self.partition = cut_blocks(graph, list(pairwise(bounds)))
         self.backend = TorchBackend("cpu", threads=1)
         self.spec = spec
+        self.lag = lag
         self.order = {param.key: param.order for param in graph.params.values() if param.trainable}
         self.programs = []
         for stage in self.partition.stages:
-            options = StageOptions(optimizer=spec.optimizer, precision=spec.precision, in_flight=MICROBATCHES)
+            options = StageOptions(
+                optimizer=spec.optimizer, precision=spec.precision, in_flight=MICROBATCHES, weight_lag=lag
+            )
             program = self.backend.load(
                 stage.graph, grad_inputs=stage.grad_inputs, options=options, memory_limit_bytes=1 << 30
             )
@@ -112,7 +115,11 @@ class Chain:
         for microbatch, (input_ids, labels) in enumerate(microbatches):
             losses.append(self._forward(Call("train", number, microbatch), input_ids, labels))
             self._backward(Call("train", number, microbatch), len(microbatches))
+            if self.lag:
+                self._weights(number, microbatch - self.lag)
             self._sum_shared(shared)
+        for late in range(len(microbatches) - self.lag, len(microbatches) if self.lag else 0):
+            self._weights(number, late)
         for parameter in self.partition.shared:
             for stage in parameter.stages:
                 self.programs[stage].import_gradients([(parameter.key, host(shared[parameter.key]))], add=False)
@@ -125,6 +132,11 @@ class Chain:
         for program in self.programs:
             program.apply(scale=scale, learning_rate=self.spec.learning_rate)
         return sum(losses) / len(losses), total
+
+    def _weights(self, number: int, microbatch: int) -> None:
+        for program in self.programs:
+            if microbatch >= 0:
+                program.weight_gradients(Call("train", number, microbatch))
 
     def _forward(self, call: Call, input_ids: np.ndarray, labels: np.ndarray) -> float:
         shifted = np.full_like(labels, -100)
@@ -161,9 +173,11 @@ class Chain:
 
 
 @pytest.mark.parametrize(
-    ("fields", "precision"), [(LLAMA, "fp32"), (LLAMA, "bf16"), (GPT2_TIED, "fp32")], ids=["llama", "bf16", "gpt2 tied"]
+    ("fields", "precision", "lag"),
+    [(LLAMA, "fp32", 0), (LLAMA, "fp32", 2), (LLAMA, "bf16", 0), (LLAMA, "bf16", 1), (GPT2_TIED, "fp32", 0)],
+    ids=["llama", "llama zero bubble", "bf16", "bf16 zero bubble", "gpt2 tied"],
 )
-def test_four_stages_train_as_one_process(tmp_path: Path, fields: dict[str, object], precision: str) -> None:
+def test_four_stages_train_as_one_process(tmp_path: Path, fields: dict[str, object], precision: str, lag: int) -> None:
     path = checkpoint(tmp_path / "model", fields)
     spec = reference.ReferenceSpec(
         optimizer=OptimizerSpec(weight_decay=0.1), learning_rate=3e-3, max_norm=1.0, precision=precision
@@ -171,7 +185,7 @@ def test_four_stages_train_as_one_process(tmp_path: Path, fields: dict[str, obje
     steps = token_steps()
     expected = reference.run_reference(path, steps, spec, save_to=tmp_path / "trained")
     captured = capture(DirectorySource(path), batch=(1, BATCH), sequence=(1, LENGTH))
-    chain = Chain(captured, 4, spec)
+    chain = Chain(captured, 4, spec, lag=lag)
     assert [program.resident_bytes > 0 for program in chain.programs] == [True] * 4
     results = [chain.step(number, microbatches) for number, microbatches in enumerate(steps)]
     assert [loss for loss, _ in results] == list(expected.losses)

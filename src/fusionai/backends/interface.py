@@ -77,6 +77,13 @@ class StageProgram(Protocol):
         `gradients`: graph output meaning -> gradient; outputs not named get none."""
         ...
 
+    def weight_gradients(self, call: Call) -> None:
+        """Compute what `backward` of this microbatch left undone: it may return input gradients first, so that the
+        stage before goes on, and leave weight gradients to a moment when this stage would wait (zero bubble, arXiv
+        2401.10241). Called once per microbatch in their order when `options.weight_lag` is above 0, never otherwise;
+        the sums are the same bits either way. A backend that leaves nothing undone does nothing here."""
+        ...
+
     def gradient_norms(self) -> dict[str, float]:
         """Euclidean norm per trainable parameter key of the summed gradient, exact bits of the float32 norm.
         A parameter without gradient is absent."""

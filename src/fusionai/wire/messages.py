@@ -315,6 +315,8 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     microbatches: Count = 1
     in_flight: Count = 1
     """Microbatches this stage may have forwarded and not yet sent back (its credit)."""
+    weight_lag: Count = 0
+    """Microbatches whose weight gradients a stage may leave for later, when it would otherwise wait (zero bubble)."""
     takeover: Literal["exact", "tolerant"] = "exact"
     retain: bool = False
     """Whether boundary tensors are kept for a neighbour's replay until the line passes them (guarded jobs)."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from fusionai.backends.torch.deferral import deferrable_linear
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
 from fusionai.ir.graph import needed_nodes, reads
@@ -106,17 +107,24 @@ OPERATOR_FAILURES: Final = (
 
 
 def compile_graph(
-    graph: Graph, wanted: Collection[str], *, with_state_writes: bool, device: torch.device, mixed: bool = False
+    graph: Graph,
+    wanted: Collection[str],
+    *,
+    with_state_writes: bool,
+    device: torch.device,
+    mixed: bool = False,
+    deferred: Collection[int] = (),
 ) -> Interpreter:
     """Compile what `wanted` (output meanings) needs, and the state writes if asked for. `device` is what `DeviceArg`
-    stands for. `mixed`: products may come in bfloat16, reductions take their operands in float32.
+    stands for. `mixed`: products may come in bfloat16, reductions take their operands in float32. `deferred`: linear
+    layers (node ids) that may leave their weight gradient for later.
 
     Raises `ExecutionError` on an operator this backend lacks.
     """
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = needed_nodes(graph, {*outputs.values(), *writes})
-    builder = _Builder(device, mixed=mixed)
+    builder = _Builder(device, mixed=mixed, deferred=deferred)
     calls = [(node, builder.instruction(node)) for node in nodes]
     kept = {builder.value(name) for name in (*outputs.values(), *writes)}
     last_use: dict[int, int] = {}
@@ -149,8 +157,9 @@ def describe(node: Node | None) -> str:
 class _Builder:
     """Hands out registers and builds instructions."""
 
-    def __init__(self, device: torch.device, *, mixed: bool) -> None:
+    def __init__(self, device: torch.device, *, mixed: bool, deferred: Collection[int]) -> None:
         self.device = device
+        self.deferred = deferred
         self.mixed = mixed
         self.template: Registers = [None]
         self.values: dict[str, int] = {}
@@ -164,6 +173,8 @@ class _Builder:
     def instruction(self, node: Node) -> Instruction:
         compute = PLAIN.get(node.op)
         leading: list[int] = []
+        if node.id in self.deferred:
+            compute, leading = _linear, [_CONTEXT]
         if compute is None:
             compute = CONTEXTUAL.get(node.op)
             leading = [_CONTEXT, self._register(node.id)]
@@ -211,6 +222,10 @@ class _Builder:
     def _register(self, constant: Any) -> int:
         self.template.append(constant)
         return len(self.template) - 1
+
+
+def _linear(context: Context, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return deferrable_linear(context.left, x, weight)
 
 
 def _call(

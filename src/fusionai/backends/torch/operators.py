@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from fusionai.backends.torch.attention import attention
+from fusionai.backends.torch.deferral import Left
 from fusionai.backends.torch.dropout import DropoutKey, dropout
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.errors import ExecutionError
@@ -30,6 +31,8 @@ class Context:
 
     training: bool
     key: DropoutKey
+    left: Left | None = None
+    """Where linear layers leave their weight gradients; None: they are computed in backward."""
 
 
 def _bounded(compute: Callable[..., int]) -> Callable[..., int]:

@@ -20,6 +20,7 @@ from fusionai.backends.binding import bind_symbols, largest, nearest
 from fusionai.backends.interface import Call
 from fusionai.backends.state import check_entry, gradient_bytes, state_entries
 from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
+from fusionai.backends.torch.deferral import Left, deferrable, finish
 from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
@@ -43,6 +44,7 @@ class _InFlight:
 
     outputs: dict[str, torch.Tensor]
     leaves: dict[str, torch.Tensor]
+    left: Left | None
 
 
 class TorchStageProgram:
@@ -65,6 +67,7 @@ class TorchStageProgram:
         self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
         self._checked: set[object] = set()
+        self._deferrable = deferrable(graph) if self._defers else frozenset[int]()
         self._check_declarations()
         self._entries = state_entries(graph, options.optimizer)
         self._check_memory()
@@ -78,6 +81,8 @@ class TorchStageProgram:
         self._committed: dict[str, torch.Tensor] = {}
         """Buffers rewritten since the last apply: their values of then."""
         self._contexts: dict[ContextKey, _InFlight] = {}
+        self._lagging: dict[ContextKey, Left] = {}
+        """Microbatches whose backward has run and whose weight gradients are still to be computed."""
         self._optimizer: StageOptimizer | None = None
         if options.optimizer is not None and self._trainable:
             try:
@@ -107,7 +112,8 @@ class TorchStageProgram:
         interpreter = self._interpreter(names, training, self._device)
         half_floats = self._options.precision == "bf16"
         symbols = bind_symbols(self._graph, inputs, interpreter.inputs, half_floats=half_floats)
-        context = Context(training, DropoutKey(self._options.seed, call.step, call.microbatch))
+        left: Left | None = [] if training and self._defers else None
+        context = Context(training, DropoutKey(self._options.seed, call.step, call.microbatch), left)
         self._check_sizes(names, context, inputs, symbols)
         leaves: dict[str, torch.Tensor] = {}
         values: dict[str, torch.Tensor | int] = {}
@@ -124,7 +130,7 @@ class TorchStageProgram:
             outputs, writes = interpreter.run(context, values, params)
         if training:
             self._contexts[key] = _InFlight(
-                {name: value for name, value in outputs.items() if _carries_gradient(value)}, leaves
+                {name: value for name, value in outputs.items() if _carries_gradient(value)}, leaves, left
             )
         for buffer, value in writes.items():
             self._committed.setdefault(buffer, self._tensors[buffer])
@@ -158,18 +164,32 @@ class TorchStageProgram:
                 torch.autograd.backward(roots, root_gradients)
             except RuntimeError as error:
                 raise ExecutionError(f"backward of step {call.step}, microbatch {call.microbatch}: {error}") from error
+        if held.left is not None:
+            self._lagging[call.step, call.replica, call.microbatch] = held.left
         return {name: to_host(leaf.grad) for name, leaf in held.leaves.items() if leaf.grad is not None}
+
+    def weight_gradients(self, call: Call) -> None:
+        left = self._lagging.pop((call.step, call.replica, call.microbatch), None)
+        if left is not None:
+            finish(left)
+
+    @property
+    def _defers(self) -> bool:
+        """Under autocast the products are not those of `deferral`."""
+        return self._options.weight_lag > 0 and self._options.precision == "fp32"
 
     # -------------------------------------------------------------------------------------------------- the update
 
     def gradient_norms(self) -> dict[str, float]:
         """The norms that `clip_grad_norm_` computes of each gradient, by the same call."""
+        self._require_summed("take norms")
         summed = [(key, parameter.grad) for key, parameter in self._trainable.items() if parameter.grad is not None]
         norms = parameter_norms([gradient for _, gradient in summed])
         return {key: norm for (key, _), norm in zip(summed, norms, strict=True)}
 
     def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
         """Sums of these parameters, in this order; those without a gradient are absent."""
+        self._require_summed("export gradients")
         exported: list[tuple[str, HostTensor]] = []
         for key in keys:
             gradient = self._parameter(key).grad
@@ -201,6 +221,7 @@ class TorchStageProgram:
 
     def discard(self) -> None:
         self._contexts.clear()
+        self._lagging.clear()
         self._clear_gradients()
         self._tensors.update(self._committed)
         self._committed.clear()
@@ -268,6 +289,10 @@ class TorchStageProgram:
             if key not in self._specs or self._specs[key].trainable:
                 raise ExecutionError(f"the graph writes {key!r}, which is no buffer of this stage.")
 
+    @property
+    def _microbatches_held(self) -> int:
+        return max(1, self._options.in_flight) + self._options.weight_lag
+
     def _check_memory(self) -> None:
         """At the symbols' largest values: parameters, gradients, optimizer slots, contexts and the forward's peak."""
         training = self._options.optimizer is not None
@@ -292,10 +317,10 @@ class TorchStageProgram:
             grad_inputs=self._grad_inputs,
             limit_bytes=None if limit_bytes is None else limit_bytes - held_bytes,
         )
-        needed_bytes = held_bytes + footprint.peak_bytes + footprint.saved_bytes * max(1, self._options.in_flight)
+        needed_bytes = held_bytes + footprint.peak_bytes + footprint.saved_bytes * self._microbatches_held
         if limit_bytes is not None and needed_bytes > limit_bytes:
             raise ExecutionError(
-                f"the stage needs {needed_bytes} bytes with {self._options.in_flight} microbatches in flight, "
+                f"the stage needs {needed_bytes} bytes with {self._microbatches_held} microbatches in flight, "
                 f"the limit is {limit_bytes}.",
                 hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
             )
@@ -328,6 +353,14 @@ class TorchStageProgram:
                 f"can't {action} with {len(self._contexts)} microbatches in flight.",
                 hint="Run their backward or discard them first.",
             )
+        self._require_summed(action)
+
+    def _require_summed(self, action: str) -> None:
+        if self._lagging:
+            raise ExecutionError(
+                f"can't {action}: weight gradients of {len(self._lagging)} microbatches are still to be computed.",
+                hint="Call weight_gradients for each of them first.",
+            )
 
     # ----------------------------------------------------------------------------------------------------- details
 
@@ -341,6 +374,7 @@ class TorchStageProgram:
                 with_state_writes=training,
                 device=device,
                 mixed=self._options.precision == "bf16" and device != META,
+                deferred=self._deferrable if training else (),
             )
             self._interpreters[key] = interpreter
         return interpreter
