@@ -311,7 +311,7 @@ class DriverMachine:
     def on_reported(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, StageReported)
         self._reported.add(event.stage)
-        if self._reported < set(self.shape.stages):
+        if not self._reported >= set(self.shape.stages):
             return []
         self.phase = DriverPhase.RESUMING
         return [SendResume(stage, self.base, self.source, None) for stage in self.shape.stages]
@@ -321,7 +321,7 @@ class DriverMachine:
         if event.applied != self.base:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {self.base}")
         self._ready.add(event.stage)
-        if self._ready < set(self.shape.stages):
+        if not self._ready >= set(self.shape.stages):
             return []
         self.phase = DriverPhase.RUNNING
         ready = AnnounceReady(self.base)
@@ -336,14 +336,16 @@ class DriverMachine:
         assert isinstance(event, LossArrived)
         if event.step < self.step:
             return []
-        self._losses.setdefault(event.step, {})[event.microbatch] = event.loss
+        if event.microbatch >= self.shape.microbatches or (event.step, event.microbatch) >= self._fed:
+            return self._fail(f"a loss came for microbatch {event.microbatch} of step {event.step}, which was not fed")
+        self._losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
         return [*self._feed(), *self._decide()]
 
     def on_prepared(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, StagePrepared)
-        if event.step != self.step:
+        if event.step != self.step or event.stage not in self.shape.stages:
             return []
-        self._norms.setdefault(event.step, {})[event.stage] = event.norms
+        self._norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
         return self._decide()
 
     def on_scale(self, event: DriverEvent) -> list[DriverCommand]:
@@ -425,7 +427,7 @@ class DriverMachine:
         return [DecideScale(self.step, tuple(norms[key] for key in self.shape.canonical_order if key in norms))]
 
     def _replay(self, computed: CommitRecord, journalled: CommitRecord) -> list[DriverCommand]:
-        same = computed.norms_hash == journalled.norms_hash and computed.loss == journalled.loss
+        same = computed.norms_hash == journalled.norms_hash and computed.loss.hex() == journalled.loss.hex()
         if same:
             return self._commit(journalled, replayed=True)
         detail = (

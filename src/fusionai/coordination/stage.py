@@ -39,6 +39,8 @@ class StageShape:
     """Who must deliver before a forward may run, per mode; -1 is the data feed."""
     consumers: frozenset[int]
     """Who must return gradients before a backward may run; empty: the backward follows its forward at once."""
+    weight_lag: int = 0
+    """Microbatches whose weight gradients may wait for a moment when this stage has nothing better to do."""
     shares_with: frozenset[int] = frozenset()
     """Other stages holding a parameter this stage holds (tied weights)."""
     shared_home: bool = True
@@ -134,7 +136,7 @@ StageEvent = (
 class Work:
     """One piece of work for the compute thread. `record` only for `apply`."""
 
-    kind: Literal["initialise", "forward", "backward", "share", "total", "norms", "apply", "export"]
+    kind: Literal["initialise", "forward", "backward", "weights", "share", "total", "norms", "apply", "export"]
     step: int = 0
     microbatch: int = 0
     mode: Mode = "train"
@@ -183,7 +185,9 @@ class DropRetained:
 
 @dataclass(frozen=True, slots=True)
 class DropHeld:
-    """Forget tensors that arrived and were not used (their fence is gone)."""
+    """Forget tensors that arrived and were not used: of steps before `below`, or all (their fence is gone)."""
+
+    below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,8 @@ class StageMachine:
     _deferred: list[StageEvent] = field(default_factory=list)
     _forwarded: int = 0
     _returned: int = 0
+    _weighted: int = 0
+    """Microbatches whose weight gradients are summed; all of `_returned` when nothing lags."""
     _summed: bool = False
     _shared_partials: set[int] = field(default_factory=set)
     _shared_total: bool = False
@@ -239,9 +245,41 @@ class StageMachine:
             self._deferred.append(event)  # the work under way ends first: its result belongs to the old fence
             return []
         commands = self._transition(event)
-        while self._deferred and self._busy is None:
-            commands = self._transition(self._deferred.pop(0))  # reports made under the old fence die with it
+        if self._deferred and self._busy is None:
+            commands.clear()  # reports made under the old fence die with it
+            while self._deferred:
+                commands += self._transition(self._deferred.pop(0))
         return [*commands, *self._next()]
+
+    def wants(self, event: ForwardArrived | BackwardArrived | SharedArrived) -> bool:
+        """Whether this tensor is for work still to be done and the first of its kind: nothing else may take memory.
+
+        `handle` drops and counts what is not wanted, and refuses it in a phase where no tensor has a place.
+        """
+        if (self.phase, type(event)) not in TABLE:
+            return False
+        match event:
+            case ForwardArrived(mode, step, microbatch, producer):
+                ahead = step - self.applied
+                past = mode == "train" and (microbatch >= self.shape.microbatches or self._has_run(step, microbatch))
+                known = self._arrived.get((mode, step, microbatch), set())
+                fits = producer in self.shape.producers.get(mode, ()) and producer not in known
+                return 0 <= ahead <= STEPS_AHEAD and not past and fits
+            case BackwardArrived(step, microbatch, consumer):
+                known = self._gradients.get((step, microbatch), set())
+                due = step == self.applied and self._returned <= microbatch < self._forwarded
+                return due and consumer in self.shape.consumers and consumer not in known
+            case SharedArrived(step, sender, phase):
+                if step != self.applied or sender not in self.shape.shares_with:
+                    return False
+                if phase == "partial":
+                    return self.shape.shared_home and sender not in self._shared_partials and not self._shared_total
+                return self._shared_sent and not self._shared_total
+
+    def _has_run(self, step: int, microbatch: int) -> bool:
+        """Whether this microbatch's forward in training is done or under way."""
+        under_way = self._busy is not None and self._busy.kind == "forward" and self._busy.mode == "train"
+        return step == self.applied and microbatch < self._forwarded + under_way
 
     def _transition(self, event: StageEvent) -> list[StageCommand]:
         transition = TABLE.get((self.phase, type(event)))
@@ -292,6 +330,9 @@ class StageMachine:
             (step, self._returned), set()
         ):
             return Work("backward", step=step, microbatch=self._returned)
+        lagging = self._returned - self._weighted
+        if lagging > self.shape.weight_lag or (lagging and self._returned == self.shape.microbatches):
+            return Work("weights", step=step, microbatch=self._weighted)
         if self._returned == self.shape.microbatches and self.prepared < step:
             return self._closing_work(step)
         if (side := self._side_forward(step)) is not None:
@@ -300,7 +341,7 @@ class StageMachine:
             needed = self.shape.producers["train"]
             if needed <= self._arrived.get(("train", step, self._forwarded), set()):
                 return Work("forward", step=step, microbatch=self._forwarded)
-        return None
+        return Work("weights", step=step, microbatch=self._weighted) if lagging else None
 
     def _closing_work(self, step: int) -> Work | None:
         """All microbatches are summed: reduce what is shared, then take norms."""
@@ -377,20 +418,18 @@ class StageMachine:
 
     def on_forward_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ForwardArrived)
-        ahead = event.step - self.applied
-        past = ahead == 0 and event.microbatch < self._forwarded
-        beyond = ahead > STEPS_AHEAD or event.microbatch >= self.shape.microbatches
-        over = event.mode == "train" and (past or beyond)
-        if ahead < 0 or over or event.producer not in self.shape.producers[event.mode]:
+        if not self.wants(event):
             self.dropped += 1
             return []
-        self._arrived.setdefault((event.mode, event.step, event.microbatch), set()).add(event.producer)
+        key = (event.mode, event.step, event.microbatch)
+        if event.mode != "train" and key not in self._arrived and self._side_held() >= MAX_SIDE_HELD:
+            return [Refuse(f"stage {self.shape.stage} holds {MAX_SIDE_HELD} microbatches beside training already")]
+        self._arrived.setdefault(key, set()).add(event.producer)
         return []
 
     def on_backward_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, BackwardArrived)
-        expected = self._returned <= event.microbatch < self._forwarded and event.consumer in self.shape.consumers
-        if event.step != self.applied or not expected:
+        if not self.wants(event):
             self.dropped += 1
             return []
         self._gradients.setdefault((event.step, event.microbatch), set()).add(event.consumer)
@@ -398,7 +437,7 @@ class StageMachine:
 
     def on_shared_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, SharedArrived)
-        if event.step != self.applied or event.sender not in self.shape.shares_with:
+        if not self.wants(event):
             self.dropped += 1
             return []
         if event.phase == "partial":
@@ -409,9 +448,9 @@ class StageMachine:
 
     def on_committed(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, Committed)
-        if event.record.step < self.applied:
-            return []
-        if event.record.step != self.applied or self.prepared != self.applied:
+        if event.record.step < self.applied or event.record == self._commit:
+            return []  # applied, or being applied: a commit counts once
+        if event.record.step != self.applied or self.prepared != self.applied or self._commit is not None:
             return [
                 Refuse(
                     f"stage {self.shape.stage} prepared step {self.prepared} and has applied {self.applied} steps; "
@@ -428,7 +467,8 @@ class StageMachine:
 
     def on_export_asked(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ExportAsked)
-        if event.step != self.applied or self._forwarded > 0:
+        begun = self._has_run(self.applied, 0)
+        if event.step != self.applied or begun or self._commit is not None or event.step in self._exports:
             return [Refuse(f"stage {self.shape.stage} can't export step {event.step}: it is in step {self.applied}")]
         self._exports.append(event.step)
         return []
@@ -449,6 +489,9 @@ class StageMachine:
             case "backward":
                 self._gradients.pop((work.step, work.microbatch), None)
                 self._returned += 1
+                self._weighted += self.shape.weight_lag == 0
+            case "weights":
+                self._weighted += 1
             case "share":
                 self._shared_sent = True
             case "total":
@@ -467,7 +510,17 @@ class StageMachine:
         self.applied = work.step + 1
         restoring = self.phase is StagePhase.RESTORING
         self._clear_step(keep_sums=False)
-        return self._restored() if restoring else [ReportApplied(work.step)]
+        return self._restored() if restoring else [ReportApplied(work.step), *self._forget_past()]
+
+    def _forget_past(self) -> list[StageCommand]:
+        """Evaluation and inference of a state that is gone will never run."""
+        past = [key for key in self._arrived if key[1] < self.applied]
+        for key in past:
+            del self._arrived[key]
+        return [DropHeld(below=self.applied)] if past else []
+
+    def _side_held(self) -> int:
+        return sum(mode != "train" for mode, _, _ in self._arrived)
 
     def on_detached(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, Detached)
@@ -486,7 +539,7 @@ class StageMachine:
             self._initialise = False
         self._gradients.clear()
         self._commit = None
-        self._forwarded = self._returned = self.shape.microbatches if keep_sums else 0
+        self._forwarded = self._returned = self._weighted = self.shape.microbatches if keep_sums else 0
         self._summed = keep_sums
         self._shared_partials.clear()
         self._shared_total = self._shared_sent = keep_sums
@@ -500,6 +553,8 @@ STORY_LENGTH: Final = 24
 STEPS_AHEAD: Final = 2
 """Tensors of later steps that may be held: the driver feeds one step ahead of its vote, and may itself be one commit
 ahead of this stage."""
+MAX_SIDE_HELD: Final = 1024
+"""Microbatches of evaluation and inference that may wait at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import msgspec
 from fusionai.coordination.stage import StageShape
 from fusionai.ir.partition import Partition, SharedParam
 from fusionai.ir.schema import Graph, ListArg, Ref
-from fusionai.primitives.errors import PlanError
+from fusionai.primitives.errors import GraphError, PlanError
 from fusionai.wire.messages import Mode
 
 FEED: Final = -1
@@ -47,6 +47,41 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     outputs: tuple[str, ...] = ()
     shared: tuple[SharedParam, ...] = ()
 
+    @property
+    def others(self) -> frozenset[int]:
+        """Stages this one exchanges tensors with."""
+        linked = {port.other for port in (*self.receives, *self.sends)}
+        linked |= {stage for shared in self.shared for stage in shared.stages}
+        return frozenset(linked - {self.stage, FEED})
+
+    def check(self, graph: Graph) -> None:
+        """Raises `GraphError` where this is no boundary of `graph`: what was received may name anything."""
+        place = f"the boundary of stage {self.stage}"
+        for ports in (self.receives, self.sends):
+            if len({port.other for port in ports}) != len(ports):
+                raise GraphError(f"{place} has two ports with one stage.")
+            for port in ports:
+                values = {*port.values}
+                if len(values) != len(port.values) or not values.issuperset((*port.needs_grad, *port.inference)):
+                    raise GraphError(f"{place} names values of stage {port.other} twice or not at all.")
+        received = [value for port in self.receives for value in port.values]
+        returned = {value for port in self.receives for value in port.needs_grad if port.other != FEED}
+        produced = {value for port in self.sends for value in port.values} | {*self.outputs}
+        trainable = {spec.key for spec in graph.params.values() if spec.trainable}
+        for what, named, known in (
+            ("inputs", {*received}, {*graph.inputs}),
+            ("gradients of inputs", {*self.grad_inputs} | returned, {*received}),
+            ("outputs", produced, {*graph.outputs}),
+            ("shared parameters", {shared.key for shared in self.shared}, trainable),
+        ):
+            if unknown := named - known:
+                some = ", ".join(sorted(unknown)[:5])
+                raise GraphError(f"{place} names {what} that the stage does not have: {some}.")
+        if len(set(received)) != len(received):
+            raise GraphError(f"{place} has one input from two stages.")
+        if any(len(shared.stages) < 2 or self.stage not in shared.stages for shared in self.shared):
+            raise GraphError(f"{place} names shared parameters that it does not share.")
+
     def wanted(self, mode: Mode) -> tuple[str, ...]:
         """Graph output meanings to compute in this mode."""
         values = {value for port in self.sends for value in port.carried(mode)}
@@ -56,9 +91,13 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """What goes to the driver: the loss in training and evaluation, everything else in inference."""
         return tuple(meaning for meaning in self.outputs if (meaning == LOSS) != (mode == "infer"))
 
-    def shape(self, *, microbatches: int, in_flight: int) -> StageShape:
+    def shape(self, *, microbatches: int, in_flight: int, weight_lag: int = 0) -> StageShape:
         """The stage machine's view of this boundary."""
         modes: tuple[Mode, ...] = ("train", "eval", "infer")
+        if microbatches < 1 or in_flight < 1:
+            raise PlanError(
+                f"stage {self.stage} needs a microbatch and a credit of one at least, got {microbatches}, {in_flight}."
+            )
         others = {stage for shared in self.shared for stage in shared.stages if stage != self.stage}
         if len({shared.stages[0] for shared in self.shared}) > 1:
             keys = ", ".join(shared.key for shared in self.shared)
@@ -70,6 +109,7 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             stage=self.stage,
             microbatches=microbatches,
             in_flight=in_flight,
+            weight_lag=weight_lag,
             producers={mode: frozenset(p.other for p in self.receives if p.carried(mode)) for mode in modes},
             consumers=frozenset(port.other for port in self.sends if port.needs_grad),
             shares_with=frozenset(others),

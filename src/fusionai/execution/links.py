@@ -9,7 +9,9 @@ Neighbours: `execution.member` posts and receives; `transport` connects; `transp
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from fusionai.execution.outbox import Outbox
 from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError, TransportError
@@ -17,6 +19,8 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope, Transport
 from fusionai.wire import messages as wire
+
+log = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 30.0
 
@@ -33,8 +37,13 @@ async def open_job(
 ) -> Channel:
     """Dial a member of a job and show the ticket. Raises `RefusedError`, `TransportError`, `TrustError`."""
     channel = await transport.dial(addresses, expect=peer, stream=stream)
-    await channel.send(opening)
-    answer = (await channel.receive()).message
+    try:
+        async with asyncio.timeout(LINK_TIMEOUT_S):
+            await channel.send(opening)
+            answer = (await channel.receive()).message
+    except TimeoutError:
+        await channel.close()
+        raise TransportError(f"peer {short(peer)} did not open job {opening.job} in {LINK_TIMEOUT_S:.0f} s.") from None
     if isinstance(answer, wire.Done):
         return channel
     await channel.close()
@@ -45,7 +54,7 @@ async def open_job(
 
 
 class Links:
-    """`on_message` gets every envelope from any link; `on_lost` is told once per lost link."""
+    """`on_message` gets every envelope from any link; `on_lost` is told of a lost link, at least once."""
 
     def __init__(
         self,
@@ -58,7 +67,9 @@ class Links:
         self._on_message = on_message
         self._on_lost = on_lost
         self._outboxes: dict[PeerId, asyncio.Future[Outbox]] = {}
-        self._dialling: dict[PeerId, asyncio.Task[None]] = {}
+        self._dialling: set[PeerId] = set()
+        self._dialled: set[asyncio.Task[None]] = set()
+        """Tasks that dial and then read; the event loop alone would not keep them alive."""
         self._closing = False
 
     def post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
@@ -78,8 +89,12 @@ class Links:
     def dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
         """Open the link unless it is there or under way."""
         slot = self._slot(peer)
-        if not slot.done() and peer not in self._dialling:
-            self._dialling[peer] = asyncio.create_task(self._dial(peer, addresses, opening))
+        usable = slot.done() and not slot.result().lost
+        if not usable and peer not in self._dialling:
+            self._dialling.add(peer)
+            task = asyncio.create_task(self._dial(peer, addresses, opening))
+            self._dialled.add(task)
+            task.add_done_callback(self._dialled.discard)
 
     async def _dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
         try:
@@ -88,11 +103,13 @@ class Links:
             self._on_lost(peer, str(error))
             return
         finally:
-            self._dialling.pop(peer, None)
+            self._dialling.discard(peer)
         await self.serve(peer, channel)
 
     async def serve(self, peer: PeerId, channel: Channel) -> None:
         """Adopt an open channel as the link to `peer` and read it until it ends."""
+        if self._closing:
+            return
         slot = self._slot(peer)
         outbox = Outbox(channel, lambda reason: self._lost(peer, reason))
         if slot.done():
@@ -107,6 +124,12 @@ class Links:
         except FusionError as error:
             await channel.close()
             self._lost(peer, str(error))
+        except Exception as error:
+            log.exception("the link to peer %s failed", short(peer))
+            await channel.close()
+            self._lost(peer, f"{type(error).__name__}: {error}")
+        finally:
+            outbox.abandon()
 
     def _lost(self, peer: PeerId, reason: str) -> None:
         if not self._closing:
@@ -118,11 +141,15 @@ class Links:
         return self._outboxes[peer]
 
     async def close(self) -> None:
+        """What is queued is for nobody any more: nothing is flushed."""
         self._closing = True
-        for task in list(self._dialling.values()):
+        for task in list(self._dialled):
             task.cancel()
         for slot in self._outboxes.values():
-            if slot.done():
-                await slot.result().close()
-            else:
+            if not slot.done():
                 slot.cancel()
+            elif not slot.cancelled():
+                slot.result().abandon()
+                with suppress(TransportError):
+                    await slot.result().channel.close()
+        await asyncio.gather(*self._dialled, return_exceptions=True)

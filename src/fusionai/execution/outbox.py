@@ -1,7 +1,8 @@
 """An ordered sending queue in front of a channel, so that computing and sending overlap.
 
 Decides nothing; keeps the order of `post`. A lost channel is reported once through `on_lost`, later posts are dropped:
-whoever posted learns of the loss from its machine's events, not from an exception in the middle of other work.
+whoever posted learns of the loss from its machine's events, not from an exception in the middle of other work. What
+can't be sent at all (too large a frame) ends the channel too: the other side must not wait for it.
 
 Neighbours: `execution.member` and `training.driver` post; `transport` sends.
 """
@@ -11,11 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Final
 
-from fusionai.primitives.errors import TransportError
+from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel
 from fusionai.wire.messages import Message
+
+FLUSH_TIMEOUT_S: Final = 5.0
+"""How long closing waits for a side that does not read."""
 
 
 class Outbox:
@@ -27,6 +32,16 @@ class Outbox:
         self._queue: asyncio.Queue[tuple[Message, Sequence[HostTensor]] | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(), name="outbox")
 
+    @property
+    def waiting(self) -> int:
+        """Messages not yet handed to the channel."""
+        return self._queue.qsize()
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing more will be sent."""
+        return self._task.done()
+
     def post(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         if not self._task.done():
             self._queue.put_nowait((message, tensors))
@@ -35,8 +50,10 @@ class Outbox:
         while (item := await self._queue.get()) is not None:
             try:
                 await self.channel.send(*item)
-            except TransportError as error:
+            except FusionError as error:
                 self._on_lost(str(error))
+                with suppress(TransportError):
+                    await self.channel.close()
                 return
             finally:
                 self._queue.task_done()
@@ -49,10 +66,11 @@ class Outbox:
         waiting.cancel()
 
     async def close(self) -> None:
-        """Send what is queued, then close the channel."""
+        """Send what is queued, then close the channel. Waits for no side that does not read."""
         if not self._task.done():
             self._queue.put_nowait(None)
-            await asyncio.wait({self._task})
+            await asyncio.wait({self._task}, timeout=FLUSH_TIMEOUT_S)
+            self._task.cancel()
         with suppress(TransportError):
             await self.channel.close()
 

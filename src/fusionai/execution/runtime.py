@@ -18,12 +18,15 @@ from typing import Literal, Protocol
 import numpy as np
 
 from fusionai.backends.interface import Call, StageProgram
+from fusionai.backends.state import state_entries
 from fusionai.coordination import stage as machine
 from fusionai.coordination.stage import StageCommand, StageEvent, StageMachine, Work
 from fusionai.execution.accumulate import total_gradient
+from fusionai.execution.arrivals import Arrivals
 from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.state import chunks, headers
+from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
@@ -41,6 +44,8 @@ class Postman(Protocol):
     def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 
     def to_driver(self, message: wire.Message) -> None: ...
+
+    def failed(self, runtime: StageRuntime, code: wire.RefusalCode, reason: str) -> None: ...
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
 
@@ -71,6 +76,8 @@ class StageRuntime:
         self,
         *,
         job: str,
+        identity: tuple[str, bytes, StageOptions],
+        graph: Graph,
         boundary: Boundary,
         options: StageOptions,
         program: StageProgram,
@@ -78,8 +85,11 @@ class StageRuntime:
         postman: Postman,
         fingerprint: str,
         now_s: Callable[[], float],
+        held_limit_bytes: int,
     ) -> None:
         self.job = job
+        self.identity = identity
+        """(graph hash, boundary as sent, options): what this runtime was loaded from."""
         self.boundary = boundary
         self.options = options
         self.program = program
@@ -88,7 +98,12 @@ class StageRuntime:
         self._postman = postman
         self._fingerprint = fingerprint
         self._now_s = now_s
-        self._machine = StageMachine(boundary.shape(microbatches=options.microbatches, in_flight=options.in_flight))
+        self._check = Arrivals(graph, boundary)
+        self._entries = frozenset(state_entries(graph, options.optimizer))
+        self._held_limit_bytes = held_limit_bytes
+        self._machine = StageMachine(boundary.shape(
+                microbatches=options.microbatches, in_flight=options.in_flight, weight_lag=options.weight_lag
+            ))
         self._held: defaultdict[ContextKey, dict[str, HostTensor]] = defaultdict(dict)
         self._gradients: defaultdict[tuple[int, int], dict[str, dict[int, HostTensor]]] = defaultdict(
             lambda: defaultdict(dict)
@@ -97,7 +112,6 @@ class StageRuntime:
         self._spans: list[Span] = []
         self._norms: dict[str, float] = {}
         self._imported: set[str] = set()
-        self._arrived_state: int | None = None
         self._import_progress = asyncio.Event()
         self._takes_state = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,6 +136,17 @@ class StageRuntime:
     def detach(self, reason: str) -> None:
         self._handle(machine.Detached(reason))
 
+    async def close(self) -> None:
+        """Wait for nothing any more. A piece of work in the compute thread ends there; its result is nobody's."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def dropped(self) -> int:
+        """Tensors under the stage's own fence that belong to no work still to be done."""
+        return self._machine.dropped
+
     def accepts(self, fence: Fence) -> bool:
         return self._machine.accepts(fence)
 
@@ -129,22 +154,32 @@ class StageRuntime:
         """A message whose fence is this stage's own."""
         match message:
             case wire.Forward():
-                self._check_names(message.producer, message.mode, tensors)
-                self._held[message.mode, message.step, message.microbatch].update(tensors)
-                self._handle(machine.ForwardArrived(message.mode, message.step, message.microbatch, message.producer))
+                self._check.forward(message, tensors)
+                arrived = machine.ForwardArrived(message.mode, message.step, message.microbatch, message.producer)
+                if self._machine.wants(arrived):
+                    self._require_room(tensors)
+                    self._held[message.mode, message.step, message.microbatch].update(tensors)
+                self._handle(arrived)
             case wire.Backward():
-                table = self._gradients[message.step, message.microbatch]
-                for value, gradient in tensors.items():
-                    table[value][message.consumer] = gradient
-                self._handle(machine.BackwardArrived(message.step, message.microbatch, message.consumer))
+                self._check.backward(message, tensors)
+                returned = machine.BackwardArrived(message.step, message.microbatch, message.consumer)
+                if self._machine.wants(returned):
+                    table = self._gradients[message.step, message.microbatch]
+                    for value, gradient in tensors.items():
+                        table[value][message.consumer] = gradient
+                self._handle(returned)
             case wire.SharedGradient():
-                self._shared[message.sender, message.phase] = list(tensors.items())
-                self._handle(machine.SharedArrived(message.step, message.sender, message.phase))
+                self._check.shared(message, tensors)
+                part = machine.SharedArrived(message.step, message.sender, message.phase)
+                if self._machine.wants(part):
+                    self._shared[message.sender, message.phase] = list(tensors.items())
+                self._handle(part)
             case wire.Commit():
                 self._handle(machine.Committed(message.record, message.line, message.save))
             case wire.Resume():
                 self._handle(machine.Resumed(message.committed, message.source, message.base, message.record))
-                if message.source == "import":
+                if message.source == "import" and self._machine.expects_state:
+                    self._imported.clear()
                     self._takes_state.set()
             case wire.Export():
                 self._handle(machine.ExportAsked(message.step))
@@ -158,23 +193,21 @@ class StageRuntime:
         entries = list(tensors.items())
         await self._compute.run(lambda: self.program.import_state(entries))
         self._imported.update(tensors)
-        if message.last:
-            self._arrived_state = message.step
         self._import_progress.set()
-        self._offer_state()
+        if message.last and self._machine.expects_state:
+            self._takes_state.clear()
+            if missing := sorted(self._entries - self._imported):
+                raise ExecutionError(
+                    f"stage {self.stage} was given a state without {', '.join(missing[:3])} ({len(missing)} missing)."
+                )
+            self._handle(machine.StateArrived(message.step))
 
-    def _offer_state(self) -> None:
-        """A complete state is news to the machine once it has been asked to restore."""
-        if self._arrived_state is not None and self._machine.expects_state:
-            step, self._arrived_state = self._arrived_state, None
-            self._handle(machine.StateArrived(step))
-
-    def _check_names(self, producer: int, mode: Mode, tensors: Mapping[str, HostTensor]) -> None:
-        expected = next((port.carried(mode) for port in self.boundary.receives if port.other == producer), ())
-        if set(tensors) != set(expected):
-            raise ExecutionError(
-                f"stage {self.stage} expected {list(expected)} from {_place(producer)}, got {list(tensors)}."
-            )
+    def _require_room(self, tensors: Mapping[str, HostTensor]) -> None:
+        """Credit bounds what well-behaved neighbours send; this bounds the others."""
+        held_bytes = sum(tensor.nbytes for held in (tensors, *self._held.values()) for tensor in held.values())
+        if held_bytes > self._held_limit_bytes:
+            most = self._held_limit_bytes
+            raise ExecutionError(f"stage {self.stage} would hold {held_bytes} bytes for later work, at most {most}.")
 
     # ------------------------------------------------------------------------------------------------ commands out
 
@@ -218,45 +251,42 @@ class StageRuntime:
                 self.program.discard()
                 self._gradients.clear()
                 self._shared.clear()
-            case machine.DropHeld():
-                self._held.clear()
+            case machine.DropHeld(below):
+                for key in [key for key in self._held if below is None or key[1] < below]:
+                    del self._held[key]
             case machine.DropRetained(line):
                 self.retained.drop_below(line)
             case machine.Refuse(reason):
                 self._failed("bad_message", reason)
 
     def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(self._guarded(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        """The process boundary of a stage: whatever goes wrong must reach the driver as a report."""
+        try:
+            await work
+        except FusionError as error:
+            self._failed("failed", str(error))
+        except Exception as error:
+            log.exception("stage %d of %s failed", self.stage, self.job)
+            self._failed("failed", f"{type(error).__name__}: {error}")
 
     @property
     def linked_stages(self) -> tuple[int, ...]:
         """Stages this one exchanges tensors with."""
-        others = {port.other for port in (*self.boundary.receives, *self.boundary.sends)}
-        others |= {stage for shared in self.boundary.shared for stage in shared.stages}
-        return tuple(sorted(others - {self.stage, FEED}))
+        return tuple(sorted(self.boundary.others))
 
     async def _report_ready(self, applied: int) -> None:
-        try:
-            await self._postman.linked(self.linked_stages)
-        except FusionError as error:
-            self._failed("failed", str(error))
-            return
+        await self._postman.linked(self.linked_stages)
         self._postman.to_driver(wire.Ready(fence=self.fence, stage=self.stage, applied=applied))
 
     # --------------------------------------------------------------------------------------------- pieces of work
 
     async def _work(self, work: Work) -> None:
-        try:
-            await self._do(work)
-        except FusionError as error:
-            self._failed("failed", str(error))
-            return
-        except Exception as error:  # the process boundary of a stage: a backend's bug must reach the driver as a report
-            log.exception("stage %d of %s failed in %s", self.stage, self.job, work.kind)
-            self._failed("failed", f"{type(error).__name__}: {error}")
-            return
+        await self._do(work)
         self._handle(machine.WorkDone(work))
 
     async def _do(self, work: Work) -> None:
@@ -266,6 +296,9 @@ class StageRuntime:
                 await self._forward(call)
             case "backward":
                 await self._backward(call)
+            case "weights":
+                _, timed = await self._compute.run(lambda: self.program.weight_gradients(call))
+                self._span("weights", work.microbatch, timed)
             case "norms":
                 await self._take_total()
                 norms, timed = await self._compute.run(self.program.gradient_norms)
@@ -364,11 +397,13 @@ class StageRuntime:
 
     async def _initialise(self) -> None:
         missing, _ = await self._compute.run(self.program.initialise)
+        if not missing:
+            return
         self._takes_state.set()
         while not self._imported.issuperset(missing):
             self._import_progress.clear()
             await self._import_progress.wait()
-        self._arrived_state = None
+        self._takes_state.clear()
 
     async def _export(self, step: int) -> None:
         entries = self.program.export_state(("model", "optimizer"))
@@ -425,18 +460,14 @@ class StageRuntime:
 
     # ------------------------------------------------------------------------------------------------- reporting
 
-    def _span(self, kind: Literal["forward", "backward", "apply"], microbatch: int, timed: Timed) -> None:
+    def _span(self, kind: Literal["forward", "backward", "weights", "apply"], microbatch: int, timed: Timed) -> None:
         self._spans.append(Span(kind, microbatch, timed.start_s, timed.end_s))
 
     def _failed(self, code: wire.RefusalCode, reason: str) -> None:
-        self._postman.to_driver(wire.StageFailed(fence=self.fence, stage=self.stage, code=code, reason=reason[:4000]))
+        self._postman.failed(self, code, reason)
 
 
 def _loss_seed(microbatches: int) -> HostTensor:
     """d(mean over microbatches)/d(one microbatch's loss), rounded once to float32 as `(loss / M).backward()` does."""
     seed = np.float32(1) / np.float32(microbatches)
     return host_tensor("float32", (), seed.tobytes())
-
-
-def _place(stage: int) -> str:
-    return "the data feed" if stage == FEED else f"stage {stage}"

@@ -72,11 +72,17 @@ class Door:
         job, peer = JobId(ticket.job), PeerId(ticket.peer)
         match channel.stream:
             case "control":
-                await self._serve_driver(channel, ticket, job, peer)
+                await self._serve_driver(channel, ticket, job, peer, opening.fence)
             case "state" | "tensors" as stream:
                 member = self._members.get(job)
-                if member is None or (stream == "state" and ticket.role != "driver"):
-                    await self._refuse(channel, "unknown_job" if member is None else "not_authorised", "")
+                if member is None:
+                    await self._refuse(channel, "unknown_job", "")
+                    return
+                if stream == "state" and (ticket.role != "driver" or peer != member.owner):
+                    await self._refuse(channel, "not_authorised", "only the job's driver opens a state connection.")
+                    return
+                if opening.fence.plan_version < member.fence.plan_version:
+                    await self._refuse(channel, "stale_fence", f"the plan's version is {member.fence.plan_version}.")
                     return
                 await channel.send(wire.Done())
                 if stream == "state":
@@ -84,18 +90,21 @@ class Door:
                 else:
                     await member.serve_link(peer, channel)
 
-    async def _serve_driver(self, channel: Channel, ticket: Ticket, job: JobId, owner: PeerId) -> None:
+    async def _serve_driver(
+        self, channel: Channel, ticket: Ticket, job: JobId, owner: PeerId, opened: wire.Fence
+    ) -> None:
         if ticket.role != "driver":
             await self._refuse(channel, "not_authorised", "only a driver opens a control connection.")
         elif self.closing:
             await self._refuse(channel, "leaving", "")
         elif self._members and job not in self._members:
             await self._refuse(channel, "busy", f"it runs {', '.join(self._members)}.")
+        elif (present := self._members.get(job)) is not None and opened < present.fence:
+            await self._refuse(channel, "stale_fence", "a later start of this job's driver is here.")
         else:
-            previous = self._members.get(job)
-            if previous is not None:
-                await previous.close()
-            member = JobMember(self._host, job, owner)
+            while (previous := self._members.pop(job, None)) is not None:
+                await previous.close()  # while one driver waits here, another may have come
+            member = JobMember(self._host, job, owner, opened)
             self._members[job] = member
             self.idle.clear()
             log.info("job %s of %s opened", job, short(owner))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from fusionai.backends.state import StateEntry, check_entry
 from fusionai.execution.state import chunks
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError
@@ -22,7 +23,7 @@ from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import CheckpointReader, prune
 from fusionai.training.job import TrainingJob
-from fusionai.transport.interface import Channel
+from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 
 Chunk = tuple[dict[str, HostTensor], bool]
@@ -72,41 +73,69 @@ class Checkpoints:
         yield from _model_entries(job.state(sorted(keys - kept)))
 
     async def collect(
-        self, job: TrainingJob, step: int, stages: Mapping[int, PeerId], state_channel: Callable[[PeerId], Channel]
+        self,
+        step: int,
+        fence: wire.Fence,
+        stages: Mapping[int, PeerId],
+        entries: Mapping[int, Mapping[str, StateEntry]],
+        state_channel: Callable[[PeerId], Channel],
     ) -> Path:
-        """Read every stage's state of `step` from its member's state connection into one atomic checkpoint."""
-        by_peer: dict[PeerId, set[int]] = {}
+        """Read every stage's state of `step` from its member's state connection into one atomic checkpoint.
+
+        `entries`: what each stage's state consists of; nothing else is written, and nothing of it may be missing.
+        Raises `ExecutionError` for a state that is not as expected, `StorageError`, `TransportError`."""
+        by_peer: dict[PeerId, dict[int, dict[str, StateEntry]]] = {}
         for stage, peer in stages.items():
-            by_peer.setdefault(peer, set()).add(stage)
-        buffers = {spec.key for spec in job.graph.params.values() if spec.kind != "constant"}
+            by_peer.setdefault(peer, {})[stage] = dict(entries[stage])
         with await asyncio.to_thread(CheckpointWriter, self.root, step, self._header, files=self._files) as writer:
             turn = asyncio.Lock()
-            await asyncio.gather(
-                *(
-                    self._drain(peer, wanted, step, state_channel(peer), writer, turn)
-                    for peer, wanted in by_peer.items()
-                )
-            )
-            path = await asyncio.to_thread(writer.finish, [f"model/{key}" for key in sorted(buffers)])
+
+            async def drain(peer: PeerId, owed: dict[int, dict[str, StateEntry]]) -> None:
+                channel = state_channel(peer)
+                while owed:
+                    envelope = await channel.receive()
+                    finished = _take_off(owed, envelope, step, fence, peer)
+                    async with turn:
+                        await asyncio.to_thread(_add_all, writer, envelope.tensors)
+                    if finished is not None:
+                        del owed[finished]
+
+            drains = [asyncio.create_task(drain(peer, owed)) for peer, owed in by_peer.items()]
+            try:
+                await asyncio.gather(*drains)
+            finally:
+                for task in drains:
+                    task.cancel()
+                await asyncio.gather(*drains, return_exceptions=True)
+            path = await asyncio.to_thread(writer.finish)
         if step > 0:
             await asyncio.to_thread(prune, self.root, self._keep)
         return path
 
-    async def _drain(
-        self, peer: PeerId, wanted: set[int], step: int, channel: Channel, writer: CheckpointWriter, turn: asyncio.Lock
-    ) -> None:
-        missing = set(wanted)
-        while missing:
-            envelope = await channel.receive()
-            message = envelope.message
-            if not isinstance(message, wire.StateChunk) or message.step != step or message.stage not in missing:
-                raise ExecutionError(
-                    f"expected the state of step {step} from peer {short(peer)}, got a {type(message).__name__}."
-                )
-            async with turn:
-                await asyncio.to_thread(_add_all, writer, envelope.tensors)
-            if message.last:
-                missing.discard(message.stage)
+
+def _take_off(
+    owed: Mapping[int, dict[str, StateEntry]], envelope: Envelope, step: int, fence: wire.Fence, peer: PeerId
+) -> int | None:
+    """Strike what has come off the list of what is owed; the stage, if this was its last chunk."""
+    message = envelope.message
+    if not isinstance(message, wire.StateChunk):
+        raise ExecutionError(
+            f"expected the state of step {step} from peer {short(peer)}, got {type(message).__name__}."
+        )
+    if message.fence != fence or message.step != step or message.stage not in owed:
+        raise ExecutionError(
+            f"expected the state of step {step} of stages {sorted(owed)} from peer {short(peer)}, "
+            f"got that of step {message.step} of stage {message.stage}."
+        )
+    entries = owed[message.stage]
+    for name, tensor in envelope.tensors.items():
+        check_entry(entries, name, tensor)
+        del entries[name]
+    if not message.last:
+        return None
+    if entries:
+        raise ExecutionError(f"the state of stage {message.stage} came without {', '.join(sorted(entries)[:3])}.")
+    return message.stage
 
 
 def _add_all(writer: CheckpointWriter, tensors: Mapping[str, HostTensor]) -> None:

@@ -8,6 +8,7 @@ Neighbours: `training.driver` uses it, `execution` provides links and the owner'
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 
@@ -16,12 +17,14 @@ from fusionai.execution.local import LocalChannel
 from fusionai.execution.member import Host, JobMember
 from fusionai.execution.outbox import Outbox
 from fusionai.primitives.errors import FusionError, TransportError
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.training.job import TrainingJob
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
+
+log = logging.getLogger(__name__)
 
 ControlSink = Callable[[PeerId, wire.Message], None]
 LostSink = Callable[[PeerId, str], None]
@@ -77,6 +80,9 @@ class Connections:
                 self._on_message(peer, (await channel.receive()).message)
         except FusionError as error:
             self._lost(peer, str(error))
+        except Exception as error:  # whatever was received, the job must not wait for what nobody reads any more
+            log.exception("the control connection to peer %s failed", short(peer))
+            self._lost(peer, f"{type(error).__name__}: {error}")
 
     def tell(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
         self._control[peer].post(message, tensors)

@@ -9,12 +9,14 @@ journal; `execution` runs the stages, also those of the job owner in this proces
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 
 import msgspec
 import numpy as np
 
+from fusionai.backends.state import state_entries
 from fusionai.coordination import driver as machine
 from fusionai.coordination.driver import DriverCommand, DriverEvent, DriverMachine
 from fusionai.execution.boundary import FEED, LOSS, Boundary, boundaries
@@ -33,6 +35,8 @@ from fusionai.training.outputs import Outputs
 from fusionai.training.timeline import Timeline
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Mode
+
+log = logging.getLogger(__name__)
 
 Listener = Callable[[progress.Progress], None]
 
@@ -59,11 +63,16 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._partition = job.partition()
         self._boundaries = boundaries(self._partition)
+        self._entries = {
+            stage.stage: state_entries(stage.graph, job.options.optimizer) for stage in self._partition.stages
+        }
         self._outputs = Outputs()
         self._timeline = Timeline()
         self._ended: machine.EndJob | None = None
         self.fence = Fence(job.plan.version, journal.incarnation, 0)
-        self._member = JobMember(host, job.job, job.owner, on_output=self._on_output)
+        self._member = JobMember(
+            host, job.job, job.owner, self.fence, on_output=self._on_output, on_link_lost=self._on_lost
+        )
         self._connections = Connections(job, host, self._member, on_message=self._on_message, on_lost=self._on_lost)
         self._machine = DriverMachine(
             shape=job.shape(),
@@ -96,7 +105,10 @@ class Driver:
 
     def _perform_all(self, commands: Sequence[DriverCommand]) -> None:
         for command in commands:
-            self._perform(command)
+            try:
+                self._perform(command)
+            except FusionError as error:  # data that can't be read, a link that is gone
+                self._events.put_nowait(machine.CommandFailed(str(error)))
 
     def _perform(self, command: DriverCommand) -> None:
         match command:
@@ -217,7 +229,7 @@ class Driver:
             for placement in self._job.plan.stages:
                 self._tell(placement.stage, wire.Export(fence=self.fence, stage=placement.stage, step=step))
         stages = {placement.stage: PeerId(placement.peer) for placement in self._job.plan.stages}
-        path = await self._checkpoints.collect(self._job, step, stages, self._connections.state_channel)
+        path = await self._checkpoints.collect(step, self.fence, stages, self._entries, self._connections.state_channel)
         self._on_progress(progress.CheckpointSaved(step, str(path), time.monotonic() - started_s))
         self._events.put_nowait(machine.CheckpointWritten(step))
 
@@ -248,14 +260,20 @@ class Driver:
     def _on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         if message.fence != self.fence:
             return
-        if message.mode == "train":
-            if LOSS in tensors:
-                loss = _scalar(tensors[LOSS])
-                self._events.put_nowait(machine.LossArrived(message.step, message.microbatch, loss))
-            return
-        self._outputs.arrived(message.mode, message.step, message.microbatch, tensors)
+        expected = self._boundaries[message.stage].job_outputs(message.mode)
+        if set(tensors) != set(expected) or not expected:
+            raise ExecutionError(f"expected outputs {list(expected)} of stage {message.stage}, got {list(tensors)}.")
+        loss = _scalar(tensors[LOSS]) if LOSS in tensors else None
+        if message.mode != "train":
+            self._outputs.arrived(message.mode, message.step, message.microbatch, tensors)
+        elif loss is not None:
+            self._events.put_nowait(machine.LossArrived(message.step, message.microbatch, loss))
 
     def _on_message(self, peer: PeerId, message: wire.Message) -> None:
+        stage = getattr(message, "stage", None)
+        if stage is not None and (stage >= len(self._boundaries) or self._peer_of(stage) != peer):
+            self._on_lost(peer, f"it sent a {type(message).__name__} of stage {stage}, which is not its own")
+            return
         match message:
             case wire.Status(fence=self.fence):
                 self._timeline.clock(message.stage, message.clock_s)
@@ -287,6 +305,9 @@ class Driver:
                 await work
             except FusionError as error:
                 self._events.put_nowait(machine.CommandFailed(str(error)))
+            except Exception as error:  # the job must end with a reason, never wait for a task that is gone
+                log.exception("a command of %s failed", self._job.job)
+                self._events.put_nowait(machine.CommandFailed(f"{type(error).__name__}: {error}"))
 
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
@@ -308,5 +329,7 @@ class Driver:
 
 
 def _scalar(tensor: HostTensor) -> float:
-    """A float32 scalar as an exact Python float."""
+    """A float32 scalar as an exact Python float. Raises `ExecutionError` for anything else."""
+    if tensor.dtype != "float32" or tensor.shape != ():
+        raise ExecutionError(f"expected a loss as a float32 scalar, got {tensor.dtype}{list(tensor.shape)}.")
     return float(np.frombuffer(tensor.data, np.float32)[0])

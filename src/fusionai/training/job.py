@@ -16,7 +16,7 @@ from fusionai.ir.partition import Partition, cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.types import Plan, StagePlacement
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import StageOptions
 
@@ -83,4 +83,15 @@ class TrainingJob:
         )
 
     def stage_options(self, stage: int) -> StageOptions:
-        return msgspec.structs.replace(self.options, in_flight=self.plan.stages[stage].in_flight)
+        placement = self.plan.stages[stage]
+        return msgspec.structs.replace(
+            self.options, in_flight=placement.in_flight, weight_lag=_weight_lag(placement, self.options.microbatches)
+        )
+
+
+def _weight_lag(placement: StagePlacement, microbatches: int) -> int:
+    """As many microbatches as are in flight may lag with their weight gradients, if the peer's memory holds them. A
+    stage alone in its pipeline never waits, so nothing needs to lag."""
+    spare_bytes = placement.memory_limit_bytes - placement.memory_bytes
+    affordable = spare_bytes // placement.in_flight_bytes if placement.in_flight_bytes > 0 else 0
+    return max(0, min(placement.in_flight, microbatches - 1, affordable))

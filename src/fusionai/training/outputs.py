@@ -20,12 +20,16 @@ class Outputs:
     def __init__(self) -> None:
         self._waiting: dict[_Key, asyncio.Future[dict[str, HostTensor]]] = {}
         self._inferences = 0
+        self._failed: str | None = None
 
     def next_inference(self) -> int:
         self._inferences += 1
         return self._inferences
 
     def expect(self, mode: Mode, step: int, microbatch: int) -> asyncio.Future[dict[str, HostTensor]]:
+        """Raises `ExecutionError` where nothing can come any more."""
+        if self._failed is not None:
+            raise ExecutionError(self._failed)
         future: asyncio.Future[dict[str, HostTensor]] = asyncio.get_running_loop().create_future()
         self._waiting[mode, step, microbatch] = future
         return future
@@ -36,6 +40,7 @@ class Outputs:
             future.set_result(tensors)
 
     def fail(self, reason: str) -> None:
+        self._failed = self._failed or reason
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ExecutionError(reason))

@@ -1,0 +1,94 @@
+"""What a tensor message must look like to be taken by a stage: names, number formats and sizes its graph allows.
+
+Decides before anything is kept. Exact shapes are the backend's check, when it knows the sizes of this microbatch.
+Neighbours: `execution.runtime` asks, `execution.boundary` and the graph say what is expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fusionai.execution.boundary import FEED, Boundary
+from fusionai.ir.schema import Graph, ValueSpec
+from fusionai.ir.shapes import bounds
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor
+from fusionai.wire import messages as wire
+
+
+class Arrivals:
+    """Raises `ExecutionError` for what does not belong here."""
+
+    def __init__(self, graph: Graph, boundary: Boundary) -> None:
+        self._stage = boundary.stage
+        self._inputs = {port.other: port for port in boundary.receives}
+        self._returns = {port.other: frozenset(port.needs_grad) for port in boundary.sends}
+        self._shared = {
+            other: frozenset(shared.key for shared in boundary.shared if other in shared.stages)
+            for other in boundary.others
+        }
+        names = {name for port in (*boundary.receives, *boundary.sends) for name in port.values}
+        values = {name: graph.values[name if name in graph.inputs else graph.outputs[name]] for name in names}
+        self._dtypes = {name: spec.dtype for name, spec in values.items()}
+        self._limits_bytes = {name: _largest_bytes(graph, spec) for name, spec in values.items()}
+        for spec in graph.params.values():
+            self._limits_bytes[f"parameter {spec.key}"] = math.prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]
+
+    def forward(self, message: wire.Forward, tensors: Mapping[str, HostTensor]) -> None:
+        self._replica(message.replica)
+        port = self._inputs.get(message.producer)
+        expected = port.carried(message.mode) if port is not None else ()
+        if set(tensors) != set(expected):
+            raise ExecutionError(
+                f"stage {self._stage} expected {list(expected)} from {_place(message.producer)}, got {list(tensors)}."
+            )
+        for name, tensor in tensors.items():
+            declared = "int64" if self._dtypes[name] == "symint" else self._dtypes[name]
+            half = declared == "float32" and tensor.dtype == "bfloat16"
+            if tensor.dtype != declared and not half:
+                raise ExecutionError(f"stage {self._stage} expected {name!r} as {declared}, got {tensor.dtype}.")
+            self._size(name, name, tensor)
+
+    def backward(self, message: wire.Backward, tensors: Mapping[str, HostTensor]) -> None:
+        self._replica(message.replica)
+        self._named(message.consumer, "gradients", self._returns.get(message.consumer, frozenset()), tensors)
+        for name, tensor in tensors.items():
+            self._float(name, tensor)
+            self._size(name, name, tensor)
+
+    def shared(self, message: wire.SharedGradient, tensors: Mapping[str, HostTensor]) -> None:
+        self._named(message.sender, "shared gradients", self._shared.get(message.sender, frozenset()), tensors)
+        for key, tensor in tensors.items():
+            self._float(key, tensor)
+            self._size(key, f"parameter {key}", tensor)
+
+    def _replica(self, replica: int) -> None:
+        if replica != 0:
+            raise ExecutionError(f"stage {self._stage} is not replicated, got a tensor of replica {replica}.")
+
+    def _named(self, other: int, what: str, known: frozenset[str], tensors: Mapping[str, HostTensor]) -> None:
+        """A value that nothing depended on has no gradient: absent ones are right, unknown ones are not."""
+        if unknown := tensors.keys() - known:
+            raise ExecutionError(
+                f"stage {self._stage} expected {what} of {sorted(known)} from {_place(other)}, got {sorted(unknown)}."
+            )
+
+    def _float(self, name: str, tensor: HostTensor) -> None:
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ExecutionError(f"stage {self._stage} expected a gradient of {name!r} in floats, got {tensor.dtype}.")
+
+    def _size(self, name: str, limit: str, tensor: HostTensor) -> None:
+        most = self._limits_bytes[limit]
+        if tensor.nbytes > most:
+            raise ExecutionError(f"stage {self._stage} expected at most {most} bytes of {name!r}, got {tensor.nbytes}.")
+
+
+def _largest_bytes(graph: Graph, spec: ValueSpec) -> int:
+    """Of a value with every symbol at its largest."""
+    highest = [dim if isinstance(dim, int) else max(0, bounds(dim, graph.symbols)[1]) for dim in spec.shape]
+    return math.prod(highest) * ITEMSIZE_BYTES["int64" if spec.dtype == "symint" else spec.dtype]
+
+
+def _place(stage: int) -> str:
+    return "the data feed" if stage == FEED else f"stage {stage}"
