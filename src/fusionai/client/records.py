@@ -19,6 +19,7 @@ from fusionai.training import progress
 _SPANS: Final[dict[str, SpanName]] = {
     "forward": "stage.forward",
     "backward": "stage.backward",
+    "weights": "stage.weights",
     "apply": "stage.apply",
     "send": "link.send",
     "wait": "stage.wait",

@@ -8,11 +8,17 @@ from typing import Final
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from fusionai.dashboard.svg import APPLY, BACKWARD, FORWARD, GRID, ON_BAR, SEND, chart_style, inline_svg, quiet
+from fusionai.dashboard.svg import APPLY, BACKWARD, FORWARD, GRID, ON_BAR, SEND, WEIGHTS, chart_style, inline_svg, quiet
 from fusionai.wire.messages import Span
 
-_COLOURS: Final = {"forward": FORWARD, "backward": BACKWARD, "apply": APPLY, "send": SEND}
-_LABELS: Final = {"forward": "forward", "backward": "backward", "apply": "optimizer", "send": "sending"}
+_COLOURS: Final = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS, "apply": APPLY, "send": SEND}
+_LABELS: Final = {
+    "forward": "forward",
+    "backward": "backward",
+    "weights": "weight gradients, put off",
+    "apply": "optimizer",
+    "send": "sending",
+}
 _BAR_HEIGHT: Final = 0.56
 _SEND_HEIGHT: Final = 0.13
 _CHART_WIDTH_IN: Final = 9.2

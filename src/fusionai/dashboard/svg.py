@@ -24,6 +24,7 @@ BACKWARD: Final = "#050505"
 APPLY: Final = "#060606"
 SEND: Final = "#070707"
 ON_BAR: Final = "#080808"
+WEIGHTS: Final = "#090909"
 _VARIABLES: Final = {
     INK: "--ink",
     MUTED: "--muted",
@@ -33,6 +34,7 @@ _VARIABLES: Final = {
     APPLY: "--green",
     SEND: "--grey",
     ON_BAR: "--on-bar",
+    WEIGHTS: "--amber",
 }
 
 

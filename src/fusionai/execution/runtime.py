@@ -101,9 +101,11 @@ class StageRuntime:
         self._check = Arrivals(graph, boundary)
         self._entries = frozenset(state_entries(graph, options.optimizer))
         self._held_limit_bytes = held_limit_bytes
-        self._machine = StageMachine(boundary.shape(
+        self._machine = StageMachine(
+            boundary.shape(
                 microbatches=options.microbatches, in_flight=options.in_flight, weight_lag=options.weight_lag
-            ))
+            )
+        )
         self._held: defaultdict[ContextKey, dict[str, HostTensor]] = defaultdict(dict)
         self._gradients: defaultdict[tuple[int, int], dict[str, dict[int, HostTensor]]] = defaultdict(
             lambda: defaultdict(dict)

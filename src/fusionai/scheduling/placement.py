@@ -73,6 +73,7 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
             send_s=0.0 if head == EMPTY_HEAD else pipeline.transfer_s(stage.head, head, end),
             memory_bytes=_whole(pipeline.resident[stage.start][end] + in_flight * pipeline.flight[stage.start][end]),
             memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
+            in_flight_bytes=_whole(pipeline.flight[stage.start][end]),
         )
     if pipeline.loss is not None:
         tail = pipeline.tail

@@ -117,6 +117,8 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     """Predicted transfer of one microbatch's activation and gradient over the link to the next stage."""
     memory_bytes: int = 0
     memory_limit_bytes: int = 0
+    in_flight_bytes: int = 0
+    """Of `memory_bytes`, what one microbatch in flight takes."""
 
 
 class Excluded(_Data, frozen=True, kw_only=True):

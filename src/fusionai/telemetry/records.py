@@ -15,6 +15,7 @@ from msgspec import Meta
 SpanName = Literal[
     "stage.forward",
     "stage.backward",
+    "stage.weights",
     "stage.apply",
     "stage.wait",
     "link.send",

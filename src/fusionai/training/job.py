@@ -90,8 +90,10 @@ class TrainingJob:
 
 
 def _weight_lag(placement: StagePlacement, microbatches: int) -> int:
-    """As many microbatches as are in flight may lag with their weight gradients, if the peer's memory holds them. A
-    stage alone in its pipeline never waits, so nothing needs to lag."""
-    spare_bytes = placement.memory_limit_bytes - placement.memory_bytes
+    """As many microbatches as are in flight may lag with their weight gradients, if the peer's memory holds them with
+    room to spare (the plan's bytes are predictions). The loss alone has no weights."""
+    if "stage" not in placement.roles:
+        return 0
+    spare_bytes = (placement.memory_limit_bytes - placement.memory_bytes) // 2
     affordable = spare_bytes // placement.in_flight_bytes if placement.in_flight_bytes > 0 else 0
     return max(0, min(placement.in_flight, microbatches - 1, affordable))

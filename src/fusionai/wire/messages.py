@@ -465,7 +465,7 @@ class SharedGradient(_Message, frozen=True, kw_only=True, tag="shared_gradient")
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A piece of work on the sender's monotonic clock, for the Gantt chart."""
 
-    kind: Literal["forward", "backward", "apply", "send", "wait"]
+    kind: Literal["forward", "backward", "weights", "apply", "send", "wait"]
     microbatch: Index
     start_s: Seconds
     end_s: Seconds
