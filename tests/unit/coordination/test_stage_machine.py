@@ -1,0 +1,544 @@
+"""The stage's machine, row by row: order of work, credit, votes, commits, fences, what is held and what is dropped."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+from fusionai.coordination.stage import (
+    MAX_SIDE_HELD,
+    STEPS_AHEAD,
+    TABLE,
+    Attached,
+    BackwardArrived,
+    Committed,
+    Compute,
+    Detached,
+    DropHeld,
+    DropRetained,
+    DropSums,
+    ExportAsked,
+    ForwardArrived,
+    Refuse,
+    ReportApplied,
+    ReportPrepared,
+    ReportReady,
+    ReportStatus,
+    Resumed,
+    SharedArrived,
+    StageCommand,
+    StageEvent,
+    StageMachine,
+    StagePhase,
+    StageShape,
+    StateArrived,
+    Work,
+    WorkDone,
+)
+from fusionai.wire.messages import CommitRecord, Fence
+
+FIRST = Fence(1, 1, 0)
+SECOND = Fence(1, 2, 0)
+FEED = -1
+
+
+def shape(**changes: object) -> StageShape:
+    fields: dict[str, object] = {
+        "stage": 1,
+        "microbatches": 3,
+        "in_flight": 2,
+        "producers": {"train": frozenset({0}), "eval": frozenset({0}), "infer": frozenset({0})},
+        "consumers": frozenset({2}),
+    }
+    return StageShape(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def record(step: int, scale: float = 1.0) -> CommitRecord:
+    return CommitRecord(
+        step=step,
+        scale=scale,
+        learning_rate=0.1,
+        total_norm=1.0,
+        norms_hash="",
+        data_cursor=step + 1,
+        fence=FIRST,
+        loss=1.0,
+    )
+
+
+def work_of(commands: Iterable[StageCommand]) -> Work | None:
+    found = [command.work for command in commands if isinstance(command, Compute)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def refusal(commands: list[StageCommand]) -> str:
+    (only,) = [command for command in commands if isinstance(command, Refuse)]
+    return only.reason
+
+
+def running(at: int = 0, **changes: object) -> StageMachine:
+    """A stage that has imported the state of step `at`."""
+    machine = StageMachine(shape(**changes))
+    machine.handle(Attached(FIRST))
+    machine.handle(Resumed(at, "import", at, None))
+    assert ReportReady(at) in machine.handle(StateArrived(at))
+    return machine
+
+
+def forward(machine: StageMachine, microbatch: int, step: int = 0, producer: int = 0) -> list[StageCommand]:
+    return machine.handle(ForwardArrived("train", step, microbatch, producer))
+
+
+def backward(machine: StageMachine, microbatch: int, step: int = 0, consumer: int = 2) -> list[StageCommand]:
+    return machine.handle(BackwardArrived(step, microbatch, consumer))
+
+
+def done(machine: StageMachine, work: Work) -> list[StageCommand]:
+    return machine.handle(WorkDone(work))
+
+
+def prepare(machine: StageMachine, step: int = 0) -> list[StageCommand]:
+    """All microbatches forward and backward, and the norms."""
+    for microbatch in range(machine.shape.microbatches):
+        work = work_of(forward(machine, microbatch, step))
+        assert work == Work("forward", step, microbatch)
+        done(machine, work)
+        work = work_of(backward(machine, microbatch, step))
+        assert work == Work("backward", step, microbatch)
+        last = done(machine, work)
+    assert work_of(last) == Work("norms", step)
+    return done(machine, Work("norms", step))
+
+
+# ------------------------------------------------------------------------------------------------- every pair refused
+
+EVENTS: tuple[StageEvent, ...] = (
+    Attached(SECOND),
+    Resumed(0, "initialise", 0, None),
+    StateArrived(0),
+    ForwardArrived("train", 0, 0, 0),
+    BackwardArrived(0, 0, 2),
+    SharedArrived(0, 2, "partial"),
+    Committed(record(0), 0),
+    ExportAsked(0),
+    WorkDone(Work("initialise")),
+    Detached("over"),
+)
+
+
+def in_phase(phase: StagePhase) -> StageMachine:
+    machine = StageMachine(shape())
+    if phase is StagePhase.DETACHED:
+        return machine
+    machine.handle(Attached(FIRST))
+    if phase is StagePhase.ATTACHED:
+        return machine
+    machine.handle(Resumed(0, "import", 0, None))
+    if phase is StagePhase.RESTORING:
+        return machine
+    machine.handle(StateArrived(0))
+    return machine
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(StagePhase, EVENTS)), ids=lambda value: str(value))
+def test_a_pair_outside_the_table_is_refused_and_changes_nothing(phase: StagePhase, event: StageEvent):
+    machine = in_phase(phase)
+    assert machine.phase is phase
+    before = (machine.phase, machine.fence, machine.applied, machine.prepared, machine.line)
+    commands = machine.handle(event)
+    if (phase, type(event)) in TABLE:
+        assert not any(isinstance(c, Refuse) and "can't take" in c.reason for c in commands)
+    else:
+        assert "can't take" in refusal(commands)
+        assert (machine.phase, machine.fence, machine.applied, machine.prepared, machine.line) == before
+
+
+def test_the_table_has_a_row_for_every_event_and_phase_somewhere():
+    assert {event for _, event in TABLE} == {type(event) for event in EVENTS}
+    assert {phase for phase, _ in TABLE} == set(StagePhase)
+
+
+# --------------------------------------------------------------------------------------------------- order and credit
+
+
+def test_credit_is_never_exceeded_and_returns_with_each_backward():
+    machine = running(in_flight=2)
+    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
+    assert work_of(forward(machine, 1)) is None, "one piece of work at a time"
+    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 1)
+    assert work_of(forward(machine, 2)) is None
+    assert work_of(done(machine, Work("forward", 0, 1))) is None, "two are in flight"
+    assert machine.in_flight == 2
+    assert work_of(backward(machine, 0)) == Work("backward", 0, 0)
+    assert work_of(done(machine, Work("backward", 0, 0))) == Work("forward", 0, 2)
+
+
+def test_backward_comes_before_forward():
+    machine = running(in_flight=3)
+    forward(machine, 0)
+    done(machine, Work("forward", 0, 0))
+    assert work_of(forward(machine, 1)) == Work("forward", 0, 1)
+    forward(machine, 2)
+    backward(machine, 0)
+    assert work_of(done(machine, Work("forward", 0, 1))) == Work("backward", 0, 0)
+
+
+def test_microbatches_run_in_strict_order_however_they_arrive():
+    machine = running(in_flight=3)
+    assert work_of(forward(machine, 2)) is None
+    assert work_of(forward(machine, 1)) is None
+    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
+    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 1)
+    assert work_of(done(machine, Work("forward", 0, 1))) == Work("forward", 0, 2)
+    assert work_of(done(machine, Work("forward", 0, 2))) is None
+    assert work_of(backward(machine, 2)) is None
+    assert work_of(backward(machine, 1)) is None
+    assert work_of(backward(machine, 0)) == Work("backward", 0, 0)
+    assert work_of(done(machine, Work("backward", 0, 0))) == Work("backward", 0, 1)
+
+
+def test_a_forward_waits_for_all_its_producers_and_a_backward_for_all_its_consumers():
+    machine = running(producers={"train": frozenset({FEED, 0})}, consumers=frozenset({2, 3}))
+    assert work_of(forward(machine, 0, producer=FEED)) is None
+    assert work_of(forward(machine, 0, producer=0)) == Work("forward", 0, 0)
+    done(machine, Work("forward", 0, 0))
+    assert work_of(backward(machine, 0, consumer=3)) is None
+    assert work_of(backward(machine, 0, consumer=2)) == Work("backward", 0, 0)
+
+
+def test_without_consumers_a_backward_follows_its_forward_at_once():
+    machine = running(consumers=frozenset())
+    forward(machine, 0)
+    forward(machine, 1)
+    assert work_of(done(machine, Work("forward", 0, 0))) == Work("backward", 0, 0)
+
+
+# ------------------------------------------------------------------------------------------------- votes and commits
+
+
+def test_a_stage_votes_when_all_microbatches_are_summed_and_applies_only_on_commit():
+    machine = running()
+    commands = prepare(machine)
+    assert commands == [ReportPrepared(0)]
+    assert (machine.applied, machine.prepared) == (0, 0)
+    assert work_of(machine.handle(Committed(record(0), line=1))) == Work("apply", 0, record=record(0))
+    assert machine.applied == 0, "not before the work is done"
+    assert done(machine, Work("apply", 0, record=record(0))) == [ReportApplied(0)]
+    assert (machine.applied, machine.prepared, machine.line) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_a_commit_of_a_step_that_is_not_prepared_is_refused(step: int):
+    machine = running()
+    forward(machine, 0)
+    assert f"can't apply a commit of step {step}" in refusal(machine.handle(Committed(record(step), line=step + 1)))
+    assert machine.line == 0
+
+
+def test_a_commit_counts_once_before_during_and_after_its_application():
+    machine = running()
+    prepare(machine)
+    machine.handle(Committed(record(0), line=1, save=True))
+    assert machine.handle(Committed(record(0), line=1, save=True)) == [], "while it is being applied"
+    commands = done(machine, Work("apply", 0, record=record(0)))
+    assert work_of(commands) == Work("export", 1)
+    assert machine.handle(Committed(record(0), line=1, save=True)) == [], "after it was applied"
+    assert work_of(done(machine, Work("export", 1))) is None, "saved once"
+    assert machine.applied == 1
+
+
+def test_another_record_for_the_step_being_applied_is_refused():
+    machine = running()
+    prepare(machine)
+    machine.handle(Committed(record(0), line=1))
+    assert "can't apply" in refusal(machine.handle(Committed(record(0, scale=0.5), line=1)))
+
+
+def test_the_line_only_rises_and_drops_what_is_retained_below_it():
+    machine = running()
+    prepare(machine)
+    assert DropRetained(1) in machine.handle(Committed(record(0), line=1))
+    done(machine, Work("apply", 0, record=record(0)))
+    prepare(machine, 1)
+    assert not any(isinstance(c, DropRetained) for c in machine.handle(Committed(record(1), line=0)))
+    assert machine.line == 1
+
+
+# -------------------------------------------------------------------------------------------------- what is held
+
+
+def test_a_tensor_of_the_next_step_waits_until_the_commit_is_applied():
+    machine = running()
+    assert work_of(forward(machine, 0, step=1)) is None
+    prepare(machine)
+    machine.handle(Committed(record(0), line=1))
+    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("forward", 1, 0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ForwardArrived("train", 4, 0, 0),
+        ForwardArrived("train", 5 + STEPS_AHEAD + 1, 0, 0),
+        ForwardArrived("train", 2**40, 0, 0),
+        ForwardArrived("train", 5, 3, 0),
+        ForwardArrived("train", 5, 0, 7),
+        ForwardArrived("eval", 4, 0, 0),
+        ForwardArrived("eval", 5 + STEPS_AHEAD + 1, 0, 0),
+        ForwardArrived("infer", 5, 0, FEED),
+        BackwardArrived(5, 0, 2),
+        BackwardArrived(4, 0, 2),
+        BackwardArrived(6, 0, 2),
+        SharedArrived(5, 2, "partial"),
+    ],
+    ids=repr,
+)
+def test_what_no_work_can_use_is_dropped_and_counted(
+    event: ForwardArrived | BackwardArrived | SharedArrived,
+):
+    machine = running(at=5)
+    assert not machine.wants(event)
+    assert machine.handle(event) == []
+    assert machine.dropped == 1
+
+
+def test_duplicates_are_dropped_before_during_and_after_their_work():
+    machine = running(in_flight=3, producers={"train": frozenset({0, FEED})})
+    again = ForwardArrived("train", 0, 0, 0)
+    assert machine.wants(again)
+    machine.handle(again)
+    assert not machine.wants(again), "one producer has delivered"
+    assert work_of(forward(machine, 0, producer=FEED)) == Work("forward", 0, 0)
+    assert not machine.wants(again), "under way"
+    done(machine, Work("forward", 0, 0))
+    assert not machine.wants(again), "done"
+    gradient = BackwardArrived(0, 0, 2)
+    assert machine.wants(gradient)
+    machine.handle(gradient)
+    assert not machine.wants(gradient), "under way"
+    done(machine, Work("backward", 0, 0))
+    assert not machine.wants(gradient), "done"
+    machine.handle(again)
+    machine.handle(gradient)
+    assert machine.dropped == 2
+
+
+@pytest.mark.parametrize("phase", [StagePhase.DETACHED, StagePhase.ATTACHED])
+def test_before_a_stage_is_told_to_resume_it_wants_no_tensor(phase: StagePhase):
+    assert not in_phase(phase).wants(ForwardArrived("train", 0, 0, 0))
+
+
+# ------------------------------------------------------------------------------------------ evaluation and inference
+
+
+@pytest.mark.parametrize("mode", ["eval", "infer"])
+def test_side_forwards_run_on_exactly_their_state_and_leave_no_trace(mode: str):
+    machine = running(microbatches=1)
+    side = Work("forward", 0, 9, mode)  # pyright: ignore[reportArgumentType]
+    assert work_of(machine.handle(ForwardArrived(side.mode, 0, 9, 0))) == side
+    later = ForwardArrived(side.mode, 1, 4, 0)
+    machine.handle(later)
+    assert work_of(done(machine, side)) is None
+    assert machine.in_flight == 0
+    prepare(machine)
+    machine.handle(Committed(record(0), line=1))
+    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("forward", 1, 4, side.mode)
+
+
+def test_a_backward_that_is_due_comes_before_evaluation_and_that_before_a_forward():
+    machine = running(in_flight=3)
+    forward(machine, 0)
+    forward(machine, 1)
+    machine.handle(ForwardArrived("eval", 0, 0, 0))
+    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 0, "eval")
+    backward(machine, 0)
+    assert work_of(done(machine, Work("forward", 0, 0, "eval"))) == Work("backward", 0, 0)
+
+
+def test_side_work_of_a_state_that_is_gone_is_forgotten():
+    producers = {"train": frozenset({0}), "eval": frozenset({0, FEED})}
+    machine = running(microbatches=1, producers=producers)
+    machine.handle(ForwardArrived("eval", 0, 0, 0))  # its other producer never delivers
+    prepare(machine)
+    machine.handle(Committed(record(0), line=1))
+    assert DropHeld(below=1) in done(machine, Work("apply", 0, record=record(0)))
+    assert not machine.wants(ForwardArrived("eval", 0, 0, FEED))
+
+
+def test_side_work_that_waits_is_bounded():
+    machine = running()
+    for index in range(MAX_SIDE_HELD):
+        assert not any(isinstance(c, Refuse) for c in machine.handle(ForwardArrived("eval", 1, index, 0)))
+    assert "beside training" in refusal(machine.handle(ForwardArrived("eval", 1, MAX_SIDE_HELD, 0)))
+
+
+# -------------------------------------------------------------------------------------------------------- exporting
+
+
+def test_save_rides_on_the_commit_and_comes_before_any_forward():
+    machine = running()
+    prepare(machine)
+    forward(machine, 0, step=1)
+    machine.handle(Committed(record(0), line=1, save=True))
+    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("export", 1)
+    assert work_of(done(machine, Work("export", 1))) == Work("forward", 1, 0)
+
+
+def test_an_export_is_of_the_present_state_and_before_anything_of_the_step_has_begun():
+    machine = running(at=3)
+    assert "can't export step 2" in refusal(machine.handle(ExportAsked(2)))
+    assert work_of(machine.handle(ExportAsked(3))) == Work("export", 3)
+    assert "can't export" in refusal(machine.handle(ExportAsked(3))), "asked twice"
+    done(machine, Work("export", 3))
+    forward(machine, 0, step=3)
+    assert "can't export" in refusal(machine.handle(ExportAsked(3))), "a forward is under way"
+    done(machine, Work("forward", 3, 0))
+    assert "can't export" in refusal(machine.handle(ExportAsked(3))), "a forward is done"
+
+
+# --------------------------------------------------------------------------------------------------- attach and fence
+
+
+def test_only_exactly_the_own_fence_counts():
+    machine = running()
+    assert machine.accepts(FIRST)
+    for other in (Fence(1, 1, 1), Fence(1, 0, 0), Fence(2, 0, 0)):
+        assert not machine.accepts(other)
+    assert "already obeys" in refusal(machine.handle(Attached(FIRST)))
+    assert machine.phase is StagePhase.RUNNING
+
+
+def test_an_attach_while_busy_waits_and_reports_of_the_old_fence_die_with_it():
+    machine = running(microbatches=1, consumers=frozenset())
+    forward(machine, 0)
+    done(machine, Work("forward", 0, 0))
+    done(machine, Work("backward", 0, 0))
+    assert machine.handle(Attached(SECOND)) == [], "norms are being taken"
+    assert machine.accepts(FIRST)
+    commands = done(machine, Work("norms", 0))
+    assert ReportPrepared(0) not in commands
+    assert commands == [DropHeld(), ReportStatus(applied=0, prepared=0)]
+    assert machine.accepts(SECOND)
+
+
+def test_two_attaches_while_busy_lose_nothing_of_the_newer():
+    machine = running()
+    forward(machine, 0)
+    machine.handle(Attached(SECOND))
+    machine.handle(Attached(FIRST))
+    commands = done(machine, Work("forward", 0, 0))
+    assert [type(command) for command in commands] == [DropSums, DropHeld, ReportStatus, Refuse]
+    assert machine.accepts(SECOND)
+
+
+def test_a_detach_while_busy_waits_for_the_work():
+    machine = running()
+    forward(machine, 0)
+    assert machine.handle(Detached("over")) == []
+    assert machine.phase is StagePhase.RUNNING
+    assert DropSums() in done(machine, Work("forward", 0, 0))
+    assert machine.phase is StagePhase.DETACHED
+    assert machine.applied == -1
+
+
+def test_partial_sums_die_with_the_fence():
+    machine = running()
+    forward(machine, 0)
+    done(machine, Work("forward", 0, 0))
+    forward(machine, 1, step=1)
+    commands = machine.handle(Attached(SECOND))
+    assert commands == [DropSums(), DropHeld(), ReportStatus(applied=0, prepared=-1)]
+    machine.handle(Resumed(0, "keep", 0, None))
+    assert machine.in_flight == 0
+    assert work_of(forward(machine, 0)) == Work("forward", 0, 0), "from the first microbatch on"
+
+
+def test_what_is_prepared_survives_an_attach_and_is_applied_by_the_record_in_resume():
+    machine = running()
+    prepare(machine)
+    assert machine.handle(Attached(SECOND)) == [DropHeld(), ReportStatus(applied=0, prepared=0)]
+    assert work_of(machine.handle(Resumed(1, "keep", 0, record(0)))) == Work("apply", 0, record=record(0))
+    assert done(machine, Work("apply", 0, record=record(0))) == [ReportReady(1)]
+    assert machine.applied == 1
+
+
+def test_what_was_prepared_and_not_committed_is_dropped_at_resume():
+    machine = running()
+    prepare(machine)
+    machine.handle(Attached(SECOND))
+    assert machine.handle(Resumed(0, "keep", 0, None)) == [DropSums(), ReportReady(0)]
+    assert prepare(machine) == [ReportPrepared(0)]
+
+
+@pytest.mark.parametrize(("committed", "given"), [(1, None), (1, 5), (2, 1), (0, None)])
+def test_a_stage_that_can_not_keep_its_state_says_where_it_is(committed: int, given: int | None):
+    machine = running(at=0 if committed else 1)
+    machine.handle(Attached(SECOND))
+    resumed = Resumed(committed, "keep", 0, None if given is None else record(given))
+    assert f"can't keep its state and be at {committed}" in refusal(machine.handle(resumed))
+    assert machine.phase is StagePhase.ATTACHED
+
+
+def test_initialise_makes_state_zero_and_import_takes_the_step_that_was_asked_for():
+    machine = StageMachine(shape())
+    machine.handle(Attached(FIRST))
+    assert machine.handle(Resumed(0, "initialise", 0, None)) == [DropSums(), Compute(Work("initialise"))]
+    assert not machine.expects_state
+    assert done(machine, Work("initialise")) == [ReportReady(0)]
+
+    machine = StageMachine(shape())
+    machine.handle(Attached(FIRST))
+    assert machine.handle(Resumed(8, "import", 8, None)) == [DropSums()]
+    assert machine.expects_state
+    assert "expected the state of step 8, got that of step 7" in refusal(machine.handle(StateArrived(7)))
+    assert machine.phase is StagePhase.ATTACHED
+
+
+def test_whoever_loses_its_state_has_nothing_prepared():
+    machine = running()
+    prepare(machine)
+    machine.handle(Attached(SECOND))
+    machine.handle(Resumed(0, "import", 0, None))
+    machine.handle(Attached(Fence(1, 3, 0)))
+    assert (machine.applied, machine.prepared) == (-1, -1)
+
+
+# ------------------------------------------------------------------------------------------------------ shared weights
+
+
+def summed(machine: StageMachine) -> list[StageCommand]:
+    """One microbatch, forward and backward."""
+    forward(machine, 0)
+    done(machine, Work("forward", 0, 0))
+    backward(machine, 0)
+    return done(machine, Work("backward", 0, 0))
+
+
+def test_the_home_of_a_shared_weight_waits_for_every_partial_sum():
+    machine = running(microbatches=1, shares_with=frozenset({3, 4}), shared_home=True)
+    machine.handle(SharedArrived(0, 4, "partial"))
+    assert work_of(summed(machine)) is None
+    assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == Work("total", 0)
+    assert not machine.wants(SharedArrived(0, 3, "partial")), "once"
+    assert work_of(done(machine, Work("total", 0))) == Work("norms", 0)
+
+
+def test_away_from_home_the_partial_sum_goes_out_and_the_total_comes_before_the_norms():
+    machine = running(microbatches=1, shares_with=frozenset({0}), shared_home=False)
+    assert not machine.wants(SharedArrived(0, 0, "total")), "nothing was sent yet"
+    assert work_of(summed(machine)) == Work("share", 0)
+    assert work_of(done(machine, Work("share", 0))) is None
+    assert not machine.wants(SharedArrived(0, 0, "partial")), "this is not the home"
+    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == Work("norms", 0)
+    assert not machine.wants(SharedArrived(0, 0, "total")), "once"
+
+
+def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
+    machine = running(microbatches=1, shares_with=frozenset({3}), shared_home=True)
+    for event in (SharedArrived(1, 3, "partial"), SharedArrived(0, 2, "partial"), SharedArrived(0, 3, "total")):
+        assert machine.handle(event) == []
+    assert machine.dropped == 3
+    assert work_of(summed(machine)) is None
