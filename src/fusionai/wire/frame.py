@@ -58,16 +58,14 @@ STREAM_LIMITS: Final[Mapping[Stream, FrameLimits]] = {
 """Between members. Control bodies are graphs and link probes; larger things belong on the other streams."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class FrameHeader(msgspec.Struct, frozen=True):
     """Lengths of the two parts that follow the fixed header."""
 
     message_bytes: int
     body_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlot:
+class TensorSlot(msgspec.Struct, frozen=True):
     """Where a tensor's bytes lie in the body."""
 
     header: TensorHeader

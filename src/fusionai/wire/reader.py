@@ -8,8 +8,9 @@ Neighbours: `transport` offers `buffer()` to the network and calls `advance()`; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from fusionai.primitives.errors import WireError
 from fusionai.primitives.tensors import HostTensor
@@ -34,8 +35,7 @@ def allocate_bytes(count: int) -> memoryview:
     return memoryview(bytearray(count))
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True):
     """A whole message with its tensors, whose memory nobody else refers to; `nbytes` is its length on the wire."""
 
     message: Message
@@ -98,16 +98,11 @@ class FrameReader:
         body = self._part(self._header.body_bytes, scratch=False)
         if body is None:
             return None
-        frame = Frame(
-            self._message,
-            {
-                slot.header.name: HostTensor(
-                    slot.header.dtype, slot.header.shape, body[slot.offset_bytes : slot.offset_bytes + slot.nbytes]
-                )
-                for slot in self._slots
-            },
-            HEADER_BYTES + self._header.message_bytes + self._header.body_bytes,
-        )
+        tensors: dict[str, HostTensor] = {}
+        for slot in self._slots:
+            header, offset = slot.header, slot.offset_bytes
+            tensors[header.name] = HostTensor(header.dtype, header.shape, body[offset : offset + slot.nbytes])
+        frame = Frame(self._message, tensors, HEADER_BYTES + self._header.message_bytes + self._header.body_bytes)
         self._header, self._message, self._slots = None, None, ()
         return frame
 
