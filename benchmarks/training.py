@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a toy model, to try the benchmark itself")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, default=Path("training-benchmark.json"))
-    parser.add_argument("--only", default="", help="comma-separated names of systems")
+    parser.add_argument("--only", default="", help="names of systems, separated by semicolons")
     options = parser.parse_args()
     small, steps, device = options.small, options.steps, options.device
     systems = {
@@ -150,7 +150,7 @@ def main() -> None:
         "torch pipelining, 4 stages": lambda: torch_pipeline(small, 4, steps, device),
         "pool, 4 stages, loss at the owner": lambda: pool(small, 4, steps, "owner", device),
     }
-    wanted = [name.strip() for name in options.only.split(",") if name.strip()]
+    wanted = [name.strip() for name in options.only.split(";") if name.strip()]
     systems = {name: system for name, system in systems.items() if not wanted or name in wanted}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for number in range(options.rounds):

@@ -105,6 +105,12 @@ def attention_forward(
             f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which `fusion.attention` has not.",
             hint="Choose a model whose attention takes scale, window, softcap, sinks and padding only.",
         )
+    if query.shape[1] % key.shape[1]:
+        raise ModelError(
+            f"{type(module).__name__} has {query.shape[1]} query heads, which can't share {key.shape[1]} key heads "
+            "evenly.",
+            hint="Make num_attention_heads a multiple of num_key_value_heads.",
+        )
     match attention_mask:
         case MaskRule():
             rule = attention_mask

@@ -6,15 +6,20 @@ user. The exported program never leaves this process and is never saved: `captur
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import linecache
 import operator
 import re
+import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import fx, nn
@@ -45,7 +50,8 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     with warnings.catch_warnings(), _no_collection(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
+            with _own_words():
+                program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
         except ModelError:
             raise
         except Exception as error:
@@ -105,6 +111,27 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class _Silenced(io.TextIOBase):
+    """Standard error without what this thread writes to it."""
+
+    def __init__(self, real: TextIO) -> None:
+        self._real = real
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._real.write(text)
+
+    def flush(self) -> None:
+        self._real.flush()
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """A failing export prints its half-made graph; the user is told the line of the model instead."""
+    with contextlib.redirect_stderr(_Silenced(sys.stderr)):
+        yield
 
 
 @contextmanager

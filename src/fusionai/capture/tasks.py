@@ -87,8 +87,16 @@ class TaskModule(nn.Module):
         parameters = inspect.signature(self.module.forward).parameters
         if "use_cache" in parameters:
             return self.module(**inputs, use_cache=False)
-        if all(name in parameters for name in inputs):
+        kinds = {parameter.kind for parameter in parameters.values()}
+        unknown = [name for name in inputs if name not in parameters]
+        if not unknown or inspect.Parameter.VAR_KEYWORD in kinds:
             return self.module(**inputs)
+        # In the order given only where no name could tell two inputs apart.
+        if len(inputs) > 1 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            raise ModelError(
+                f"the module has no input {unknown[0]!r}; its forward takes {', '.join(parameters) or 'nothing'}.",
+                hint="Name the inputs as the module's forward does.",
+            )
         return self.module(*inputs.values())
 
 

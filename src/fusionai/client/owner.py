@@ -43,3 +43,9 @@ def any_membership(home: Path) -> Membership:
     if (home / MEMBERSHIP_FILE).is_file() or not (home / OWNER_DIRECTORY / MEMBERSHIP_FILE).is_file():
         return load_membership(home)
     return load_membership(home / OWNER_DIRECTORY)
+
+
+def known_owner(home: Path) -> Membership | None:
+    """The job owner this machine already is; asks nobody."""
+    owner_home = home / OWNER_DIRECTORY
+    return load_membership(owner_home) if (owner_home / MEMBERSHIP_FILE).is_file() else None

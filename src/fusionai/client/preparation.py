@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
@@ -21,12 +21,23 @@ from fusionai.capture.source import Architecture, CodeSource, ConfigSource, Dire
 from fusionai.client.pool_session import Member
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TensorSource, TokenSource, open_source
-from fusionai.corpus.tables import ConfigModel, FactoryModel, HubModel, LocalModel
+from fusionai.corpus.tables import ConfigModel, FactoryModel, HubModel, LocalModel, TextData
 from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import content_hash
-from fusionai.primitives.errors import RecipeError
+from fusionai.primitives.errors import ModelError, RecipeError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
 from fusionai.storage.rundir import RunDirectory
+
+_SIZES: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+"""transformers takes any number here and builds what is left of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             example_inputs=examples_of(first),
         )
         symbols, tokens = {"b": rows}, rows
+    _check_length(recipe, captured)
     missing = [name for name in captured.graph.inputs if name not in first]
     if missing:
         raise RecipeError(
@@ -92,7 +104,7 @@ def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> 
         case ConfigModel(config=config):
             return ConfigSource(_with_tokenizer(config, vocabulary, end_id), architecture)
         case LocalModel(path=path):
-            return DirectorySource(Path(path), architecture)
+            return DirectorySource(_model_directory(Path(path)), architecture)
         case HubModel(hub=hub):
             return HubSource(hub, architecture=architecture)
         case FactoryModel(module=module, function=function, directory=directory):
@@ -101,8 +113,37 @@ def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> 
             return CodeSource(f"{module}:{function}")
 
 
+def _model_directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise ModelError(f"there is no model directory {path}.", hint="Mend [model] path in the recipe.")
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"the directory {path} has no config.json, so it is not a model in Hugging Face layout.",
+            hint="Save the model there with save_pretrained, or mend [model] path in the recipe.",
+        )
+    return path
+
+
+def _check_length(recipe: Recipe, captured: Captured) -> None:
+    """Rows longer than the model has positions fail far from here, or train what no one will be able to use."""
+    config = captured.config or {}
+    limit = config.get("max_position_embeddings", config.get("n_positions"))
+    match recipe.data:
+        case TextData(sequence_length=length) if isinstance(limit, int) and length > limit:
+            raise RecipeError(
+                f"{Path(recipe.path).name}: [data] sequence_length is {length}, but the model has {limit} positions.",
+                hint="Lower sequence_length, or raise max_position_embeddings of a new model.",
+            )
+        case _:
+            return
+
+
 def _with_tokenizer(config: Mapping[str, Any], vocabulary: int | None, end_id: int | None) -> dict[str, Any]:
     completed = dict(config)
+    for name in _SIZES:
+        size = completed.get(name)
+        if isinstance(size, int) and size < 1:
+            raise RecipeError(f"[model] config: {name} is {size}; expected a whole number >= 1.")
     if vocabulary is None:
         return completed
     size = completed.setdefault("vocab_size", vocabulary)
@@ -116,12 +157,16 @@ def _with_tokenizer(config: Mapping[str, Any], vocabulary: int | None, end_id: i
     return completed
 
 
-def problem_for(prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile) -> Problem:
-    """What to plan: the graph's costs at the job's sizes over the peers that stand by."""
+def problem_for(
+    prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile, note: Callable[[str], None]
+) -> Problem:
+    """What to plan: the graph's costs at the job's sizes over the peers that stand by. Raises `RecipeError` for a
+    required peer that is not there; `note` hears of an excluded one that is not."""
     recipe = prepared.recipe
-    names = {member.profile.name: member.profile.peer for member in members}
     costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
     slots = 2.0 if recipe.train.optimizer.kind == "adamw" else (1.0 if recipe.train.optimizer.momentum else 0.0)
+    required = tuple(_named(name, members, recipe) for name in recipe.placement.required)
+    excluded = [peer for name in recipe.placement.excluded for peer in _excluded(name, members, note)]
     return Problem(
         graph_hash=prepared.graph_hash,
         blocks=tuple(BlockCost(**{name: getattr(cost, name) for name in cost.__struct_fields__}) for cost in costs),
@@ -132,6 +177,38 @@ def problem_for(prepared: Prepared, members: tuple[Member, ...], owner: PeerProf
         microbatches=recipe.train.microbatches,
         microbatch_tokens=prepared.tokens_per_microbatch,
         optimizer_bytes_per_trainable_byte=slots,
-        excluded=tuple(names.get(name, name) for name in recipe.placement.excluded),
-        required=tuple(names.get(name, name) for name in recipe.placement.required),
+        excluded=tuple(dict.fromkeys(excluded)),
+        required=tuple(dict.fromkeys(required)),
     )
+
+
+def _called(name: str, members: tuple[Member, ...]) -> list[PeerId]:
+    """Who is meant: a peer's name, its id, or its id as far as tables show it."""
+    return [
+        peer for member in members if name in (member.profile.name, peer := PeerId(member.profile.peer), short(peer))
+    ]
+
+
+def _named(name: str, members: tuple[Member, ...], recipe: Recipe) -> PeerId:
+    found = _called(name, members)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ids = ", ".join(short(peer) for peer in found)
+        raise RecipeError(
+            f"{Path(recipe.path).name}: [placement] required: {len(found)} peers are called {name!r} ({ids}).",
+            hint="Name the one you mean by its id.",
+        )
+    there = ", ".join(sorted(member.profile.name for member in members))
+    raise RecipeError(
+        f"{Path(recipe.path).name}: [placement] required: no peer {name!r} stands by in the pool; there are: {there}.",
+        hint="Correct the name, or wait until it has joined; `fusion pool` shows who is there.",
+    )
+
+
+def _excluded(name: str, members: tuple[Member, ...], note: Callable[[str], None]) -> list[PeerId]:
+    """Everybody of that name: keeping out one too many is safe, letting one in is not."""
+    found = _called(name, members)
+    if not found:
+        note(f"warning: [placement] excluded: no peer {name!r} stands by in the pool just now")
+    return found

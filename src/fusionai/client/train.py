@@ -1,36 +1,45 @@
 """A training job from its recipe to its end, resumed where it stopped: the owner's side of `fusion train`.
 
-The loop is `train`: prepare, plan, ask the broker to make the plan real, drive, report. Decides what a job's identity
-is (its directory and its owner), so that running the same recipe again goes on instead of starting anew.
+The loop is `train`: prepare, plan, ask the broker to make the plan real, drive, report. Decides when stopping means
+dropping everything (nothing is under way yet) and when it means finishing the step and saving.
 
-Neighbours: `client.preparation`, `client.pool_session`, `training.driver`; `cli.train` shows what happens.
+Neighbours: `client.job_directory` says who may go on where, `client.preparation` reads data and model,
+`training.driver` drives; `cli.train` shows what happens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
-from fusionai.client.owner import owner_membership
+from fusionai.client.background import in_background
+from fusionai.client.job_directory import (
+    check_checkpoint,
+    check_recipe,
+    has_directory,
+    job_id,
+    keep_recipe,
+    open_directory,
+)
+from fusionai.client.owner import known_owner, owner_membership
 from fusionai.client.pool_session import Grant, Member, PoolSession
 from fusionai.client.preparation import Prepared, prepare, problem_for
 from fusionai.client.records import JobRecords
+from fusionai.client.reporting import Reporting
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.resume import check_resumable, encode_recipe
 from fusionai.corpus.schedule import learning_rate
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.member import Host
 from fusionai.primitives.clock import SystemClock
-from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError
+from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, RefusedError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.types import PeerProfile, Plan
@@ -43,12 +52,10 @@ from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.driver import Driver
 from fusionai.training.job import TrainingJob
 from fusionai.transport.enrolment import Membership
-from fusionai.wire import messages as wire
 from fusionai.wire.messages import StageOptions
 
 PLAN_ATTEMPTS: Final = 3
 """A peer may be taken or gone between looking at the pool and asking for it."""
-REPORT_EVERY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +106,32 @@ async def train(
 ) -> TrainingResult:
     """Raises `RecipeError`, `ModelError`, `DataError`, `PlanError`, `TransportError`, `RefusedError`, `StorageError`,
     `ExecutionError` (a stage failed; running the recipe again resumes)."""
-    directory = _directory(recipe)
+    # A stranger to every pool leaves no directory behind; a job that is done needs no pool.
+    membership = None if has_directory(recipe) else await owner_membership(options.home, options.invitation)
+    directory = open_directory(recipe)
     with CommitJournal(directory.journal) as journal:
+        check_recipe(recipe, directory, journal)
         sweep(directory.checkpoints)
         if journal.committed >= recipe.job.steps and latest(directory.checkpoints) is not None:
             on_event(Noted(f"all {recipe.job.steps} steps are done already"))
-            return _result(directory, journal, JobId(recipe.job.name), None)
+            owner = known_owner(options.home)
+            name = JobId(recipe.job.name) if owner is None else job_id(recipe, owner.peer, directory)
+            return _result(directory, journal, name, None)
         on_event(Noted("looking for the pool"))
-        membership = await owner_membership(options.home, options.invitation)
-        prepared = await asyncio.to_thread(prepare, recipe, directory, lambda text: on_event(Noted(text)))
-        compute = ComputeThread()
+        membership = membership or await owner_membership(options.home, options.invitation)
+        driving = asyncio.Event()
+        working = asyncio.create_task(_run(recipe, options, directory, journal, membership, on_event, stop, driving))
+        asked_early = asyncio.create_task(_cancel_unless(driving, stop, working))
         try:
-            return await _run(recipe, options, directory, journal, membership, prepared, compute, on_event, stop)
+            return await working
+        except asyncio.CancelledError:
+            if driving.is_set() or not stop.is_set():
+                raise
+            return _result(directory, journal, job_id(recipe, membership.peer, directory), "Ctrl-C")
         finally:
-            compute.close()
+            asked_early.cancel()
+            working.cancel()
+            await asyncio.wait({working})
 
 
 async def _run(
@@ -121,15 +140,20 @@ async def _run(
     directory: RunDirectory,
     journal: CommitJournal,
     membership: Membership,
-    prepared: Prepared,
-    compute: ComputeThread,
     on_event: Callable[[RunEvent], None],
     stop: asyncio.Event,
+    driving: asyncio.Event,
 ) -> TrainingResult:
+    """`driving` is set when the job has become the pool's: from then on it is ended in order, not dropped."""
     asked = asyncio.Event()
-    async with PoolSession(membership, on_stop=lambda _job: asked.set()) as pool:
+    async with (
+        _compute_thread() as compute,
+        PoolSession(membership, on_stop=lambda _job: asked.set()) as pool,
+    ):
+        # What is quickly wrong is found before long work: the broker, the device, then data and model.
         backend, _ = await compute.run(lambda: open_backend("torch", device=options.device, threads=options.threads))
         report, _ = await compute.run(backend.probe)
+        prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
         host = Host(
             peer=membership.peer,
             backend=backend,
@@ -138,19 +162,23 @@ async def _run(
             fingerprint=report.fingerprint,
             clock=SystemClock(),
         )
-        job_id = _job_id(recipe, membership.peer, directory)
-        reader = await asyncio.to_thread(open_latest, directory.checkpoints)
+        job = job_id(recipe, membership.peer, directory)
+        reader = await in_background(lambda: open_latest(directory.checkpoints))
+        if reader is not None:
+            check_checkpoint(prepared, reader)
         base = 0 if reader is None else reader.step
-        grant, members = await _make_plan_real(pool, prepared, job_id, _owner_profile(membership.peer, report))
+        owner = _owner_profile(membership.peer, report)
+        grant, members = await _make_plan_real(pool, prepared, job, owner, driving, on_event)
+        keep_recipe(recipe, directory)
         journal.start_incarnation()
         journal.adopt_plan(grant.plan.version, msgspec.json.encode(grant.plan))
-        on_event(Planned(job_id, grant.plan, members, prepared))
+        on_event(Planned(job, grant.plan, members, prepared))
         if base or journal.committed:
             on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))
-        reporting = _Reporting(pool, job_id)
+        reporting = Reporting(pool, job, lambda text: on_event(Noted(text)))
         records = JobRecords(
             directory,
-            job_id,
+            job,
             membership.peer,
             grant.plan.version,
             tensorboard=recipe.output.tensorboard,
@@ -163,7 +191,7 @@ async def _run(
             on_event(event)
 
         driver = Driver(
-            _training_job(recipe, prepared, job_id, grant, membership.peer, options),
+            _training_job(recipe, prepared, job, grant, membership.peer, options),
             host,
             journal=journal,
             checkpoints=_checkpoints(recipe, prepared, directory),
@@ -180,27 +208,55 @@ async def _run(
             ended = await driver.run()
             if ended.failed is not None:
                 reason = ended.failed
-                raise ExecutionError(f"the job failed at step {ended.steps}: {reason}.", hint="Run it again to resume.")
+                raise ExecutionError(
+                    f"the job failed at step {ended.steps}: {reason.rstrip('.')}.",
+                    hint=f"Run it again to resume: {journal.committed} steps are official and stay so.",
+                )
             if options.epilogue is not None:
                 await options.epilogue(driver, prepared)
             reason = "done" if ended.stopped is None else f"stopped: {ended.stopped}"
+        except FusionError as error:
+            reason = error.message
+            raise
         finally:
             for watcher in watchers:
                 watcher.cancel()
             await driver.close(reason)
             records.close()
             await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
-        return _result(directory, journal, job_id, ended.stopped)
+        return _result(directory, journal, job, ended.stopped)
+
+
+@asynccontextmanager
+async def _compute_thread() -> AsyncIterator[ComputeThread]:
+    compute = ComputeThread()
+    try:
+        yield compute
+    finally:
+        compute.close()
 
 
 async def _make_plan_real(
-    pool: PoolSession, prepared: Prepared, job: JobId, owner: PeerProfile
+    pool: PoolSession,
+    prepared: Prepared,
+    job: JobId,
+    owner: PeerProfile,
+    driving: asyncio.Event,
+    on_event: Callable[[RunEvent], None],
 ) -> tuple[Grant, tuple[PeerProfile, ...]]:
     """Look, plan, ask; look again when a peer was taken meanwhile."""
     for attempt in range(PLAN_ATTEMPTS):
         members = await pool.pool()
         usable = tuple(member for member in members if _usable(member, job))
-        made = await asyncio.to_thread(plan, problem_for(prepared, usable, owner))
+        if not usable:
+            raise PlanError(
+                f"no peer stands by in pool {pool.membership.pool!r}"
+                f"{_busy_words(members) or ': nobody lends a machine there'}.",
+                hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
+            )
+        problem = problem_for(prepared, usable, owner, lambda text: on_event(Noted(text)))
+        made = await in_background(lambda problem=problem: plan(problem))
+        driving.set()
         try:
             grant = await pool.request(job, prepared.recipe.job.name, made, prepared.recipe.job.steps)
         except RefusedError as error:
@@ -210,6 +266,11 @@ async def _make_plan_real(
         present = (member.profile for member in members if member.view.state in ("idle", "active"))
         return grant, (*present, owner)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _busy_words(members: tuple[Member, ...]) -> str:
+    words = (f"{member.profile.name} is {member.view.state} {member.view.job}".rstrip() for member in members)
+    return f": {'; '.join(words)}" if members else ""
 
 
 def _owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
@@ -274,21 +335,6 @@ def _checkpoints(recipe: Recipe, prepared: Prepared, directory: RunDirectory) ->
     return Checkpoints(directory.checkpoints, header, files=prepared.files, keep=recipe.job.keep_checkpoints)
 
 
-def _directory(recipe: Recipe) -> RunDirectory:
-    """Open the job's directory. Raises `RecipeError` if a job of another recipe lives there."""
-    directory = RunDirectory(Path(recipe.directory))
-    kept = directory.kept_recipe()
-    if kept is not None:
-        check_resumable(kept, recipe)
-    directory.keep_recipe(encode_recipe(recipe))
-    return directory
-
-
-def _job_id(recipe: Recipe, owner: PeerId, directory: RunDirectory) -> JobId:
-    digest = hashlib.sha256(f"{owner}\n{directory.root.resolve()}".encode()).hexdigest()
-    return JobId(f"{recipe.job.name}-{digest[:8]}")
-
-
 def _result(directory: RunDirectory, journal: CommitJournal, job: JobId, stopped: str | None) -> TrainingResult:
     return TrainingResult(
         job=job,
@@ -305,35 +351,8 @@ async def _stop_when(event: asyncio.Event, driver: Driver, reason: str) -> None:
     driver.stop(reason)
 
 
-class _Reporting:
-    """Tells the broker how the job stands, at most once a second; a broker that is away does not disturb the job."""
-
-    def __init__(self, pool: PoolSession, job: JobId) -> None:
-        self._pool = pool
-        self._job = job
-        self._step = -1
-        self._seen = asyncio.Event()
-
-    def see(self, event: progress.Progress) -> None:
-        match event:
-            case progress.StepDone(record=record):
-                self._step = record.step
-            case progress.JobReady():
-                pass
-            case _:
-                return
-        self._seen.set()
-
-    async def run(self) -> None:
-        while True:
-            await self._seen.wait()
-            self._seen.clear()
-            await self._tell("running", "")
-            await asyncio.sleep(REPORT_EVERY_S)
-
-    async def close(self, state: Literal["done", "failed"], detail: str) -> None:
-        await self._tell(state, detail)
-
-    async def _tell(self, state: Literal["running", "done", "failed"], detail: str) -> None:
-        with suppress(FusionError):
-            await self._pool.report(wire.JobReport(job=self._job, state=state, step=self._step, detail=detail[:4000]))
+async def _cancel_unless(driving: asyncio.Event, stop: asyncio.Event, working: asyncio.Task[TrainingResult]) -> None:
+    """Before there is anything to save, stopping means dropping everything."""
+    await stop.wait()
+    if not driving.is_set():
+        working.cancel()
