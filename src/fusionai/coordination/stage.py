@@ -376,13 +376,12 @@ class StageMachine:
         self._target = event.committed
         self.phase = StagePhase.RESTORING
         match event.source:
-            case "initialise":
+            case "initialise" | "import":
                 self._forget_state()
-                self._initialise = True
-                return [DropSums()]
-            case "import":
-                self._forget_state()
-                return [DropSums()]
+                self._initialise = event.source == "initialise"
+                # Everybody replays from here: what was sent on the way to a later state is nobody's base any more.
+                self.line = event.committed
+                return [DropSums(), DropRetained(EVERY_STEP)]
             case "keep":
                 return self._resume_keeping(event)
 
@@ -526,7 +525,7 @@ class StageMachine:
         assert isinstance(event, Detached)
         self.phase = StagePhase.DETACHED
         self._forget_state()
-        return [DropSums(), DropHeld(), DropRetained(2**62)]
+        return [DropSums(), DropHeld(), DropRetained(EVERY_STEP)]
 
     # -------------------------------------------------------------------------------------------------- clearing
 
@@ -550,6 +549,8 @@ class StageMachine:
 
 
 STORY_LENGTH: Final = 24
+EVERY_STEP: Final = 2**62
+"""Above every step: a line there keeps nothing."""
 STEPS_AHEAD: Final = 2
 """Tensors of later steps that may be held: the driver feeds one step ahead of its vote, and may itself be one commit
 ahead of this stage."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from fusionai.coordination.stage import (
+    EVERY_STEP,
     MAX_SIDE_HELD,
     STEPS_AHEAD,
     TABLE,
@@ -485,16 +486,29 @@ def test_a_stage_that_can_not_keep_its_state_says_where_it_is(committed: int, gi
 def test_initialise_makes_state_zero_and_import_takes_the_step_that_was_asked_for():
     machine = StageMachine(shape())
     machine.handle(Attached(FIRST))
-    assert machine.handle(Resumed(0, "initialise", 0, None)) == [DropSums(), Compute(Work("initialise"))]
+    commands = machine.handle(Resumed(0, "initialise", 0, None))
+    assert commands == [DropSums(), DropRetained(EVERY_STEP), Compute(Work("initialise"))]
     assert not machine.expects_state
     assert done(machine, Work("initialise")) == [ReportReady(0)]
 
     machine = StageMachine(shape())
     machine.handle(Attached(FIRST))
-    assert machine.handle(Resumed(8, "import", 8, None)) == [DropSums()]
+    assert machine.handle(Resumed(8, "import", 8, None)) == [DropSums(), DropRetained(EVERY_STEP)]
     assert machine.expects_state
     assert "expected the state of step 8, got that of step 7" in refusal(machine.handle(StateArrived(7)))
     assert machine.phase is StagePhase.ATTACHED
+
+
+def test_going_back_to_a_checkpoint_lowers_the_line_and_drops_what_was_sent_beyond_it():
+    machine = running(at=5)
+    prepare(machine, 5)
+    machine.handle(Committed(record(5), line=6))
+    done(machine, Work("apply", 5, record=record(5)))
+    machine.handle(Attached(SECOND))
+    assert DropRetained(EVERY_STEP) in machine.handle(Resumed(2, "import", 2, None))
+    machine.handle(StateArrived(2))
+    prepare(machine, 2)
+    assert DropRetained(3) in machine.handle(Committed(record(2), line=3)), "or replayed steps would pile up"
 
 
 def test_whoever_loses_its_state_has_nothing_prepared():

@@ -1,0 +1,239 @@
+"""A made-up job for the harness: which stages there are, what flows between them, what they share. Decides no order.
+
+`reference` runs such a job in one loop, without machines, messages or time: what every simulated run must equal.
+Values are strings that stand for tensors: a digest of all that went into them, so that anything lost, counted twice,
+summed in another order or taken from another attempt changes whatever follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+from fusionai.coordination.driver import JobShape, norms_hash
+from fusionai.coordination.stage import StageShape
+
+FEED = -1
+
+
+def digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def number(text: str) -> float:
+    """A float that stands for a loss or a norm."""
+    return int(text[:8], 16) / 2**32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """`edges`: (producer, consumer), producer < consumer; the last stage makes the loss. `tied`: stages that share one
+    parameter, the first is its home; empty or at least two."""
+
+    stages: int
+    steps: int
+    microbatches: int
+    in_flight: tuple[int, ...]
+    edges: frozenset[tuple[int, int]]
+    fed: frozenset[int]
+    tied: tuple[int, ...] = ()
+    checkpoint_every: int = 0
+    save_base: bool = False
+    evaluate_every: int = 0
+    evaluations: int = 0
+
+    @property
+    def last(self) -> int:
+        return self.stages - 1
+
+    @property
+    def feed_window(self) -> int:
+        return max(self.in_flight) + 1
+
+    def producers(self, stage: int) -> frozenset[int]:
+        fed = {FEED} if stage in self.fed else set[int]()
+        return frozenset({producer for producer, consumer in self.edges if consumer == stage} | fed)
+
+    def consumers(self, stage: int) -> frozenset[int]:
+        return frozenset(consumer for producer, consumer in self.edges if producer == stage)
+
+    def stage_shape(self, stage: int) -> StageShape:
+        producers = self.producers(stage)
+        return StageShape(
+            stage=stage,
+            microbatches=self.microbatches,
+            in_flight=self.in_flight[stage],
+            producers={"train": producers, "eval": producers, "infer": producers},
+            consumers=self.consumers(stage),
+            shares_with=frozenset(self.tied) - {stage} if stage in self.tied else frozenset(),
+            shared_home=not self.tied or stage not in self.tied or self.tied[0] == stage,
+        )
+
+    def job_shape(self) -> JobShape:
+        return JobShape(
+            stages=tuple(range(self.stages)),
+            steps=self.steps,
+            microbatches=self.microbatches,
+            feed_window=self.feed_window,
+            canonical_order=tuple(f"p{stage}" for stage in range(self.stages)),
+            checkpoint_every=self.checkpoint_every,
+            save_base=self.save_base,
+            evaluate_every=self.evaluate_every,
+        )
+
+
+def random_topology(choose: random.Random) -> Topology:
+    """One to five stages in a chain, with skips over neighbours, tied ends, checkpoints and evaluations or not."""
+    stages = choose.randint(1, 5)
+    edges = {(stage, stage + 1) for stage in range(stages - 1)}
+    for producer in range(stages):
+        for consumer in range(producer + 2, stages):
+            if choose.random() < 0.3:
+                edges.add((producer, consumer))
+    fed = {0, stages - 1} | {stage for stage in range(stages) if choose.random() < 0.2}
+    tied: tuple[int, ...] = ()
+    if stages > 1 and choose.random() < 0.4:
+        tied = tuple(sorted(choose.sample(range(stages), choose.randint(2, min(3, stages)))))
+    evaluating = choose.random() < 0.4
+    return Topology(
+        stages=stages,
+        steps=choose.randint(1, 5),
+        microbatches=choose.randint(1, 6),
+        in_flight=tuple(choose.randint(1, 4) for _ in range(stages)),
+        edges=frozenset(edges),
+        fed=frozenset(fed),
+        tied=tied,
+        checkpoint_every=choose.choice((0, 0, 1, 2, 3)),
+        save_base=choose.random() < 0.3,
+        evaluate_every=choose.randint(1, 3) if evaluating else 0,
+        evaluations=choose.randint(1, 5) if evaluating else 0,
+    )
+
+
+def learning_rate(step: int) -> float:
+    return 1 / (step + 2)
+
+
+def clip(norms: tuple[float, ...]) -> tuple[float, float]:
+    """(total norm, scale) of norms in canonical order: like the true one, it depends on the order."""
+    total = 0.0
+    for norm in norms:
+        total = total / 2 + norm
+    return total, 1 / (1 + total)
+
+
+# -------------------------------------------------------------------------- what stages compute, here and in `world`
+
+
+def first_state(stage: int) -> str:
+    return f"new {stage}"
+
+
+def fed_value(mode: str, step: int, microbatch: int) -> str:
+    """Evaluation reads the same data every time."""
+    return digest("data", mode, 0 if mode == "eval" else step, microbatch)
+
+
+def run_forward(stage: int, state: str, inputs: dict[int, str]) -> str:
+    return digest("context", stage, state, sorted(inputs.items()))
+
+
+def output_for(context: str, consumer: int) -> str:
+    return digest("activation", context, consumer)
+
+
+def loss_of(context: str) -> float:
+    return number(digest("loss", context))
+
+
+def gradient_for(context: str, gradients: dict[int, str], producer: int) -> str:
+    return digest("gradient", context, sorted(gradients.items()), producer)
+
+
+def summed(total: str, context: str, gradients: dict[int, str]) -> str:
+    return digest("sum", total, context, sorted(gradients.items()))
+
+
+def shared_part(total: str) -> str:
+    return digest("part", total)
+
+
+def shared_total(parts: dict[int, str]) -> str:
+    return digest("total", sorted(parts.items()))
+
+
+def norm_of(stage: int, total: str, shared: str) -> dict[str, float]:
+    return {f"p{stage}": number(digest("norm", total, shared))}
+
+
+def applied(state: str, total: str, shared: str, scale: float, rate: float) -> str:
+    return digest("state", state, total, shared, scale, rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is official of one step."""
+
+    loss: float
+    losses: tuple[float, ...]
+    scale: float
+    norms_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`states[n]`: state of every stage after n steps. `evaluations[n]`: losses of the evaluation after n steps."""
+
+    steps: tuple[Step, ...]
+    states: tuple[tuple[str, ...], ...]
+    evaluations: dict[int, tuple[float, ...]]
+
+
+def reference(topology: Topology) -> Result:
+    """The job in one loop."""
+    states = [first_state(stage) for stage in range(topology.stages)]
+    history = [tuple(states)]
+    steps: list[Step] = []
+    evaluations: dict[int, tuple[float, ...]] = {}
+    for step in range(topology.steps):
+        sums = ["" for _ in states]
+        losses: list[float] = []
+        for microbatch in range(topology.microbatches):
+            contexts = _forward_all(topology, states, "train", step, microbatch)
+            losses.append(loss_of(contexts[topology.last]))
+            returned: dict[tuple[int, int], str] = {}
+            for stage in reversed(range(topology.stages)):
+                gradients = {consumer: returned[stage, consumer] for consumer in topology.consumers(stage)}
+                sums[stage] = summed(sums[stage], contexts[stage], gradients)
+                for producer in topology.producers(stage) - {FEED}:
+                    returned[producer, stage] = gradient_for(contexts[stage], gradients, producer)
+        total = shared_total({stage: shared_part(sums[stage]) for stage in topology.tied}) if topology.tied else ""
+        shared = [total if stage in topology.tied else "" for stage in range(topology.stages)]
+        norms: dict[str, float] = {}
+        for stage in range(topology.stages):
+            norms |= norm_of(stage, sums[stage], shared[stage])
+        _, scale = clip(tuple(norms[f"p{stage}"] for stage in range(topology.stages)))
+        states = [
+            applied(states[stage], sums[stage], shared[stage], scale, learning_rate(step))
+            for stage in range(topology.stages)
+        ]
+        history.append(tuple(states))
+        steps.append(Step(sum(losses) / len(losses), tuple(losses), scale, norms_hash(norms)))
+        if topology.evaluate_every and (step + 1) % topology.evaluate_every == 0:
+            evaluations[step + 1] = tuple(
+                loss_of(_forward_all(topology, states, "eval", step + 1, index)[topology.last])
+                for index in range(topology.evaluations)
+            )
+    return Result(tuple(steps), tuple(history), evaluations)
+
+
+def _forward_all(topology: Topology, states: list[str], mode: str, step: int, microbatch: int) -> list[str]:
+    contexts: list[str] = []
+    for stage in range(topology.stages):
+        inputs = {
+            producer: fed_value(mode, step, microbatch) if producer == FEED else output_for(contexts[producer], stage)
+            for producer in topology.producers(stage)
+        }
+        contexts.append(run_forward(stage, states[stage], inputs))
+    return contexts
