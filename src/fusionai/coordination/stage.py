@@ -241,7 +241,8 @@ class StageMachine:
 
     def handle(self, event: StageEvent) -> list[StageCommand]:
         """Apply one event. A pair (phase, event) outside the table is refused, never ignored."""
-        if self._busy is not None and isinstance(event, Attached | Detached):
+        stale = isinstance(event, Attached) and self.fence is not None and event.fence <= self.fence
+        if self._busy is not None and isinstance(event, Attached | Detached) and not stale:
             self._deferred.append(event)  # the work under way ends first: its result belongs to the old fence
             return []
         commands = self._transition(event)

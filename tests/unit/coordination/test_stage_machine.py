@@ -428,11 +428,19 @@ def test_an_attach_while_busy_waits_and_reports_of_the_old_fence_die_with_it():
 def test_two_attaches_while_busy_lose_nothing_of_the_newer():
     machine = running()
     forward(machine, 0)
+    machine.handle(Attached(Fence(1, 3, 0)))
     machine.handle(Attached(SECOND))
-    machine.handle(Attached(FIRST))
     commands = done(machine, Work("forward", 0, 0))
     assert [type(command) for command in commands] == [DropSums, DropHeld, ReportStatus, Refuse]
-    assert machine.accepts(SECOND)
+    assert machine.accepts(Fence(1, 3, 0))
+
+
+def test_a_stale_attach_while_busy_is_refused_at_once_and_takes_no_report_with_it():
+    machine = StageMachine(shape())
+    machine.handle(Attached(SECOND))
+    machine.handle(Resumed(0, "initialise", 0, None))
+    assert "already obeys" in refusal(machine.handle(Attached(FIRST)))
+    assert done(machine, Work("initialise")) == [ReportReady(0)]
 
 
 def test_a_detach_while_busy_waits_for_the_work():
