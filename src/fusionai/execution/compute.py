@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fusionai.execution.allocator import keep_freed_memory
+
 T = TypeVar("T")
 
 
@@ -30,6 +32,7 @@ class ComputeThread:
 
     def __init__(self, share: float = 1.0) -> None:
         self.share = share
+        keep_freed_memory()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     async def run(self, work: Callable[[], T]) -> tuple[T, Timed]:

@@ -1,0 +1,42 @@
+"""How the C library gives out memory in a process that computes. Decides its settings, once, where glibc is.
+
+Every microbatch frees and takes the same large tensors again. By default glibc hands such memory back to the system and
+faults it in anew, page by page, and gives threads heaps too small for it: a few percent of a training step. Kept memory
+stays below what the process needed at its peak anyway. Elsewhere (macOS, Windows, musl) nothing is done.
+
+Neighbour: `execution.compute`, before its thread exists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Final
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_TOP_PAD: Final = -2
+_M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
+_LARGEST_MMAP_THRESHOLD_BYTES: Final = 32 * 2**20
+"""glibc takes no larger one on 64-bit machines."""
+_KEPT_BYTES: Final = 2**30
+_TOP_PAD_BYTES: Final = 64 * 2**20
+
+
+def keep_freed_memory() -> bool:
+    """Call before the first thread is started. True if the settings were taken."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
+    settings = (
+        (_M_ARENA_MAX, 1),
+        (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_BYTES),
+        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_M_TOP_PAD, _TOP_PAD_BYTES),
+    )
+    taken = [mallopt(name, value) for name, value in settings]  # each is tried, whatever became of the one before
+    return all(answer == 1 for answer in taken)

@@ -1,0 +1,33 @@
+"""The allocator's settings are taken in a process of their own, so that this one's tests keep theirs."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_glibc_takes_the_settings_and_stops_faulting_memory_in_anew() -> None:
+    program = """
+import resource, sys
+import numpy as np
+if sys.argv[1] == "keep":
+    from fusionai.execution.allocator import keep_freed_memory
+    assert keep_freed_memory()
+def work():
+    for _ in range(40):
+        np.empty(20 * 2**20, np.uint8).fill(1)
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = {
+        how: int(subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "leave")
+    }
+    assert faults["keep"] < 100
+    assert faults["keep"] < faults["leave"] or faults["leave"] < 100
