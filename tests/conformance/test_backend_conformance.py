@@ -473,3 +473,43 @@ def test_a_probe_reports_a_usable_device(backend: Backend) -> None:
     assert first.device == backend.device
     assert min(first.flops_per_s, first.memory_bandwidth_bytes_per_s, first.memory_bytes, first.threads) > 0
     assert first.fingerprint == second.fingerprint != ""
+
+
+def test_weight_gradients_put_off_give_the_same_sums(backend: Backend) -> None:
+    at_once, later = load(backend), load(backend, msgspec.structs.replace(OPTIONS, weight_lag=2))
+    for program in (at_once, later):
+        program.initialise()
+        program.import_state([("model/shift", host(np.arange(WIDTH, dtype=np.float32)))])
+    calls = [Call("train", 0, microbatch) for microbatch in range(2)]
+    for call in calls:
+        returned = []
+        for program in (at_once, later):
+            program.forward(call, inputs(seed=call.microbatch))
+            returned.append(program.backward(call, output_gradient()))
+        np.testing.assert_array_equal(array_of(returned[0]["x"]), array_of(returned[1]["x"]))
+    for call in calls:
+        later.weight_gradients(call)
+    assert later.gradient_norms() == at_once.gradient_norms()
+    sums = [dict(program.export_gradients(["linear.weight", "table.weight"])) for program in (at_once, later)]
+    for key in sums[0]:
+        np.testing.assert_array_equal(array_of(sums[0][key]), array_of(sums[1][key]))
+
+
+def test_nothing_is_reported_while_weight_gradients_are_owed() -> None:
+    from fusionai.backends.torch.backend import TorchBackend
+
+    program = load(TorchBackend("cpu", threads=1), msgspec.structs.replace(OPTIONS, weight_lag=1))
+    program.initialise()
+    program.import_state([("model/shift", host(np.zeros(WIDTH, dtype=np.float32)))])
+    call = Call("train", 0, 0)
+    program.forward(call, inputs())
+    program.backward(call, output_gradient())
+    for report in (
+        program.gradient_norms,
+        lambda: program.export_gradients(["linear.weight"]),
+        lambda: program.apply(scale=1.0, learning_rate=0.1),
+    ):
+        with pytest.raises(ExecutionError, match="weight gradients"):
+            report()
+    program.discard()
+    assert program.gradient_norms() == {}
