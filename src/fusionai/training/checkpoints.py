@@ -42,7 +42,7 @@ class Checkpoints:
     def state_for(
         self, job: TrainingJob, graph: Graph, *, base: int, source: Literal["keep", "initialise", "import"]
     ) -> Iterator[Chunk]:
-        """Chunks of the state a stage starts from, the last one marked; none at all if it can make everything."""
+        """Chunks of the state a stage starts from, the last one marked; none at all if it makes or keeps everything."""
         match source:
             case "keep":
                 return
@@ -58,6 +58,10 @@ class Checkpoints:
             previous = dict(chunk)
         if previous is not None:
             yield previous, True
+        elif source == "import":
+            yield {}, True  # a stage without parameters, such as the loss, waits for its state like any other
+        elif source == "import":
+            yield {}, True  # a stage without any state waits for the word all the same
 
     def _saved(self, job: TrainingJob, graph: Graph, step: int) -> Iterator[tuple[str, HostTensor]]:
         reader = CheckpointReader(step_directory(self.root, step))

@@ -1,0 +1,70 @@
+"""How a job stands, told to the broker. Decides how often: at most once a second.
+
+A broker that is away does not disturb the job; it is said once, and once when it is back. Neighbours: `client.train`
+feeds it, `client.pool_session` asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Literal
+
+from fusionai.client.pool_session import PoolSession
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.ids import JobId
+from fusionai.training import progress
+from fusionai.wire import messages as wire
+
+REPORT_EVERY_S: Final = 1.0
+LAST_REPORT_S: Final = 5.0
+"""The job is over: a broker that does not answer learns it from the members' leases."""
+
+
+class Reporting:
+    """`run` until cancelled, then `close`. `note` hears when the broker goes and comes."""
+
+    def __init__(self, pool: PoolSession, job: JobId, note: Callable[[str], None]) -> None:
+        self._pool = pool
+        self._job = job
+        self._note = note
+        self._away = False
+        self._step = -1
+        self._seen = asyncio.Event()
+
+    def see(self, event: progress.Progress) -> None:
+        match event:
+            case progress.StepDone(record=record):
+                self._step = record.step
+            case progress.JobReady():
+                pass
+            case _:
+                return
+        self._seen.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._seen.wait()
+            self._seen.clear()
+            await self._tell("running", "")
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    async def close(self, state: Literal["done", "failed"], detail: str) -> None:
+        try:
+            async with asyncio.timeout(LAST_REPORT_S):
+                await self._tell(state, detail)
+        except TimeoutError:
+            self._note("warning: the broker did not hear that the job is over")
+
+    async def _tell(self, state: Literal["running", "done", "failed"], detail: str) -> None:
+        report = wire.JobReport(job=self._job, state=state, step=self._step, detail=detail[:4000])
+        try:
+            await self._pool.report(report)
+        except FusionError as error:
+            if not self._away:
+                self._note(f"warning: the broker can't be reached ({error.message}); the job goes on without it")
+            self._away = True
+        else:
+            if self._away:
+                self._note("the broker is back")
+            self._away = False
