@@ -62,6 +62,9 @@ def stop(job: str, home: Path) -> None:
     from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
+    if found.state in ("done", "failed"):
+        console.line(f"{job} has ended already ({found.state}, {_steps(found)} steps).")
+        return
     # A machine's jobs belong to its owner's key, which is not the one it lends itself with.
     own_home = home / OWNER_DIRECTORY
     own = load_membership(own_home) if (own_home / MEMBERSHIP_FILE).is_file() else None

@@ -5,6 +5,7 @@ Neighbours: the commands beside this file; `primitives.units` reads quantities.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,9 +40,22 @@ def home_option(function: _Function) -> _Function:
         "--home",
         type=click.Path(path_type=Path, file_okay=False),
         default=environment.fusion_home,
+        callback=lambda _context, _parameter, home: _writable(home),
         show_default="$FUSION_HOME, or the platform's data directory",
         help="Where this machine keeps its key, its pool and its runs.",
     )(function)
+
+
+def _writable(home: Path) -> Path:
+    """A key that can't be kept would be another one each time. Raises `UsageError`."""
+    standing = next(place for place in (home.absolute(), *home.absolute().parents) if place.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK | os.X_OK):
+        what = "not writable" if standing.is_dir() else "a file"
+        raise UsageError(
+            f"this machine's key can't be kept in {home}: {standing} is {what}.",
+            hint="Choose another directory with --home or FUSION_HOME.",
+        )
+    return home
 
 
 def address_option(function: _Function) -> _Function:

@@ -151,6 +151,8 @@ async def _run(
         PoolSession(membership, on_stop=lambda _job: asked.set()) as pool,
     ):
         # What is quickly wrong is found before long work: the broker, the device, then data and model.
+        if not await pool.pool():
+            raise _nobody(pool, ())
         backend, _ = await compute.run(lambda: open_backend("torch", device=options.device, threads=options.threads))
         report, _ = await compute.run(backend.probe)
         prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
@@ -249,11 +251,7 @@ async def _make_plan_real(
         members = await pool.pool()
         usable = tuple(member for member in members if _usable(member, job))
         if not usable:
-            raise PlanError(
-                f"no peer stands by in pool {pool.membership.pool!r}"
-                f"{_busy_words(members) or ': nobody lends a machine there'}.",
-                hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
-            )
+            raise _nobody(pool, members)
         problem = problem_for(prepared, usable, owner, lambda text: on_event(Noted(text)))
         made = await in_background(lambda problem=problem: plan(problem))
         driving.set()
@@ -268,9 +266,12 @@ async def _make_plan_real(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _busy_words(members: tuple[Member, ...]) -> str:
-    words = (f"{member.profile.name} is {member.view.state} {member.view.job}".rstrip() for member in members)
-    return f": {'; '.join(words)}" if members else ""
+def _nobody(pool: PoolSession, members: tuple[Member, ...]) -> PlanError:
+    present = [f"{member.profile.name} is {member.view.state} {member.view.job}".rstrip() for member in members]
+    return PlanError(
+        f"no peer stands by in pool {pool.membership.pool!r}: {'; '.join(present) or 'nobody lends a machine there'}.",
+        hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
+    )
 
 
 def _owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:

@@ -83,6 +83,8 @@ class RefusedError(FusionError):
     def __init__(self, message: str, *, code: str = "refused", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.code = code
+        if code == "bad_invitation":
+            self.exit_code = UsageError.exit_code  # an old or mistyped invitation is for its user to mend
 
 
 class ExecutionError(FusionError):
