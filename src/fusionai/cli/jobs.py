@@ -47,7 +47,7 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
     if json_file is not None:
         write_json(json_file, "logs", {**_figures(found), "story": list(found.story)})
-    console.line(f"{found.job}: {found.state}, {_steps(found)}, plan version {found.plan_version}")
+    console.line(f"{found.job}: {_state(found)}, {_steps(found)}, plan version {found.plan_version}")
     for entry in found.story:
         console.line(console.printable(entry))
 
@@ -63,7 +63,7 @@ def stop(job: str, home: Path) -> None:
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
     if found.state in ("done", "failed"):
-        console.line(f"{job} has ended already ({found.state}, {_steps(found)} steps).")
+        console.line(f"{job} has ended already ({_state(found)}, {_steps(found)} steps).")
         return
     # A machine's jobs belong to its owner's key, which is not the one it lends itself with.
     own_home = home / OWNER_DIRECTORY
@@ -84,13 +84,18 @@ def _row(job: JobView) -> tuple[str, ...]:
         job.job,
         job.title,
         short(PeerId(job.owner)),
-        job.state,
+        _state(job),
         _steps(job),
         str(job.plan_version),
         datetime.fromtimestamp(job.started_at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
         if job.started_at_s
         else "",
     )
+
+
+def _state(job: JobView) -> str:
+    """The broker knows a job that ended in order; one that ended early was stopped."""
+    return "stopped" if job.state == "done" and job.steps and job.step + 1 < job.steps else job.state
 
 
 def _steps(job: JobView) -> str:
@@ -103,7 +108,7 @@ def _figures(job: JobView) -> dict[str, object]:
         "job": job.job,
         "title": job.title,
         "owner": job.owner,
-        "state": job.state,
+        "state": _state(job),
         "steps_done": job.step + 1,
         "steps": job.steps,
         "plan_version": job.plan_version,

@@ -40,7 +40,7 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.execution.member import Host
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, RefusedError
-from fusionai.primitives.ids import JobId, PeerId
+from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.storage.checkpoint import CheckpointHeader
@@ -209,9 +209,9 @@ async def _run(
         try:
             ended = await driver.run()
             if ended.failed is not None:
-                reason = ended.failed
+                reason = _named(ended.failed.rstrip("."), members)
                 raise ExecutionError(
-                    f"the job failed at step {ended.steps}: {reason.rstrip('.')}.",
+                    f"the job failed at step {ended.steps}: {reason}.",
                     hint=f"Run it again to resume: {journal.committed} steps are official and stay so.",
                 )
             if options.epilogue is not None:
@@ -225,7 +225,8 @@ async def _run(
                 watcher.cancel()
             await driver.close(reason)
             records.close()
-            await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
+            if reason != "interrupted":  # dropped at once: nobody waits for the broker's answer either
+                await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
         return _result(directory, journal, job, ended.stopped)
 
 
@@ -272,6 +273,14 @@ def _nobody(pool: PoolSession, members: tuple[Member, ...]) -> PlanError:
         f"no peer stands by in pool {pool.membership.pool!r}: {'; '.join(present) or 'nobody lends a machine there'}.",
         hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
     )
+
+
+def _named(reason: str, members: tuple[PeerProfile, ...]) -> str:
+    """People know machines by name."""
+    for member in members:
+        peer = short(PeerId(member.peer))
+        reason = reason.replace(f"peer {peer}", f"{member.name} ({peer})")
+    return reason
 
 
 def _owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
