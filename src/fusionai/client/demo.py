@@ -101,6 +101,35 @@ async def run_demo(
 ) -> DemoResult | None:
     """None when asked to stop before the end. Raises `UsageError` for options that can't work."""
     check(options)
+    training = asyncio.Event()
+    telling = asyncio.create_task(_tell_story(options, on_event, stop, now_s, training))
+
+    async def drop() -> None:
+        await stop.wait()
+        if not training.is_set():  # training itself ends with its step and a checkpoint
+            telling.cancel()
+
+    dropping = asyncio.create_task(drop())
+    try:
+        return await telling
+    except asyncio.CancelledError:
+        if training.is_set() or not stop.is_set():
+            raise
+        return None
+    finally:
+        dropping.cancel()
+        telling.cancel()
+        await asyncio.wait({telling})
+
+
+async def _tell_story(
+    options: DemoOptions,
+    on_event: Callable[[DemoEvent], None],
+    stop: asyncio.Event,
+    now_s: Callable[[], float],
+    in_training: asyncio.Event,
+) -> DemoResult | None:
+    """`in_training` is set while the job can be stopped in order."""
     started_s = now_s()
     recipe = demo_recipe(options)
     seen = _Seen(on_event)
@@ -110,6 +139,7 @@ async def run_demo(
     on_event(Noted(f"starting a broker and {count} peers as processes of their own"))
     async with LocalPool(pool_directory, demo_peers(count, options.device)) as pool:
         on_event(Noted(f"{count} peers joined over mutual TLS"))
+        in_training.set()
         training = await train(
             recipe,
             TrainOptions(
@@ -125,6 +155,7 @@ async def run_demo(
         )
     if training.stopped is not None or stop.is_set():
         return None
+    in_training.clear()
     if seen.planned is None or seen.source is None or training.checkpoint is None:
         raise FusionError("the job ended without a plan or a checkpoint.")
     reference = ReferenceRun(recipe, seen.source, options.directory / "reference")

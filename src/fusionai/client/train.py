@@ -214,7 +214,7 @@ async def _run(
                     f"the job failed at step {ended.steps}: {reason}.",
                     hint=f"Run it again to resume: {journal.committed} steps are official and stay so.",
                 )
-            if options.epilogue is not None:
+            if options.epilogue is not None and ended.stopped is None:
                 await options.epilogue(driver, prepared)
             reason = "done" if ended.stopped is None else f"stopped: {ended.stopped}"
         except FusionError as error:
