@@ -13,6 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -221,7 +222,7 @@ class StageRuntime:
         post = self._postman.to_driver
         match command:
             case machine.Compute(work):
-                self._start(self._work(work))
+                self._start(partial(self._work, work))
             case machine.ReportStatus(applied, prepared):
                 post(
                     wire.Status(
@@ -234,7 +235,7 @@ class StageRuntime:
                     )
                 )
             case machine.ReportReady(applied):
-                self._start(self._report_ready(applied))
+                self._start(partial(self._report_ready, applied))
             case machine.ReportPrepared(step):
                 post(
                     wire.Prepared(
@@ -261,15 +262,15 @@ class StageRuntime:
             case machine.Refuse(reason):
                 self._failed("bad_message", reason)
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
         task = asyncio.create_task(self._guarded(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Awaitable[None]) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """The process boundary of a stage: whatever goes wrong must reach the driver as a report."""
         try:
-            await work
+            await work()
         except FusionError as error:
             self._failed("failed", str(error))
         except Exception as error:

@@ -312,6 +312,7 @@ class Driver:
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
 
     def _tell(self, stage: int, message: wire.Message) -> None:
         self._connections.tell(self._peer_of(stage), message)
