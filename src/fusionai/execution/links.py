@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from fusionai.execution.outbox import Outbox
-from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError, TransportError
+from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope, Transport
@@ -112,24 +112,27 @@ class Links:
             return
         slot = self._slot(peer)
         outbox = Outbox(channel, lambda reason: self._lost(peer, reason))
-        if slot.done():
-            slot.result().abandon()
+        former = slot.result() if slot.done() else None
+        if former is not None:
             self._outboxes[peer] = slot = asyncio.get_running_loop().create_future()
         slot.set_result(outbox)
+        if former is not None:
+            # One link per peer. What was queued on the former is lost, and its reader will say so.
+            former.abandon()
+            await former.channel.close()
         try:
             while True:
                 await self._on_message(peer, await channel.receive())
-        except ChannelClosed as closed:
-            self._lost(peer, str(closed))
         except FusionError as error:
-            await channel.close()
-            self._lost(peer, str(error))
+            reason = str(error)
         except Exception as error:
+            # A link that nobody reads any more must be known as lost.
             log.exception("the link to peer %s failed", short(peer))
-            await channel.close()
-            self._lost(peer, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
         finally:
             outbox.abandon()
+        await channel.close()
+        self._lost(peer, reason)
 
     def _lost(self, peer: PeerId, reason: str) -> None:
         if not self._closing:

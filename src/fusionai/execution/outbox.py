@@ -30,6 +30,7 @@ class Outbox:
         self.channel = channel
         self._on_lost = on_lost
         self._queue: asyncio.Queue[tuple[Message, Sequence[HostTensor]] | None] = asyncio.Queue()
+        self._abandoned = False
         self._task = asyncio.create_task(self._run(), name="outbox")
 
     @property
@@ -40,10 +41,10 @@ class Outbox:
     @property
     def lost(self) -> bool:
         """Whether nothing more will be sent."""
-        return self._task.done()
+        return self._abandoned or self._task.done()
 
     def post(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
-        if not self._task.done():
+        if not self.lost:
             self._queue.put_nowait((message, tensors))
 
     async def _run(self) -> None:
@@ -76,4 +77,5 @@ class Outbox:
 
     def abandon(self) -> None:
         """Drop what is queued; the channel is somebody else's to close."""
+        self._abandoned = True
         self._task.cancel()

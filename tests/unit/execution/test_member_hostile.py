@@ -20,7 +20,7 @@ from fusionai.primitives.errors import TransportError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, OptimizerSpec, StageOptions
-from harness.pool import tensor
+from harness.pool import OWNER, tensor
 from harness.stand import (
     FENCE,
     NEIGHBOUR,
@@ -440,6 +440,18 @@ def test_a_lost_link_in_the_middle_of_a_step_is_reported():
         failed = await running.failure()
         assert (failed.stage, failed.fence) == (0, FENCE)
         assert f"link to peer {NEIGHBOUR[:8]} lost" in failed.reason
+
+    with_running(body)
+
+
+def test_a_peer_has_one_link_and_opening_another_ends_the_former_with_a_report():
+    async def body(running: Running) -> None:
+        second, answer = await running.stand.open("tensors")
+        assert isinstance(answer, wire.Done)
+        assert f"link to peer {OWNER[:8]} lost" in (await running.failure()).reason
+        with pytest.raises(TransportError):
+            await receive(running.feed)
+        assert not second.closed
 
     with_running(body)
 

@@ -1,0 +1,217 @@
+"""The stage host's small parts: the provider's share, ordered sending, links, sums of gradients, chunks of state."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from fusionai.execution import compute
+from fusionai.execution.accumulate import total_gradient
+from fusionai.execution.compute import ComputeThread
+from fusionai.execution.links import Links, dials
+from fusionai.execution.local import LocalChannel
+from fusionai.execution.outbox import Outbox
+from fusionai.execution.state import CHUNK_BYTES, chunks
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, TransportError, WireError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.transport.interface import Envelope
+from fusionai.transport.memory import MemoryNetwork
+from fusionai.wire import messages as wire
+from harness.pool import array, peer_id, tensor
+
+ME, OTHER, OWNER = peer_id(0), peer_id(1), peer_id(2)
+
+
+# ------------------------------------------------------------------------------------------------------------ share
+
+
+@pytest.mark.parametrize(("share", "rest_s"), [(1.0, 0.0), (0.5, 3.0), (0.75, 1.0), (0.1, 27.0)])
+def test_a_provider_that_lends_a_part_rests_for_the_rest(share: float, rest_s: float, monkeypatch: pytest.MonkeyPatch):
+    class Clock:
+        now_s = 100.0
+        slept_s = 0.0
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+        def sleep(self, seconds: float) -> None:
+            self.slept_s += seconds
+            self.now_s += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(compute, "time", clock)
+
+    def work() -> str:
+        clock.now_s += 3.0
+        return "done"
+
+    async def run() -> None:
+        thread = ComputeThread(share)
+        result, timed = await thread.run(work)
+        thread.close()
+        assert result == "done"
+        assert timed.busy_s == 3.0
+        assert (timed.start_s, timed.end_s) == (100.0, pytest.approx(103.0 + rest_s))
+
+    asyncio.run(run())
+    assert clock.slept_s == pytest.approx(rest_s)
+
+
+def test_pieces_of_work_run_one_after_the_other_in_order():
+    async def run() -> list[int]:
+        thread, order, at_work = ComputeThread(), list[int](), list[int]()
+
+        def piece(number: int) -> None:
+            assert not at_work
+            at_work.append(number)
+            time.sleep(0)
+            order.append(at_work.pop())
+
+        await asyncio.gather(*(thread.run(lambda n=n: piece(n)) for n in range(20)))
+        thread.close()
+        return order
+
+    assert asyncio.run(run()) == list(range(20))
+
+
+# ---------------------------------------------------------------------------------------------------------- sending
+
+
+class Channel(LocalChannel):
+    """Notes what is sent; fails where told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(OTHER, "control")
+        self.sent: list[wire.Message] = []
+        self.error = error
+
+    async def send(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        if self.error is not None:
+            raise self.error
+        self.sent.append(message)
+
+
+def ping(number: int) -> wire.Ping:
+    return wire.Ping(sequence=number, sent_at_s=0.0)
+
+
+def test_an_outbox_keeps_the_order_and_sends_what_is_queued_before_it_closes():
+    async def run() -> None:
+        channel = Channel()
+        outbox = Outbox(channel, pytest.fail)
+        for number in range(5):
+            outbox.post(ping(number))
+        assert outbox.waiting == 5
+        await outbox.close()
+        assert channel.sent == [ping(number) for number in range(5)]
+        assert channel.closed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [ChannelClosed("gone."), WireError("too large a frame.")], ids=["lost", "too large"])
+def test_what_can_not_be_sent_is_reported_once_and_ends_the_channel(error: Exception):
+    async def run() -> None:
+        lost: list[str] = []
+        channel = Channel(error)
+        outbox = Outbox(channel, lost.append)
+        outbox.post(ping(0))
+        outbox.post(ping(1))
+        await outbox.flush()
+        assert lost == [str(error)]
+        assert channel.closed, "the other side must not wait for what will never come"
+        assert outbox.lost
+        outbox.post(ping(2))
+        await outbox.close()
+        assert lost == [str(error)]
+
+    asyncio.run(run())
+
+
+def test_exactly_one_side_dials():
+    for one, other in ((ME, OTHER), (ME, OWNER), (OTHER, OWNER)):
+        assert dials(one, other, OWNER) != dials(other, one, OWNER)
+    assert dials(OWNER, ME, OWNER), "the owner's machine may listen to nobody"
+
+
+def test_a_link_whose_reader_has_a_bug_is_lost_and_can_be_dialled_again():
+    async def run() -> None:
+        network = MemoryNetwork()
+        lost: list[str] = []
+        opened = asyncio.Queue[object]()
+        over = asyncio.Event()
+
+        async def accept(channel: LocalChannel) -> None:
+            await channel.receive()
+            await channel.send(wire.Done())
+            opened.put_nowait(channel)
+            await over.wait()
+
+        async def broken(peer: str, envelope: Envelope) -> None:
+            raise ZeroDivisionError("a bug")
+
+        listener = await network.transport(OTHER).listen(accept, host="there", port=0)  # pyright: ignore
+        links = Links(network.transport(ME), on_message=broken, on_lost=lambda peer, reason: lost.append(reason))
+        opening = wire.OpenJob(job="job-1", fence=wire.Fence(1, 1, 0), ticket=b"")
+        with pytest.raises(TransportError, match="no link"):
+            links.post(OTHER, ping(0), ())
+        links.dial(OTHER, listener.addresses, opening)
+        links.dial(OTHER, listener.addresses, opening)
+        channel = await opened.get()
+        await channel.send(ping(1))  # pyright: ignore
+        with pytest.raises(ChannelClosed):
+            await channel.receive()  # pyright: ignore
+        assert lost == ["ZeroDivisionError: a bug"]
+        links.dial(OTHER, listener.addresses, opening)
+        assert await opened.get() is not channel
+        assert opened.empty(), "each time one link"
+        await links.close()
+        over.set()
+        await listener.close()
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------------- sums
+
+
+def test_gradients_of_several_consumers_are_added_from_the_last_to_the_first():
+    values = {stage: np.float32(value) for stage, value in ((1, 1.0), (2, 2.0**-24), (3, 2.0**-24))}
+    total = total_gradient({stage: tensor(np.array([value])) for stage, value in values.items()})
+    assert array(total)[0] == (values[3] + values[2]) + values[1]
+    assert (values[1] + values[2]) + values[3] != array(total)[0], "another order has other bits"
+
+
+def test_one_consumers_gradient_stays_as_it_is():
+    only = tensor(np.array([1.5], np.float32))
+    assert total_gradient({4: only}) is only
+
+
+def test_half_floats_are_summed_in_float32_and_rounded_to_even():
+    def half(values: list[float]) -> HostTensor:
+        bits = (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return host_tensor("bfloat16", (len(values),), bits.tobytes())
+
+    total = total_gradient({1: half([1.0, 1.0078125, float("nan")]), 2: half([2.0**-8, 2.0**-8, 1.0])})
+    bits = np.frombuffer(total.data, np.uint16).astype(np.uint32) << 16
+    np.testing.assert_array_equal(bits.view(np.float32), np.array([1.0, 1.015625, np.nan], np.float32))
+
+
+def test_gradients_that_do_not_agree_are_refused():
+    with pytest.raises(ExecutionError, match="agree in dtype and shape"):
+        total_gradient({1: tensor(np.zeros(2, np.float32)), 2: tensor(np.zeros(3, np.float32))})
+
+
+# ------------------------------------------------------------------------------------------------------------ state
+
+
+def test_chunks_are_bounded_complete_and_in_order():
+    sizes = [10, CHUNK_BYTES - 20, 11, CHUNK_BYTES + 5, 3]
+    entries = [(f"e{i}", host_tensor("uint8", (size,), bytes(size))) for i, size in enumerate(sizes)]
+    made = list(chunks(entries))
+    assert [[name for name, _ in chunk] for chunk in made] == [["e0", "e1"], ["e2"], ["e3"], ["e4"]]
+    assert list(chunks([])) == []
