@@ -35,6 +35,8 @@ class Topology:
     steps: int
     microbatches: int
     in_flight: tuple[int, ...]
+    weight_lag: tuple[int, ...] = ()
+    """Per stage; empty: none puts its weight gradients off."""
     edges: frozenset[tuple[int, int]]
     fed: frozenset[int]
     tied: tuple[int, ...] = ()
@@ -64,6 +66,7 @@ class Topology:
             stage=stage,
             microbatches=self.microbatches,
             in_flight=self.in_flight[stage],
+            weight_lag=self.weight_lag[stage] if self.weight_lag else 0,
             producers={"train": producers, "eval": producers, "infer": producers},
             consumers=self.consumers(stage),
             shares_with=frozenset(self.tied) - {stage} if stage in self.tied else frozenset(),
@@ -101,6 +104,7 @@ def random_topology(choose: random.Random) -> Topology:
         steps=choose.randint(1, 5),
         microbatches=choose.randint(1, 6),
         in_flight=tuple(choose.randint(1, 4) for _ in range(stages)),
+        weight_lag=tuple(choose.choice((0, 0, 1, 2, 9)) for _ in range(stages)),
         edges=frozenset(edges),
         fed=frozenset(fed),
         tied=tied,

@@ -71,6 +71,8 @@ class Stage:
     held: dict[tuple[Mode, int, int], dict[int, str]] = field(default_factory=dict)
     gradients: dict[tuple[int, int], dict[int, str]] = field(default_factory=dict)
     contexts: dict[int, str] = field(default_factory=dict)
+    put_off: deque[tuple[int, str, dict[int, str]]] = field(default_factory=deque)
+    """(microbatch, context, gradients) whose weight gradients wait."""
     sums: str = ""
     counted: list[tuple[int, int]] = field(default_factory=list)
     """(step, microbatch) of everything in `sums`, in order."""
@@ -156,6 +158,7 @@ class Stage:
         self.sums, self.shared = "", ""
         self.counted.clear()
         self.contexts.clear()
+        self.put_off.clear()
         self.gradients.clear()
         self.parts.clear()
 
@@ -170,6 +173,8 @@ class Stage:
                 self.forward(work)
             case "backward":
                 self.backward(work)
+            case "weights":
+                self.weigh(work)
             case "share":
                 self.to_stage(self.topology.tied[0], "partial", work, model.shared_part(self.sums))
             case "total":
@@ -204,10 +209,18 @@ class Stage:
         gradients = self.gradients.pop((work.step, work.microbatch), {})
         assert gradients.keys() == self.topology.consumers(self.number)
         context = self.contexts.pop(work.microbatch)
-        self.sums = model.summed(self.sums, context, gradients)
-        self.counted.append((work.step, work.microbatch))
+        self.put_off.append((work.microbatch, context, gradients))
+        if self.machine.shape.weight_lag == 0:
+            self.weigh(work)
         for producer in self.topology.producers(self.number) - {FEED}:
             self.to_stage(producer, "backward", work, model.gradient_for(context, gradients, producer))
+
+    def weigh(self, work: Work) -> None:
+        """The microbatch's part of the sums, perhaps long after its backward."""
+        microbatch, context, gradients = self.put_off.popleft()
+        assert microbatch == work.microbatch, "in their order"
+        self.sums = model.summed(self.sums, context, gradients)
+        self.counted.append((work.step, microbatch))
 
     def apply(self, work: Work) -> None:
         record = work.record
@@ -257,6 +270,8 @@ class Stage:
         assert len(self.held) - trained <= self.topology.evaluations
         assert len(self.gradients) <= self.machine.shape.in_flight
         assert len(self.contexts) <= self.machine.shape.in_flight
+        most = self.machine.shape.in_flight + self.machine.shape.weight_lag
+        assert len(self.contexts) + len(self.put_off) <= most, "contexts beyond credit and what may be put off"
         steps = {step for _, _, step, _ in self.retained}
         assert all(step >= self.machine.line for step in steps), "kept below the line"
         assert len(steps) <= 2, f"retained steps {sorted(steps)}"

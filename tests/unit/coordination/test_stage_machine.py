@@ -217,6 +217,48 @@ def test_without_consumers_a_backward_follows_its_forward_at_once():
     assert work_of(done(machine, Work("forward", 0, 0))) == Work("backward", 0, 0)
 
 
+def both_ways(machine: StageMachine, microbatch: int) -> list[StageCommand]:
+    forward(machine, microbatch)
+    done(machine, Work("forward", 0, microbatch))
+    backward(machine, microbatch)
+    return done(machine, Work("backward", 0, microbatch))
+
+
+def test_weight_gradients_put_off_fill_a_pause_in_their_order():
+    machine = running(weight_lag=2)
+    assert work_of(both_ways(machine, 0)) == Work("weights", 0, 0), "there is nothing better to do"
+    forward(machine, 1)
+    assert work_of(done(machine, Work("weights", 0, 0))) == Work("forward", 0, 1)
+
+
+def test_weight_gradients_are_put_off_no_further_than_allowed():
+    machine = running(weight_lag=1, in_flight=3, microbatches=4)
+    for microbatch in range(4):
+        forward(machine, microbatch)
+    for microbatch in range(2):
+        assert work_of(done(machine, Work("forward", 0, microbatch))) == Work("forward", 0, microbatch + 1)
+        backward(machine, microbatch)
+    assert work_of(done(machine, Work("forward", 0, 2))) == Work("backward", 0, 0)
+    assert work_of(done(machine, Work("backward", 0, 0))) == Work("backward", 0, 1), "a neighbour waits for it"
+    assert work_of(done(machine, Work("backward", 0, 1))) == Work("weights", 0, 0), "before another forward"
+    assert work_of(done(machine, Work("weights", 0, 0))) == Work("forward", 0, 3)
+
+
+def test_no_vote_before_every_weight_gradient_is_summed():
+    machine = running(weight_lag=9, microbatches=1)
+    assert work_of(both_ways(machine, 0)) == Work("weights", 0, 0)
+    assert work_of(done(machine, Work("weights", 0, 0))) == Work("norms", 0)
+
+
+def test_weight_gradients_put_off_die_with_the_fence():
+    machine = running(weight_lag=2)
+    both_ways(machine, 0)
+    machine.handle(Attached(SECOND))
+    assert DropSums() in done(machine, Work("weights", 0, 0))
+    machine.handle(Resumed(0, "keep", 0, None))
+    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
+
+
 # ------------------------------------------------------------------------------------------------- votes and commits
 
 
