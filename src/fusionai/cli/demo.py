@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--steps", type=int, default=30, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps.")
 @click.option("--peers", type=int, default=4, show_default=True, help="Active stages, each a process of its own.")
 @click.option("--spares", type=int, default=2, show_default=True, help="Peers in the backup pool besides them.")
 @click.option(

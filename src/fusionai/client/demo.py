@@ -10,6 +10,7 @@ Neighbours: `client.local_pool` starts the processes, `client.train` trains, `cl
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ class DemoOptions:
     """`peers` active stages and `spares` besides them. `directory` takes homes, logs, checkpoint and report."""
 
     directory: Path
-    steps: int = 30
+    steps: int = 50
     peers: int = 4
     spares: int = 2
     device: str = "cpu"
@@ -139,6 +140,9 @@ async def _tell_story(
     on_event(Noted(f"starting a broker and {count} peers as processes of their own"))
     async with LocalPool(pool_directory, demo_peers(count, options.device)) as pool:
         on_event(Noted(f"{count} peers joined over mutual TLS"))
+        cores = os.cpu_count() or 1
+        if options.device == "cpu" and options.peers > cores:
+            on_event(Noted(f"{options.peers} stages share {cores} cores here; the plan's prediction gives each its own"))
         in_training.set()
         training = await train(
             recipe,
