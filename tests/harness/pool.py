@@ -7,7 +7,7 @@ Decides who is called what and signs the tickets; everything else is the product
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from fusionai.storage.reader import CheckpointReader, latest
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.driver import Driver
-from fusionai.training.job import TrainingJob
+from fusionai.training.job import StateSource, TrainingJob
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.tickets import Ticket, sign_ticket
 from fusionai.wire.messages import OptimizerSpec, StageOptions
@@ -150,7 +150,7 @@ class Job:
     data: Data
     steps: int
     microbatches: int
-    state: Callable[[Iterable[str]], Iterator[tuple[str, HostTensor]]]
+    state: StateSource
     optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(weight_decay=0.1))
     learning_rate: Callable[[int], float] = lambda step: 1e-3 * (step + 1)
     clip_norm: float | None = 1.0
@@ -162,6 +162,8 @@ class Job:
     evaluate_every: int = 0
     evaluation_batches: int = 0
     in_flight: int | None = None
+    room: bool = False
+    """Whether the plan knows of memory to spare, so that weight gradients may be put off."""
     version: int = 1
 
     def plan(self) -> Plan:
@@ -173,6 +175,9 @@ class Job:
                 peer=OWNER if number in self.owned else next(peers).peer,
                 blocks=blocks,
                 in_flight=self.in_flight or count - number,
+                roles=("loss",) if number in self.owned else ("stage",),
+                memory_limit_bytes=2**30 if self.room else 0,
+                in_flight_bytes=1 if self.room else 0,
             )
             for number, blocks in enumerate(self.ranges)
         )
@@ -212,6 +217,11 @@ class Job:
             members=self.pool.addresses,
             tickets=self.pool.tickets(self.version),
         )
+
+    def stage_options(self) -> list[StageOptions]:
+        """What each stage is told, in stage order."""
+        job = self.training_job()
+        return [job.stage_options(number) for number in range(len(self.ranges))]
 
     def header(self) -> CheckpointHeader:
         params = self.graph.params.values()

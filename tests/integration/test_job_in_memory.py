@@ -199,6 +199,13 @@ def test_credit_and_share_change_no_bit(llama: Captured, uninterrupted: Run, tmp
     assert_same_state(done.weights(STEPS), uninterrupted.weights(STEPS))
 
 
+def test_weight_gradients_put_off_change_no_bit(llama: Captured, uninterrupted: Run, tmp_path: Path):
+    (done,) = run(tmp_path, llama, room=True)
+    assert [options.weight_lag for options in done.job.stage_options()] == [2, 2, 2, 2, 0]
+    assert done.losses == uninterrupted.losses
+    assert_same_state(done.weights(STEPS), uninterrupted.weights(STEPS))
+
+
 def test_momentum_and_no_clipping_train_bit_for_bit(llama: Captured, tmp_path: Path):
     sgd = OptimizerSpec(kind="sgd", momentum=0.9, nesterov=True, weight_decay=0.01)
     (done,) = run(tmp_path, llama, optimizer=sgd, clip_norm=None)
