@@ -142,7 +142,7 @@ async def _tell_story(
         on_event(Noted(f"{count} peers joined over mutual TLS"))
         cores = os.cpu_count() or 1
         if options.device == "cpu" and options.peers > cores:
-            on_event(Noted(f"{options.peers} stages share {cores} cores here; the plan's prediction gives each its own"))
+            on_event(Noted(f"{options.peers} stages share {cores} cores; the plan predicts as if each had its own"))
         in_training.set()
         training = await train(
             recipe,
