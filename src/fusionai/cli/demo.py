@@ -85,6 +85,7 @@ def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[s
         "checkpoint_loss": result.checkpoint_loss,
         "checkpoint_loss_diff": result.checkpoint_loss_diff,
         "generation_equal": result.generation_equal,
+        "max_abs_logit_diff": result.max_abs_logit_diff,
         "completion": result.completion_text,
         "plan": plan,
         "spare_peers": plan.spares,
@@ -97,7 +98,8 @@ def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[s
 def _show(result: DemoResult, report: Path) -> None:
     plan = result.planned.plan
     losses, plain = result.losses, result.reference.losses
-    equal = "equal bit for bit" if result.max_abs_loss_diff == 0.0 else f"DIFFERENT by {result.max_abs_loss_diff:.3g}"
+    logits = _difference(result.max_abs_logit_diff)
+    equal = _difference(result.max_abs_loss_diff)
     console.table(
         ["", "pool", "one process, plain PyTorch"],
         [
@@ -106,18 +108,26 @@ def _show(result: DemoResult, report: Path) -> None:
             [f"all {len(losses)} losses", equal, ""],
             ["tokens/s", f"{result.tokens_per_s:,.0f}", f"{result.reference.tokens_per_s:,.0f}"],
             ["evaluation loss", f"{result.evaluation_loss:.6f}", f"{result.checkpoint_loss:.6f} (its checkpoint)"],
-            ["greedy completion", f"{len(result.completion)} tokens", _same(result.generation_equal)],
+            ["logits of the next token", logits, ""],
+            ["greedy completion", f"{len(result.completion.tokens)} tokens", _same(result.generation_equal)],
             ["processes", f"{len(plan.stages) - 1} stages + {len(plan.spares)} spares", "1"],
         ],
         title="FusionAI demo",
         right=(1, 2),
     )
     console.line("Completion across the pool's stages:")
-    for line in result.completion_text.splitlines():
+    shown = result.completion_text.rstrip()
+    for line in shown.splitlines():
         console.line(f"  | {console.printable(line)}")
+    if blank := len(result.completion_text) - len(shown):
+        console.line(f"  (and {blank} characters of white space: the model has seen {result.training.steps} steps)")
     console.line(f"checkpoint (Hugging Face layout): {result.training.checkpoint}")
     console.line(f"report: {report}")
     console.line(f"{'Everything agrees' if result.ok else 'SOMETHING DIFFERS'}; {result.wall_s:.0f} s in all.")
+
+
+def _difference(largest: float) -> str:
+    return "equal bit for bit" if largest == 0.0 else f"DIFFERENT by {largest:.3g}"
 
 
 def _same(equal: bool) -> str:

@@ -9,6 +9,7 @@ Neighbours: `training.driver` runs the stages; serving with caches is another pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,18 +17,28 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.driver import Driver
 
 
-async def greedy(driver: Driver, prompt: Sequence[int], new_tokens: int, *, end_id: int | None) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """`logits`: of the first new token, float32 values."""
+
+    tokens: tuple[int, ...]
+    logits: tuple[float, ...]
+
+
+async def greedy(driver: Driver, prompt: Sequence[int], new_tokens: int, *, end_id: int | None) -> Completion:
     """At most `new_tokens` tokens after `prompt`; ends after `end_id`."""
     tokens = list(prompt)
+    first: tuple[float, ...] = ()
     while len(tokens) - len(prompt) < new_tokens:
         length = len(tokens)
         outputs = await driver.infer({"input_ids": _row(tokens), "position_ids": _row(range(length))})
         logits = outputs["logits"]
         scores = np.frombuffer(logits.data, np.float32).reshape(logits.shape)
+        first = first or tuple(scores[0, -1].tolist())
         tokens.append(int(scores[0, -1].argmax()))
         if tokens[-1] == end_id:
             break
-    return tuple(tokens[len(prompt) :])
+    return Completion(tuple(tokens[len(prompt) :]), first)
 
 
 def _row(values: Sequence[int]) -> HostTensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.client.completion import greedy
+from fusionai.client.completion import Completion, greedy
 from fusionai.client.local_pool import LocalPeer, LocalPool
 from fusionai.client.preparation import Prepared
 from fusionai.client.reference_run import PlainTraining, ReferenceRun
@@ -59,8 +59,8 @@ class DemoResult:
     reference: PlainTraining
     evaluation_loss: float
     checkpoint_loss: float
-    completion: tuple[int, ...]
-    completion_reference: tuple[int, ...]
+    completion: Completion
+    completion_reference: Completion
     completion_text: str
     wall_s: float
     notes: tuple[str, ...] = field(default=())
@@ -79,7 +79,13 @@ class DemoResult:
 
     @property
     def generation_equal(self) -> bool:
-        return self.completion == self.completion_reference
+        return self.completion.tokens == self.completion_reference.tokens
+
+    @property
+    def max_abs_logit_diff(self) -> float:
+        """Of the first completed token, pool against transformers."""
+        ours, plain = self.completion.logits, self.completion_reference.logits
+        return max(abs(a - b) for a, b in zip(ours, plain, strict=True))
 
     @property
     def tokens_per_s(self) -> float:
@@ -178,7 +184,7 @@ async def _tell_story(
         checkpoint_loss=checkpoint_loss,
         completion=seen.completion,
         completion_reference=completion_reference,
-        completion_text=seen.source.tokenizer.decode([*seen.prompt, *seen.completion]),
+        completion_text=seen.source.tokenizer.decode([*seen.prompt, *seen.completion.tokens]),
         wall_s=now_s() - started_s,
         notes=tuple(seen.notes),
     )
@@ -271,7 +277,7 @@ class _Seen:
         self.notes: list[str] = []
         self.evaluation_loss = float("nan")
         self.prompt: tuple[int, ...] = ()
-        self.completion: tuple[int, ...] = ()
+        self.completion = Completion((), ())
 
     def __call__(self, event: RunEvent) -> None:
         match event:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fusionai.client.completion import Completion
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TokenSource
 from fusionai.primitives.environment import inherited
@@ -68,9 +69,9 @@ class ReferenceRun:
         rows = [[self._source.evaluation(index)["input_ids"]] for index in range(self._source.evaluation_batches)]
         return (await self._run("evaluate", checkpoint, batches=rows))["loss"]
 
-    async def generate(self, checkpoint: Path, prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+    async def generate(self, checkpoint: Path, prompt: Sequence[int], new_tokens: int) -> Completion:
         answer = await self._run("generate", checkpoint, prompt_ids=list(prompt), new_tokens=new_tokens)
-        return tuple(answer["token_ids"])
+        return Completion(tuple(answer["token_ids"]), tuple(answer["logits"]))
 
     async def _run(
         self, task: str, checkpoint: Path, *, batches: Sequence[Sequence[HostTensor]] = (), **settings: Any

@@ -77,7 +77,10 @@ class EvaluateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class GenerateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`logits`: of the first new token, from one plain forward of the prompt."""
+
     token_ids: tuple[int, ...]
+    logits: tuple[float, ...]
 
 
 def run_reference(
@@ -172,6 +175,15 @@ def generate(
     return tuple(sequence[0, len(prompt_ids) :].tolist())
 
 
+def next_logits(checkpoint_dir: Path | str, prompt_ids: Sequence[int], device: str = "cpu") -> tuple[float, ...]:
+    """Logits of the token after the prompt: equal tokens alone prove little of a model that repeats itself."""
+    model = _load(checkpoint_dir, device)
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(prompt_ids)], dtype=torch.int64, device=device)).logits
+    return tuple(logits[0, -1].float().tolist())
+
+
 def read_batches(path: Path | str) -> Iterator[list[Microbatch]]:
     """The steps of a batches file (see `ReferenceJob.batches`)."""
     try:
@@ -198,7 +210,8 @@ def run_job(job: ReferenceJob) -> ReferenceResult | EvaluateResult | GenerateRes
             return EvaluateResult(loss=evaluate(job.checkpoint, read_batches(job.batches), job.spec.device))
         case "generate":
             tokens = generate(job.checkpoint, job.prompt_ids, job.new_tokens, job.spec.device)
-            return GenerateResult(token_ids=tokens)
+            logits = next_logits(job.checkpoint, job.prompt_ids, job.spec.device)
+            return GenerateResult(token_ids=tokens, logits=logits)
 
 
 def main(arguments: Sequence[str]) -> int:
