@@ -198,7 +198,9 @@ def check(options: DemoOptions) -> None:
             f"--peers is {options.peers}: the demo's model has {blocks} blocks, so it can be cut into 1 to {blocks} "
             "stages."
         )
-    if options.spares < 0 or options.peers + options.spares > MAX_PEERS:
+    if options.spares < 0:
+        raise UsageError(f"--spares is {options.spares}: it counts peers, so it is 0 or more.")
+    if options.peers + options.spares > MAX_PEERS:
         raise UsageError(
             f"--spares is {options.spares}: together with {options.peers} active peers the demo starts at most "
             f"{MAX_PEERS} processes on one machine."
