@@ -24,10 +24,13 @@ def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]]) ->
     async def with_signals() -> _Result:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+        before = False
 
         def asked(_number: int, _frame: FrameType | None) -> None:
-            if stop.is_set():
+            nonlocal before  # not `stop`, which is set only when the loop comes round
+            if before:
                 raise KeyboardInterrupt
+            before = True
             loop.call_soon_threadsafe(stop.set)
             console.note("Stopping; press Ctrl-C again to give up waiting.")
 

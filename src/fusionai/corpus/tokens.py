@@ -255,5 +255,5 @@ def require_rows(rows: int, needed: int, part: str, tokens: int, length: int) ->
             f"the {part} part has {tokens} tokens, that is {rows} rows of {length}; at least {needed} are needed.",
             hint="Give more data, or lower sequence_length."
             if part == "training"
-            else "Raise evaluation_fraction, or give more data.",
+            else "Raise evaluation_fraction, or give more documents (each goes to one part; a text file is one).",
         )

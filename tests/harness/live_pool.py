@@ -1,0 +1,218 @@
+"""A pool of real processes for tests of the command line: the shipped `fusion broker` and `fusion join` on loopback.
+
+Also runs `fusion` in this process, which saves the start of an interpreter and of torch per command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from fusionai.cli.main import main
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: exit code and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def fusion(*arguments: object) -> Done:
+    """One command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+class Process:
+    """One command in a process of its own, its lines as they come (stdout and stderr together)."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "fusionai", *(str(argument) for argument in arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", env=environment
+        )
+        self.lines: list[str] = []
+        self._said = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
+            for line in stream:
+                with self._said:
+                    self.lines.append(line)
+                    self._said.notify_all()
+        with self._said:
+            self._said.notify_all()
+
+    def wait_for(self, words: str) -> str:
+        deadline_s = time.monotonic() + PATIENCE_S
+        with self._said:
+            while (found := next((line for line in self.lines if words in line), None)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._reader.is_alive():
+                    raise AssertionError(f"{words!r} never came; said: {self.text}")
+                self._said.wait(left_s)
+        return found
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def ended(self) -> int:
+        """The exit code, once it is there."""
+        code = self.process.wait(timeout=PATIENCE_S)
+        self._reader.join()
+        return code
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+
+@dataclass
+class LivePool:
+    """`with LivePool(directory, peers=("one", "two")) as pool`. Every process is killed at the end."""
+
+    directory: Path
+    peers: tuple[str, ...] = ()
+    broker: Process = field(init=False)
+    members: dict[str, Process] = field(default_factory=dict)
+    port: str = "0"
+
+    def __enter__(self) -> LivePool:
+        self.open_broker()
+        try:
+            for name in self.peers:
+                self.start(name, self.invite())
+            for name in self.peers:
+                self.members[name].wait_for("In pool")
+            entered = fusion("join", self.invite(), "--owner", "--home", self.owner)
+            assert entered.code == 0, entered.err
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in (*self.members.values(), self.broker):
+            process.end()
+
+    @property
+    def owner(self) -> Path:
+        """The job owner's home."""
+        return self.directory / "owner"
+
+    def open_broker(self) -> None:
+        """Again on the same home and port, it is the same pool."""
+        self.broker = Process("broker", "--home", self.directory / "broker", "--host", "127.0.0.1", "--port", self.port)
+        self.broker.wait_for("fusion join")
+        self.port = re.findall(r"127\.0\.0\.1:(\d+)", self.broker.text)[0]
+
+    def invite(self, *more: object) -> str:
+        said = fusion("invite", "--home", self.directory / "broker", *more)
+        assert said.code == 0, said.err
+        return re.findall(r"fusion1-\S+", said.out)[0]
+
+    def start(self, name: str, *more: object) -> Process:
+        """`fusion join` in the background; without an invitation, as who it was before."""
+        self.members[name] = Process(
+            *("join", *more, "--home", self.directory / name, "--host", "127.0.0.1"),
+            *("--threads", "1", "--name", name, "--max-memory", "1GB"),
+        )
+        return self.members[name]
+
+    def kill(self, name: str) -> None:
+        self.members.pop(name).end()
+
+
+TINY: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def write_recipe(path: Path, **changes: object) -> Path:
+    """A recipe that trains a tiny model in moments. `changes`: `table__key=value`, or `table=None` to leave out;
+    None leaves a key out."""
+    tables: dict[str, dict[str, object]] = {
+        "job": {"name": "tiny", "steps": 4, "seed": 1, "directory": "run"},
+        "model": {"config": dict(TINY)},
+        "data": {"files": ["text.txt"], "sequence_length": 32, "tokenizer": {"train": 300}},
+        "train": {"batch_size": 4, "microbatches": 2, "learning_rate": 1e-3},
+    }
+    for name, value in changes.items():
+        table, _, key = name.partition("__")
+        if not key:
+            assert isinstance(value, dict)
+            tables[table] = value
+        elif value is None:
+            tables[table].pop(key, None)
+        else:
+            tables.setdefault(table, {})[key] = value
+    lines = [
+        f"[{table}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in keys.items())
+        for table, keys in tables.items()
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+WORDS: Final = (
+    *("seven", "wizards", "boil", "eleven", "green", "frogs", "near", "a", "broken", "bridge"),
+    *("at", "dawn", "while", "nobody", "looks"),
+)
+
+
+def write_text(path: Path, lines: int = 120) -> Path:
+    """Text with some order in it, the same every time."""
+    made = (" ".join(WORDS[(line * 7 + place * place) % len(WORDS)] for place in range(40)) for line in range(lines))
+    path.write_text(".\n".join(made), encoding="utf-8")
+    return path
+
+
+def _toml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return json.dumps(value)
+        case list() | tuple():
+            return f"[{', '.join(_toml(item) for item in value)}]"
+        case dict():
+            return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+        case _:
+            return repr(value)

@@ -1,0 +1,52 @@
+"""`fusion demo` given up half-way: it says so and leaves no process behind. (The whole demo runs in `make demo`.)"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.live_pool import Process, fusion
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc to find processes")
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int):
+    demo = Process("demo", "--steps", 5, "--peers", 2, "--spares", 0, "--directory", tmp_path / "shown")
+    demo.wait_for("starting a broker")
+    demo.interrupt()
+    demo.wait_for("Stopping")
+    if interrupts == 2:
+        demo.interrupt()
+    assert demo.ended() == {1: 1, 2: 130}[interrupts], demo.text
+    assert "Traceback" not in demo.text
+    assert not _processes_naming(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--peers", "99"), "--peers is 99"),
+        (("--peers", "0"), "--peers is 0"),
+        (("--spares", "-1"), "--spares is -1"),
+        (("--steps", "0"), "--steps is 0"),
+        (("--directory", "/dev/null/x"), "can't be made"),
+    ],
+)
+def test_what_can_not_be_shown(tmp_path: Path, more: tuple[str, ...], said: str):
+    done = fusion("demo", "--directory", tmp_path / "shown", *more)
+    assert (done.code, said in done.err) == (2, True), done.err
+    assert not (tmp_path / "shown").exists()
+
+
+def _processes_naming(text: str) -> list[str]:
+    found = [path.read_bytes().replace(b"\0", b" ").decode() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line for line in found if text in line]
