@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -173,21 +173,19 @@ def _load_directory(directory: Path) -> Tokenizer:
 
 
 def _download(hub: str) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for name in _FILES:
-        try:
-            files[name] = Path(hf_hub_download(hub, name)).read_bytes()
-        except LocalEntryNotFoundError as problem:
-            # Also an `EntryNotFoundError`, but it says that the hub could not be asked.
-            raise DataError(
-                f"tokenizer of {hub}: {name} is not in the local cache and the hub can't be reached.",
-                hint="Check the network, or give a local directory with path.",
-            ) from problem
-        except EntryNotFoundError:
-            if name == "tokenizer.json":
-                raise DataError(f"{hub}: has no tokenizer.json on the hub.") from None
-        # The hub client raises HTTP, validation and OS errors, none with a common base.
-        except Exception as problem:
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            raise DataError(f"tokenizer of {hub}: can't be downloaded: {reason}") from problem
+    try:
+        # All at once: asking for one file after the other takes half a minute to find that there is no network.
+        directory = Path(snapshot_download(hub, allow_patterns=list(_FILES)))
+        files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
+    except LocalEntryNotFoundError as problem:
+        raise DataError(
+            f"tokenizer of {hub}: it is not in the local cache and the hub can't be reached.",
+            hint="Check the network, or give a local directory with path.",
+        ) from problem
+    # The hub client raises HTTP, validation and OS errors, none with a common base.
+    except Exception as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise DataError(f"tokenizer of {hub}: can't be downloaded: {reason}") from problem
+    if "tokenizer.json" not in files:
+        raise DataError(f"{hub}: has no tokenizer.json on the hub.")
     return files

@@ -226,26 +226,25 @@ def test_tokenizer_directories(tmp_path: Path) -> None:
 
 
 def test_tokenizers_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     tokenizer = train_tokenizer(iter(["some text"] * 3), 300)
-    tokenizer.save(tmp_path)
+    tokenizer.save(tmp_path / "there")
+    (tmp_path / "empty").mkdir()
     answer: dict[str, Exception] = {}
 
-    def download(hub: str, name: str) -> str:
+    def download(hub: str, allow_patterns: list[str]) -> str:
+        assert "tokenizer.json" in allow_patterns
         if hub in answer:
             raise answer[hub]
-        if not (tmp_path / name).is_file():
-            raise EntryNotFoundError(name)
-        return str(tmp_path / name)
+        return str(tmp_path / hub.removeprefix("org/"))
 
-    monkeypatch.setattr("fusionai.corpus.tokenizer.hf_hub_download", download)
-    assert load_tokenizer(HubTokenizer(hub="org/a")).files == tokenizer.files
-    answer["org/empty"] = EntryNotFoundError("404")
+    monkeypatch.setattr("fusionai.corpus.tokenizer.snapshot_download", download)
+    assert load_tokenizer(HubTokenizer(hub="org/there")).files == tokenizer.files
     with pytest.raises(DataError, match=r"org/empty: has no tokenizer\.json on the hub"):
         load_tokenizer(HubTokenizer(hub="org/empty"))
     answer["org/away"] = LocalEntryNotFoundError("offline")
-    with pytest.raises(DataError, match=r"org/away: tokenizer\.json is not in the local cache and the hub can't be"):
+    with pytest.raises(DataError, match=r"org/away: it is not in the local cache and the hub can't be"):
         load_tokenizer(HubTokenizer(hub="org/away"))
     answer["org/bad"] = ValueError("401 Client Error\nmore")
     with pytest.raises(DataError, match=r"tokenizer of org/bad: can't be downloaded: 401 Client Error$"):
