@@ -124,7 +124,10 @@ def tick(turn: Turn) -> None:
         if aged.phase != "expired":
             continue
         job = turn.pool.jobs[name]
-        if job.attended:
+        if job.phase == "stopping":
+            # Nobody is there to end it in order; waiting on would keep its members from all other work.
+            turn.fail(job, "stopped while nobody attended to it")
+        elif job.attended:
             turn.record(events.JobUnattended(at_s=turn.wall_s, job=name, reason="its driver is out of touch"))
             again = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
             turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))

@@ -360,6 +360,19 @@ def test_stopping_an_unattended_job_ends_it(drive: Drive):
     assert drive.told()[-1] == "failed: stopped while nobody attended to it"
 
 
+def test_a_job_asked_to_stop_just_after_its_driver_went_frees_its_members_when_the_grace_is_over(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.Disconnected(500))
+    drive.ask(requests.StopJob(BROKER, JOB))
+    assert drive.desk.pool.jobs[JOB].phase == "stopping"  # the driver may still come back and end it in order
+    for _ in range(4):
+        drive.now_s += 3.0
+        drive.ask(requests.Beat(A, 97, 1))
+        drive.ask(requests.Tick())
+    assert drive.told()[-1] == "failed: stopped while nobody attended to it"
+    assert drive.phase(A) == "idle"
+
+
 # --------------------------------------------------------------------------------------------------------- restart
 
 
