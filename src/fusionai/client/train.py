@@ -268,7 +268,10 @@ async def _make_plan_real(
 
 
 def _nobody(pool: PoolSession, members: tuple[Member, ...]) -> PlanError:
-    present = [f"{member.profile.name} is {member.view.state} {member.view.job}".rstrip() for member in members]
+    present = [
+        f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"
+        for member in members
+    ]
     return PlanError(
         f"no peer stands by in pool {pool.membership.pool!r}: {'; '.join(present) or 'nobody lends a machine there'}.",
         hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
