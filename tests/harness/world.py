@@ -337,6 +337,8 @@ class Driver:
                 if source == "import":
                     state = State(stage, self.base, self.world.checkpoints[self.base][stage])
                     self._send(stage, "state", state)
+            case driving.SendProbe():
+                self._later(lambda: self.handle(driving.ProbeAnswered((1.0, 1.0))))
             case driving.AnnounceReady(base=base):
                 steps = {stage.step for stage in self.world.stages if stage.machine.accepts(self.fence)}
                 assert steps <= {base}, f"ready at {base} while stages are at {steps}"

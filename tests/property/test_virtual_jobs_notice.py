@@ -147,6 +147,8 @@ def _in_table(patch: Patch, name: str, act: Callable[..., list[DriverCommand]]) 
             patch.setitem(driver.TABLE, key, driver.DriverTransition(act, frozenset(driver.DriverPhase)))
 
 
+COURSES = 1200
+"""A rule whose breach shows in one course of a few hundred must still be noticed."""
 RULES = [
     any_fence_counts,
     commit_is_sent_before_it_is_journalled,
@@ -166,7 +168,7 @@ RULES = [
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
 def test_a_broken_rule_is_noticed(broken: Callable[[Patch], None], monkeypatch: Patch):
     broken(monkeypatch)
-    for seed in range(200):
+    for seed in range(COURSES):
         choose = random.Random(seed)
         world = World(random_topology(choose), choose.randrange(2**32), spares=1)
         world.forgetful = False
@@ -178,4 +180,4 @@ def test_a_broken_rule_is_noticed(broken: Callable[[Patch], None], monkeypatch: 
             world.run()
         except (AssertionError, LookupError):
             return
-    pytest.fail("200 courses of events and nothing was noticed")
+    pytest.fail(f"{COURSES} courses of events and nothing was noticed")

@@ -43,7 +43,7 @@ class Watch:
             case Planned():
                 self._planned(event)
             case progress.JobReady(base=base):
-                self.say(f"every stage is ready at step {base}, every link is up")
+                self.say(f"ready at step {base}: a probe has crossed every stage and come back right")
             case StepDone():
                 self._step(event)
             case progress.Evaluated(step=step, loss=loss):

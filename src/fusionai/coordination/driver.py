@@ -25,6 +25,8 @@ from fusionai.wire.messages import CommitRecord, Fence
 class DriverPhase(Enum):
     ATTACHING = "attaching"
     RESUMING = "resuming"
+    PROBING = "probing"
+    """A microbatch crosses every stage twice, in evaluation mode, before anything counts."""
     RUNNING = "running"
     SAVING = "saving"
     """A last checkpoint before the end."""
@@ -65,6 +67,13 @@ class StageReported:
 class StageReady:
     stage: int
     applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswered:
+    """The losses of the same microbatch sent twice through all stages."""
+
+    losses: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +140,7 @@ DriverEvent = (
     CommandFailed
     | StageReported
     | StageReady
+    | ProbeAnswered
     | LossArrived
     | StagePrepared
     | ScaleDecided
@@ -158,8 +168,15 @@ class SendResume:
 
 
 @dataclass(frozen=True, slots=True)
+class SendProbe:
+    """Send the first microbatch of `step` through all stages twice in evaluation mode; answer `ProbeAnswered`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class AnnounceReady:
-    """Every stage is at `base` and every link is up; the first work follows."""
+    """Every stage is at `base`, every link is up, and a probe came back right; the first work follows."""
 
     base: int
 
@@ -240,6 +257,7 @@ class WarnTolerant:
 DriverCommand = (
     SendAttach
     | SendResume
+    | SendProbe
     | AnnounceReady
     | Feed
     | DecideScale
@@ -323,7 +341,23 @@ class DriverMachine:
         self._ready.add(event.stage)
         if not self._ready >= set(self.shape.stages):
             return []
+        self.phase = DriverPhase.PROBING
+        return [SendProbe(self.base)]
+
+    def on_probed(self, event: DriverEvent) -> list[DriverCommand]:
+        """Ready is said only now. Two passes over the same state must agree to the bit, or no replay ever will."""
+        assert isinstance(event, ProbeAnswered)
+        warnings: list[DriverCommand] = []
+        first, second = event.losses
+        if first.hex() != second.hex():
+            detail = f"the same microbatch crossed the stages twice and gave {first!r} and {second!r}"
+            if self.shape.takeover == "exact":
+                return self._fail(f"the probe did not come back right: {detail}")
+            warnings.append(WarnTolerant(self.base, detail))
         self.phase = DriverPhase.RUNNING
+        return [*warnings, *self._begin()]
+
+    def _begin(self) -> list[DriverCommand]:
         ready = AnnounceReady(self.base)
         if self.step >= self.shape.steps:
             return [ready, *self._end()]
@@ -386,7 +420,7 @@ class DriverMachine:
         """Before anything ran there is nothing to save; in a step, the step is finished first."""
         assert isinstance(event, StopAsked)
         self._stop = event.reason
-        return self._end() if self.phase in (DriverPhase.ATTACHING, DriverPhase.RESUMING) else []
+        return [] if self.phase is DriverPhase.RUNNING else self._end()
 
     def on_lost(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, StageLost)
@@ -507,9 +541,10 @@ def _row(act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]], *targ
     return DriverTransition(act, frozenset(targets))
 
 
-_A, _R, _G, _S, _E = (
+_A, _R, _P, _G, _S, _E = (
     DriverPhase.ATTACHING,
     DriverPhase.RESUMING,
+    DriverPhase.PROBING,
     DriverPhase.RUNNING,
     DriverPhase.SAVING,
     DriverPhase.ENDED,
@@ -517,7 +552,11 @@ _A, _R, _G, _S, _E = (
 
 TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     (_A, StageReported): _row(DriverMachine.on_reported, _A, _R),
-    (_R, StageReady): _row(DriverMachine.on_ready, _R, _G, _E),
+    (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _E),
+    (_P, ProbeAnswered): _row(DriverMachine.on_probed, _G, _E),
+    (_P, StopAsked): _row(DriverMachine.on_stop, _E),
+    (_P, StageLost): _row(DriverMachine.on_lost, _E),
+    (_P, CommandFailed): _row(DriverMachine.on_command_failed, _E),
     (_G, LossArrived): _row(DriverMachine.on_loss, _G, _E),
     (_G, StagePrepared): _row(DriverMachine.on_prepared, _G, _E),
     (_G, ScaleDecided): _row(DriverMachine.on_scale, _G, _S, _E),

@@ -116,6 +116,8 @@ class Driver:
                 self._attach_all()
             case machine.SendResume():
                 self._resume(command)
+            case machine.SendProbe(step):
+                self._start(self._probe(step))
             case machine.AnnounceReady(base):
                 self._on_progress(progress.JobReady(base))
             case machine.Feed(step, microbatch):
@@ -247,6 +249,16 @@ class Driver:
         self._on_progress(progress.Evaluated(step, sum(losses) / len(losses)))
         self._events.put_nowait(machine.EvaluationDone(step))
 
+    async def _probe(self, step: int) -> None:
+        """Invariant 7: nothing is called ready before a microbatch has crossed every stage and come back."""
+        batch = self._job.data.microbatch(min(step, self._job.steps - 1), 0)
+        losses: list[float] = []
+        for index in range(2):
+            waiting = self._outputs.expect("eval", step, index)
+            self._feed("eval", step, index, batch)
+            losses.append(_scalar((await waiting)[LOSS]))
+        self._events.put_nowait(machine.ProbeAnswered((losses[0], losses[1])))
+
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
         """Job outputs other than the loss (`logits`) for one batch, computed across the pool's stages with the state
         of the last committed step."""
@@ -265,7 +277,11 @@ class Driver:
             raise ExecutionError(f"expected outputs {list(expected)} of stage {message.stage}, got {list(tensors)}.")
         loss = _scalar(tensors[LOSS]) if LOSS in tensors else None
         if message.mode != "train":
-            self._outputs.arrived(message.mode, message.step, message.microbatch, tensors)
+            if not self._outputs.arrived(message.mode, message.step, message.microbatch, tensors):
+                raise ExecutionError(
+                    f"stage {message.stage} sent an output of {message.mode} microbatch {message.microbatch} of step "
+                    f"{message.step}, which was not fed."
+                )
         elif loss is not None:
             self._events.put_nowait(machine.LossArrived(message.step, message.microbatch, loss))
 

@@ -34,10 +34,12 @@ class Outputs:
         self._waiting[mode, step, microbatch] = future
         return future
 
-    def arrived(self, mode: Mode, step: int, microbatch: int, tensors: dict[str, HostTensor]) -> None:
+    def arrived(self, mode: Mode, step: int, microbatch: int, tensors: dict[str, HostTensor]) -> bool:
+        """False for an output nobody waits for, unless everything has failed anyway."""
         future = self._waiting.pop((mode, step, microbatch), None)
         if future is not None and not future.done():
             future.set_result(tensors)
+        return future is not None or self._failed is not None
 
     def fail(self, reason: str) -> None:
         self._failed = self._failed or reason

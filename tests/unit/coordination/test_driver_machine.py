@@ -25,9 +25,11 @@ from fusionai.coordination.driver import (
     JobShape,
     JournalCommit,
     LossArrived,
+    ProbeAnswered,
     ScaleDecided,
     SendAttach,
     SendCommit,
+    SendProbe,
     SendResume,
     StageLost,
     StagePrepared,
@@ -75,7 +77,8 @@ def ready(machine: DriverMachine) -> list[DriverCommand]:
         machine.handle(StageReported(stage, -1, -1))
     for stage in machine.shape.stages[:-1]:
         assert machine.handle(StageReady(stage, machine.base)) == []
-    return machine.handle(StageReady(machine.shape.stages[-1], machine.base))
+    assert machine.handle(StageReady(machine.shape.stages[-1], machine.base)) == [SendProbe(machine.base)]
+    return machine.handle(ProbeAnswered((1.5, 1.5)))
 
 
 def running(**changes: object) -> DriverMachine:
@@ -143,6 +146,12 @@ def in_phase(phase: DriverPhase) -> DriverMachine:
             machine.start()
             for stage in (0, 1):
                 machine.handle(StageReported(stage, -1, -1))
+        case DriverPhase.PROBING:
+            machine.start()
+            for stage in (0, 1):
+                machine.handle(StageReported(stage, -1, -1))
+            for stage in (0, 1):
+                machine.handle(StageReady(stage, 0))
         case DriverPhase.RUNNING:
             ready(machine)
         case DriverPhase.SAVING | DriverPhase.ENDED:
@@ -192,7 +201,9 @@ def test_all_status_then_resume_then_all_ready_then_work():
     assert machine.handle(StageReported(0, -1, -1)) == [SendResume(stage, 3, "import", None) for stage in (0, 1)]
     assert machine.handle(StageReady(0, 3)) == []
     assert machine.handle(StageReady(0, 3)) == []
-    commands = machine.handle(StageReady(1, 3))
+    assert machine.handle(StageReady(1, 3)) == [SendProbe(3)]
+    assert machine.phase is DriverPhase.PROBING
+    commands = machine.handle(ProbeAnswered((2.0, 2.0)))
     assert commands[0] == AnnounceReady(3)
     assert fed(commands) == [(3, 0), (3, 1)]
 
@@ -217,6 +228,41 @@ def test_a_stage_that_is_ready_elsewhere_ends_the_job():
     (end,) = machine.handle(StageReady(1, 2))
     assert isinstance(end, EndJob)
     assert end.failed == "stage 1 is at step 2 instead of 3"
+
+
+def test_a_probe_that_comes_back_different_is_not_ready():
+    machine = driver()
+    machine.start()
+    for stage in (0, 1):
+        machine.handle(StageReported(stage, -1, -1))
+    for stage in (0, 1):
+        machine.handle(StageReady(stage, 0))
+    (end,) = machine.handle(ProbeAnswered((1.0, 1.0000001)))
+    assert isinstance(end, EndJob)
+    assert end.failed is not None
+    assert "twice" in end.failed
+
+
+def test_a_tolerant_job_is_told_of_a_probe_that_comes_back_different():
+    machine = driver(takeover="tolerant")
+    machine.start()
+    for stage in (0, 1):
+        machine.handle(StageReported(stage, -1, -1))
+    for stage in (0, 1):
+        machine.handle(StageReady(stage, 0))
+    commands = machine.handle(ProbeAnswered((1.0, 1.0000001)))
+    assert isinstance(commands[0], WarnTolerant)
+    assert commands[1] == AnnounceReady(0)
+
+
+def test_a_probe_without_a_number_is_still_the_same_twice():
+    machine = driver()
+    machine.start()
+    for stage in (0, 1):
+        machine.handle(StageReported(stage, -1, -1))
+    for stage in (0, 1):
+        machine.handle(StageReady(stage, 0))
+    assert machine.handle(ProbeAnswered((float("nan"), float("nan"))))[0] == AnnounceReady(0)
 
 
 def test_a_job_whose_steps_are_all_in_the_checkpoint_ends_when_it_is_ready():
@@ -452,7 +498,7 @@ def test_the_last_commit_saves_and_the_job_ends_when_checkpoint_and_evaluation_a
 
 
 def test_a_stop_before_any_work_ends_at_once():
-    for phase in (DriverPhase.ATTACHING, DriverPhase.RESUMING):
+    for phase in (DriverPhase.ATTACHING, DriverPhase.RESUMING, DriverPhase.PROBING):
         machine = in_phase(phase)
         assert machine.handle(StopAsked("enough")) == [EndJob(0, stopped="enough")]
 

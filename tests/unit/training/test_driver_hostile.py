@@ -143,12 +143,17 @@ OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, HostTensor] | None, str]] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_that_is_none_ends_the_job(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_output_that_is_none_ends_the_job(name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In training, and already in the probe that crosses all stages before it."""
     changes, values, text = OUTPUTS[name]
     true = JobMember.output
 
     def output(self: JobMember, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
+        if message.mode != mode:
+            true(self, message, tensors)
+            return
         carried = dict(zip((h.name for h in message.tensors), tensors, strict=True)) if values is None else values
         true(
             self,
