@@ -62,7 +62,7 @@ def test_text_and_a_configuration_with_everything_switched_on(pool: LivePool, tm
     )
     said = fusion("train", recipe, "--home", pool.owner, "--threads", 1, "--json", tmp_path / "train.json")
     assert said.code == 0, said.err
-    for words in ("predicted", "stage 0", "every stage is ready", "step 6/6", "evaluation after step 3", "report:"):
+    for words in ("predicted", "stage 0", "ready at step 0", "step 6/6", "evaluation after step 3", "report:"):
         assert words in said.out, words
     figures = json.loads((tmp_path / "train.json").read_text())
     assert figures["schema"] == "fusionai.train/1"
