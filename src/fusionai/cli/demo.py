@@ -101,7 +101,7 @@ def _show(result: DemoResult, report: Path) -> None:
     logits = _difference(result.max_abs_logit_diff)
     equal = _difference(result.max_abs_loss_diff)
     console.table(
-        ["", "pool", "one process, plain PyTorch"],
+        ["", "pool", "one process, one thread, plain PyTorch"],
         [
             ["first loss", f"{losses[0]:.6f}", f"{plain[0]:.6f}"],
             ["last loss", f"{losses[-1]:.6f}", f"{plain[-1]:.6f}"],

@@ -88,6 +88,11 @@ def write_demo_report(story: RunStory, recipe: Recipe, result: DemoResult, path:
         msgspec.structs.replace(
             data,
             title="FusionAI demo",
+            configuration={
+                **data.configuration,
+                "machines": "processes on this machine, one compute thread each, unequal by the share of time they lend",
+                "one process": "plain PyTorch and transformers, one thread",
+            },
             wall_s=result.wall_s,
             tokens_per_s=result.tokens_per_s,
             losses_reference=result.reference.losses,
