@@ -90,7 +90,7 @@ def write_demo_report(story: RunStory, recipe: Recipe, result: DemoResult, path:
             title="FusionAI demo",
             configuration={
                 **data.configuration,
-                "machines": "processes on this machine, one compute thread each, unequal by the share of time they lend",
+                "machines": "processes on this machine, one compute thread each, lending unequal shares of time",
                 "one process": "plain PyTorch and transformers, one thread",
             },
             wall_s=result.wall_s,
