@@ -22,11 +22,14 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
 from fusionai.capture.state import to_host
 from fusionai.capture.tasks import InputSpec, TaskModule
+from fusionai.ir.graph import reads
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
 
 LARGEST_PARAMETERS: Final = 20_000_000
+LARGEST_REDUCED_PARAMETERS: Final = 200_000_000
+"""A reduced model keeps its embeddings: above this they alone would take gigabytes of the owner's memory."""
 REDUCED_LAYERS: Final = 2
 TOLERANCE: Final = 1e-5
 """Relative to the largest magnitude of the tensor compared."""
@@ -60,7 +63,9 @@ def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
         for node in checked.graph.nodes
     )
     training = checked.train and not random and "loss" in checked.graph.outputs
-    inputs = draw_inputs(checked.inputs, seed)
+    ranges = checked.graph.symbols
+    sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
+    inputs = draw_inputs(checked.inputs, seed, sizes)
     task = TaskModule(module, checked.task, checked.input_names).train(checked.train and not random)
     with torch.set_grad_enabled(training):
         expected = task(dict(inputs))
@@ -155,12 +160,39 @@ def _fitted(example: torch.Tensor, shape: list[int]) -> torch.Tensor:
     return example.contiguous()
 
 
+def _layer_parameters(captured: Captured, layers: int) -> int:
+    """Parameters of one repeated layer, the smallest of them."""
+    by_block: dict[int, int] = {}
+    block_of: dict[str, int] = {}
+    for node in captured.graph.nodes:
+        for name in reads(node):
+            block_of.setdefault(name, node.block)
+    for value, spec in captured.graph.params.items():
+        block = block_of.get(value, 0)
+        by_block[block] = by_block.get(block, 0) + math.prod(spec.shape)
+    return min((by_block.get(block, 0) for block in range(1, layers + 1)), default=0)
+
+
+def checkable(captured: Captured) -> bool:
+    """Whether `self_check` can hold the model, or a version of it with fewer layers, in memory."""
+    if captured.n_parameters <= LARGEST_PARAMETERS:
+        return True
+    fields = {} if captured.config is None else dict(captured.config)
+    depth = next((name for name in _REDUCIBLE if isinstance(fields.get(name), int)), None)
+    if captured.source.built.huggingface is None or depth is None:
+        return False
+    layers = fields[depth]
+    return captured.n_parameters - _layer_parameters(captured, layers) * (layers - REDUCED_LAYERS) <= (
+        LARGEST_REDUCED_PARAMETERS
+    )
+
+
 def _reduce(captured: Captured) -> Captured:
     """The same configuration with a few layers, captured the same way."""
     huggingface = captured.source.built.huggingface
     fields: dict[str, Any] = {} if captured.config is None else dict(captured.config)
     depth = next((name for name in _REDUCIBLE if isinstance(fields.get(name), int)), None)
-    if huggingface is None or depth is None:
+    if huggingface is None or depth is None or not checkable(captured):
         raise ModelError(
             f"{captured.graph.name} has {captured.n_parameters} parameters, too many to check in memory.",
             hint=f"Check a smaller configuration of it, at most {LARGEST_PARAMETERS} parameters.",

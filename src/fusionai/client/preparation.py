@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
+from fusionai.capture.self_check import checkable, self_check
 from fusionai.capture.source import Architecture, CodeSource, ConfigSource, DirectorySource, HubSource, ModelSource
 from fusionai.client.pool_session import Member
 from fusionai.corpus.recipe import Recipe
@@ -94,6 +95,12 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         )
     for note in captured.notes:
         progress(note)
+    if checkable(captured):
+        checked = self_check(captured)
+        reduced = " (with fewer layers)" if checked.reduced else ""
+        progress(f"self-check{reduced}: graph and module differ by {checked.forward_diff:.1g} relative at most")
+    else:
+        progress("the model is too large for this machine to compare its graph with the module")
     return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens)
 
 
