@@ -13,7 +13,7 @@ from rich.console import Console
 from fusionai.cli import console
 from fusionai.client.train import Noted, Planned, RunEvent
 from fusionai.dashboard.live import StepUpdate, TrainingView
-from fusionai.primitives.units import format_bytes, format_count, format_seconds
+from fusionai.primitives.units import format_count, format_seconds
 from fusionai.scheduling.types import Plan
 from fusionai.training import progress
 from fusionai.training.progress import StepDone
@@ -100,7 +100,3 @@ def stage_busy(event: StepDone, plan: Plan | None) -> tuple[float, ...]:
         min(sum(span.end_s - span.start_s for span in event.spans.get(stage.stage, ())) / event.step_s, 1.0)
         for stage in plan.stages
     )
-
-
-def memory_line(used_bytes: int, limit_bytes: int) -> str:
-    return f"{format_bytes(used_bytes)} of {format_bytes(limit_bytes)}"

@@ -19,7 +19,7 @@ import numpy as np
 from fusionai.backends.state import state_entries
 from fusionai.coordination import driver as machine
 from fusionai.coordination.driver import DriverCommand, DriverEvent, DriverMachine
-from fusionai.execution.boundary import FEED, LOSS, Boundary, boundaries
+from fusionai.execution.boundary import FEED, LOSS, boundaries
 from fusionai.execution.member import Host, JobMember
 from fusionai.execution.state import headers
 from fusionai.ir import schema
@@ -339,10 +339,6 @@ class Driver:
     @property
     def _tokens_per_step(self) -> int:
         return self._job.tokens_per_microbatch * self._job.options.microbatches
-
-    @property
-    def boundaries(self) -> tuple[Boundary, ...]:
-        return self._boundaries
 
 
 def _scalar(tensor: HostTensor) -> float:
