@@ -136,6 +136,15 @@ class Certificate(_Data, frozen=True, kw_only=True):
     explored: int = 0
 
 
+class Guard(_Data, frozen=True, kw_only=True):
+    """A spare keeps snapshots of a stage and takes it over when its peer is lost. One spare may guard several."""
+
+    stage: int
+    peer: str
+    exact: bool = True
+    """Whether the fingerprints of the two peers promise bit-equal results."""
+
+
 class Plan(_Data, frozen=True, kw_only=True):
     """Partition + placement + schedule. Immutable; `version` 0 until the broker mints one.
 
@@ -149,6 +158,11 @@ class Plan(_Data, frozen=True, kw_only=True):
     feed: str
     """Peer id of the data feed."""
     spares: tuple[str, ...] = ()
+    """Peers that stood by when the plan was made. Those in `guards` are reserved for the job, the others are free."""
+    guards: tuple[Guard, ...] = ()
+    """At most one per stage."""
+    snapshot_every: int = 0
+    """Steps between two snapshots of a guarded stage; 0 when nobody is guarded."""
     microbatches: int
     step_time_s: float
     tokens_per_s: float

@@ -318,8 +318,6 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     weight_lag: Count = 0
     """Microbatches whose weight gradients a stage may leave for later, when it would otherwise wait (zero bubble)."""
     takeover: Literal["exact", "tolerant"] = "exact"
-    retain: bool = False
-    """Whether boundary tensors are kept for a neighbour's replay until the line passes them (guarded jobs)."""
 
 
 class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -353,8 +351,36 @@ class OpenJob(_Message, frozen=True, kw_only=True, tag="open_job"):
     ticket: Blob
 
 
+class Enlist(_Message, frozen=True, kw_only=True, tag="enlist"):
+    """Driver -> member, first message of every round and once per member: adopt this (higher) fence. Your whole part
+    in the job follows from it: stages that `neighbours` places elsewhere are forgotten, snapshots are kept."""
+
+    fence: Fence
+    job: Job
+    neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)]
+    guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    """Stages whose snapshots the receiver keeps."""
+    ticket: Blob
+    """The receiver's own ticket, for the connections it dials."""
+
+
+class SnapshotAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, order=True):
+    """A whole state of `stage` after `step` steps."""
+
+    stage: Count
+    step: Count
+
+
+class Enlisted(_Message, frozen=True, kw_only=True, tag="enlisted"):
+    """Member -> driver, answer to `Enlist`: which snapshots it holds. The stages answer with `Status`."""
+
+    fence: Fence
+    fingerprint: Name
+    snapshots: Annotated[tuple[SnapshotAt, ...], Meta(max_length=4096)] = ()
+
+
 class Attach(_Message, frozen=True, kw_only=True, tag="attach"):
-    """Driver -> member: adopt this (higher) fence, drop partial sums, keep what is prepared.
+    """Driver -> member, after `Enlist`: run this stage under this fence; drop partial sums, keep what is prepared.
 
     Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `partition` names the boundary:
     for each stage value its routes (`ir.partition.StageGraph` less the graph), decoded by `execution`.
@@ -370,6 +396,13 @@ class Attach(_Message, frozen=True, kw_only=True, tag="attach"):
     neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)]
     ticket: Blob
     """The receiver's own ticket, for the connections it dials."""
+    retain: bool = False
+    """Whether boundary tensors are kept for a neighbour's replay until the line passes them (guarded jobs)."""
+    guard: Peer = ""
+    """Who keeps snapshots of this stage; nobody: empty."""
+    guard_addresses: Addresses = ()
+    snapshot_every: Count = 0
+    """Steps between two snapshots."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
@@ -380,20 +413,60 @@ class Status(_Message, frozen=True, kw_only=True, tag="status"):
     stage: Count
     applied: StepIndex
     prepared: StepIndex
+    retained_from: StepIndex
+    """The stage still has everything it sent in this step and later ones, up to those it has applied."""
     fingerprint: Name
     clock_s: Seconds
 
 
 class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
-    """Driver -> member: get to `committed` applied steps. `keep` what you have, applying `record` if you missed it;
-    `initialise` from the seed; `import` the state that follows on the state stream (of step `base`)."""
+    """Driver -> member: get to `committed` applied steps, starting from the state of step `base`.
+
+    `keep` what you have, applying the last record if you missed it, and send those of `replaying` that are your
+    neighbours what you retain of steps `base` and later; `initialise` from the seed; `import` the state that follows
+    on the state stream; take your own `snapshot` of step `base`. Then replay up to `committed` with `records`."""
 
     fence: Fence
     stage: Count
     committed: Count
-    source: Literal["keep", "initialise", "import"]
+    source: Literal["keep", "initialise", "import", "snapshot"]
     base: Count = 0
-    record: CommitRecord | None = None
+    records: Annotated[tuple[CommitRecord, ...], Meta(max_length=65_536)] = ()
+    """Of steps `base` to `committed` - 1; for `keep` only the last."""
+    replaying: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    """Stages that replay these steps: the others neither send nor need anything of them."""
+    snapshot: bool = False
+    """Give your guard a snapshot as soon as you are at `committed`."""
+
+
+class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
+    """Stage -> its guard (or holder -> holder, see `PassSnapshot`): some entries of the state of `step`, on a state
+    connection. `line`: snapshots of this job of earlier steps are nobody's base any more."""
+
+    fence: Fence
+    stage: Count
+    step: Count
+    line: Count
+    last: bool
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
+
+
+class SnapshotKept(_Message, frozen=True, kw_only=True, tag="snapshot_kept"):
+    """Guard -> driver: this snapshot is whole."""
+
+    fence: Fence
+    stage: Count
+    step: Count
+
+
+class PassSnapshot(_Message, frozen=True, kw_only=True, tag="pass_snapshot"):
+    """Driver -> holder of a snapshot: send it to `peer`, which is to run the stage."""
+
+    fence: Fence
+    stage: Count
+    step: Count
+    peer: Peer
+    addresses: Addresses
 
 
 class StateChunk(_Message, frozen=True, kw_only=True, tag="state_chunk"):
@@ -511,7 +584,7 @@ class Export(_Message, frozen=True, kw_only=True, tag="export"):
 
 
 class Detach(_Message, frozen=True, kw_only=True, tag="detach"):
-    """Driver -> member: the job is over for you; forget it (all its stages here)."""
+    """Driver -> member: the job is over for you; forget it (all its stages and snapshots here)."""
 
     fence: Fence
     reason: Text = ""
@@ -523,6 +596,14 @@ class StageFailed(_Message, frozen=True, kw_only=True, tag="stage_failed"):
     fence: Fence
     stage: Count
     code: RefusalCode
+    reason: Text
+
+
+class LinkLost(_Message, frozen=True, kw_only=True, tag="link_lost"):
+    """Member -> driver: my connection to `peer` broke, fell silent or could not be opened."""
+
+    fence: Fence
+    peer: Peer
     reason: Text
 
 
@@ -573,10 +654,15 @@ Message = (
     | InviteRequest
     | Invited
     | OpenJob
+    | Enlist
+    | Enlisted
     | Attach
     | Status
     | Resume
     | StateChunk
+    | Snapshot
+    | SnapshotKept
+    | PassSnapshot
     | Ready
     | Forward
     | Backward
@@ -588,6 +674,7 @@ Message = (
     | Export
     | Detach
     | StageFailed
+    | LinkLost
     | Ping
     | Pong
     | Probe
