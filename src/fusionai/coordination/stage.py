@@ -6,7 +6,9 @@ feeds it events and performs its commands, the simulator does the same with virt
 
 Rules kept here (numbers of the recovery protocol, docs/recovery.md): only exactly the stage's own fence counts (1); a
 step is applied only on commit, and only once (3); what is prepared survives an attach (4); partial sums die with the
-fence (6); a tensor of step n+1 waits until commit n is applied (8); retained tensors go only below the line (10).
+fence (6); a tensor of step n+1 waits until commit n is applied (8); snapshots on the same steps at all stages (9);
+retained tensors go only below the line (10); a snapshot at once after each recovery (11); replay retains what it
+sends, like normal work (13); replayed steps use the journalled records (21).
 
 Neighbours: `coordination.driver` is the other side; `wire.messages` has the fence and the commit record.
 """
@@ -25,6 +27,9 @@ class StagePhase(Enum):
     DETACHED = "detached"
     ATTACHED = "attached"
     RESTORING = "restoring"
+    """Getting a state, or applying the last commit."""
+    REPLAYING = "replaying"
+    """Running steps that are official already, with their records, for itself and others that replay."""
     RUNNING = "running"
 
 
@@ -47,25 +52,36 @@ class StageShape:
     """Whether this stage sums the shared gradients."""
 
 
+Source = Literal["keep", "initialise", "import", "snapshot"]
+"""Where a stage's state comes from at a resume."""
+
 # ------------------------------------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
+    """`retain`: keep what is sent for a neighbour's replay. `snapshot_every`: 0 when nobody guards this stage."""
+
     fence: Fence
+    retain: bool = False
+    snapshot_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
+    """See `wire.messages.Resume`."""
+
     committed: int
-    source: Literal["keep", "initialise", "import"]
+    source: Source
     base: int
-    record: CommitRecord | None
+    records: tuple[CommitRecord, ...] = ()
+    replaying: frozenset[int] = frozenset()
+    snapshot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StateArrived:
-    """The last chunk of an imported state, taken after `step` steps, is in place."""
+    """A whole state taken after `step` steps (imported, or from a snapshot) is in place."""
 
     step: int
 
@@ -108,6 +124,16 @@ class ExportAsked:
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
+    """`missing`: after `initialise`, entries without an initialisation rule are still to be imported."""
+
+    work: Work
+    missing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFailed:
+    """This piece of work can't be done; the driver has been told. Only another attach goes on from here."""
+
     work: Work
 
 
@@ -126,6 +152,7 @@ StageEvent = (
     | Committed
     | ExportAsked
     | WorkDone
+    | WorkFailed
     | Detached
 )
 
@@ -152,8 +179,11 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class ReportStatus:
+    """`retained_from`: everything sent in this step and later ones, up to those applied, is still here."""
+
     applied: int
     prepared: int
+    retained_from: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +221,29 @@ class DropHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class SendRetained:
+    """Stream what was sent in steps `first` to `below` - 1 to these neighbours again, in the order of the steps."""
+
+    to: frozenset[int]
+    first: int
+    below: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """Take the state from this machine's snapshot of `step`, once it is whole; answer `StateArrived`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Send the present state, of `step`, to the guard, beside other work. A later apply must not change what goes."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """This event can't be obeyed; the driver must know."""
 
@@ -198,7 +251,18 @@ class Refuse:
 
 
 StageCommand = (
-    Compute | ReportStatus | ReportReady | ReportPrepared | ReportApplied | DropSums | DropRetained | DropHeld | Refuse
+    Compute
+    | ReportStatus
+    | ReportReady
+    | ReportPrepared
+    | ReportApplied
+    | DropSums
+    | DropRetained
+    | DropHeld
+    | SendRetained
+    | LoadSnapshot
+    | TakeSnapshot
+    | Refuse
 )
 
 
@@ -213,6 +277,8 @@ class StageMachine:
     """Steps applied to the state; -1 without a state."""
     prepared: int = -1
     line: int = 0
+    retain: bool = False
+    snapshot_every: int = 0
     dropped: int = 0
     """Tensors refused because they belong to no step this stage can still run."""
     story: list[str] = field(default_factory=list)
@@ -223,15 +289,25 @@ class StageMachine:
     _weighted: int = 0
     """Microbatches whose weight gradients are summed; all of `_returned` when nothing lags."""
     _summed: bool = False
-    _shared_partials: set[int] = field(default_factory=set)
-    _shared_total: bool = False
+    _shared_partials: dict[int, set[int]] = field(default_factory=dict)
+    """Step -> who has sent its part of the shared gradients."""
+    _shared_totals: set[int] = field(default_factory=set)
+    """Steps whose shared gradients are summed."""
     _shared_sent: bool = False
     _arrived: dict[tuple[Mode, int, int], set[int]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _commit: CommitRecord | None = None
     _exports: list[int] = field(default_factory=list)
     _initialise: bool = False
+    _source: Source = "keep"
+    _base: int = 0
     _target: int = 0
+    """Official steps at the last resume: up to there a replay goes."""
+    _records: Mapping[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
+    _replaying: frozenset[int] = frozenset()
+    _snapshot_due: bool = False
+    _kept_from: int = 0
+    """Everything sent in this step and later ones is retained (if `retain`)."""
 
     # ------------------------------------------------------------------------------------------------ interface
 
@@ -261,21 +337,40 @@ class StageMachine:
             return False
         match event:
             case ForwardArrived(mode, step, microbatch, producer):
-                ahead = step - self.applied
                 past = mode == "train" and (microbatch >= self.shape.microbatches or self._has_run(step, microbatch))
                 known = self._arrived.get((mode, step, microbatch), set())
                 fits = producer in self.shape.producers.get(mode, ()) and producer not in known
-                return 0 <= ahead <= STEPS_AHEAD and not past and fits
+                return self._is_near(step) and not past and fits
             case BackwardArrived(step, microbatch, consumer):
                 known = self._gradients.get((step, microbatch), set())
-                due = step == self.applied and self._returned <= microbatch < self._forwarded
-                return due and consumer in self.shape.consumers and consumer not in known
+                due = self._is_now(step) and microbatch < self._due_below(step)
+                gone = step == self.applied and microbatch < self._returned
+                return due and not gone and consumer in self.shape.consumers and consumer not in known
             case SharedArrived(step, sender, phase):
-                if step != self.applied or sender not in self.shape.shares_with:
+                if not self._is_now(step) or sender not in self.shape.shares_with or step in self._shared_totals:
                     return False
                 if phase == "partial":
-                    return self.shape.shared_home and sender not in self._shared_partials and not self._shared_total
-                return self._shared_sent and not self._shared_total
+                    return self.shape.shared_home and sender not in self._shared_partials.get(step, set())
+                return not self.shape.shared_home and (self._shared_sent or self.phase is StagePhase.REPLAYING)
+
+    def _is_near(self, step: int) -> bool:
+        """Whether inputs of this step may arrive: in a replay everything retained comes at once."""
+        if self.phase is StagePhase.REPLAYING:
+            return self.applied <= step < self._target
+        return 0 <= step - self.applied <= STEPS_AHEAD
+
+    def _is_now(self, step: int) -> bool:
+        """Whether gradients of this step may arrive: they follow a forward, but a replay gets all that is retained."""
+        return self._is_near(step) if self.phase is StagePhase.REPLAYING else step == self.applied
+
+    def _due_below(self, step: int) -> int:
+        """Microbatches whose gradients may arrive are below this."""
+        in_replay = self.phase is StagePhase.REPLAYING
+        return self.shape.microbatches if in_replay or step != self.applied else self._forwarded
+
+    def sends_to(self, stage: int, step: int) -> bool:
+        """Whether a tensor of this step goes to that stage now: replayed ones only to those that replay."""
+        return self.phase is not StagePhase.REPLAYING or step >= self._target or stage in self._replaying
 
     def _has_run(self, step: int, microbatch: int) -> bool:
         """Whether this microbatch's forward in training is done or under way."""
@@ -299,14 +394,15 @@ class StageMachine:
 
     @property
     def expects_state(self) -> bool:
-        """Whether a resume asked for a state from outside and it has not arrived."""
-        return self.phase is StagePhase.RESTORING and not self._initialise and self._commit is None
+        """Whether a resume asked for a state from the driver and it has not arrived."""
+        given = self._source in ("initialise", "import")
+        return self.phase is StagePhase.RESTORING and given and not self._initialise
 
     # ------------------------------------------------------------------------------------------- what comes next
 
     def _next(self) -> list[StageCommand]:
         """The next piece of work, if the compute thread is free: backward before forward, never beyond the credit."""
-        if self._busy is not None or self.phase not in (StagePhase.RESTORING, StagePhase.RUNNING):
+        if self._busy is not None or self.phase in (StagePhase.DETACHED, StagePhase.ATTACHED):
             return []
         work = self._restoring_work() if self.phase is StagePhase.RESTORING else self._running_work()
         if work is None:
@@ -346,10 +442,11 @@ class StageMachine:
 
     def _closing_work(self, step: int) -> Work | None:
         """All microbatches are summed: reduce what is shared, then take norms."""
-        if self.shape.shares_with and not self._shared_total:
-            if self.shape.shared_home:
-                return Work("total", step=step) if self._shared_partials >= self.shape.shares_with else None
-            return None if self._shared_sent else Work("share", step=step)
+        if self.shape.shares_with and not self.shape.shared_home and not self._shared_sent:
+            return Work("share", step=step)
+        if self.shape.shares_with and step not in self._shared_totals:
+            complete = self._shared_partials.get(step, set()) >= self.shape.shares_with
+            return Work("total", step=step) if self.shape.shared_home and complete else None
         return None if self._summed else Work("norms", step=step)
 
     def _side_forward(self, step: int) -> Work | None:
@@ -367,34 +464,48 @@ class StageMachine:
             return [Refuse(f"stage {self.shape.stage} already obeys fence {tuple_of(self.fence)}")]
         self.fence = event.fence
         self.phase = StagePhase.ATTACHED
-        keep_prepared = self.prepared == self.applied and self.prepared >= 0
-        self._clear_step(keep_sums=keep_prepared)
-        drop: list[StageCommand] = [] if keep_prepared else [DropSums()]
-        return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared)]
+        is_prepared = self.prepared == self.applied and self.prepared >= 0
+        self._clear_step(keep_sums=is_prepared)
+        if not self.retain:
+            self._kept_from = self.applied + is_prepared
+        drop: list[StageCommand] = [] if is_prepared else [DropSums()]
+        if self.retain and not event.retain:
+            drop.append(DropRetained(EVERY_STEP))
+            self._kept_from = self.applied + is_prepared
+        self.retain, self.snapshot_every = event.retain, event.snapshot_every
+        return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared, self._kept_from)]
 
     def on_resumed(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, Resumed)
-        self._target = event.committed
+        self._source, self._base, self._target = event.source, event.base, event.committed
+        self._replaying, self._snapshot_due = event.replaying, event.snapshot
+        self._records = {record.step: record for record in event.records}
+        if event.source == "keep":
+            return self._resume_keeping(event)
+        if missing := [step for step in range(event.base, event.committed) if step not in self._records]:
+            return [Refuse(f"stage {self.shape.stage} can't replay steps {missing[:5]} without their records")]
         self.phase = StagePhase.RESTORING
-        match event.source:
-            case "initialise" | "import":
-                self._forget_state()
-                self._initialise = event.source == "initialise"
-                # Everybody replays from here: what was sent on the way to a later state is nobody's base any more.
-                self.line = event.committed
-                return [DropSums(), DropRetained(EVERY_STEP)]
-            case "keep":
-                return self._resume_keeping(event)
+        self._forget_state()
+        self._initialise = event.source == "initialise"
+        # What was sent on the way to a later state is nobody's base any more.
+        self.line = event.base
+        load: list[StageCommand] = [LoadSnapshot(event.base)] if event.source == "snapshot" else []
+        return [DropSums(), DropRetained(EVERY_STEP), *load]
 
     def _resume_keeping(self, event: Resumed) -> list[StageCommand]:
+        neighbours = self.shape.consumers.union(*self.shape.producers.values(), self.shape.shares_with)
+        to = event.replaying & neighbours
+        retained: list[StageCommand] = [SendRetained(to, event.base, event.committed)] if to else []
+        if to and event.base < self._kept_from:
+            return [Refuse(f"stage {self.shape.stage} retains steps from {self._kept_from}, not from {event.base}")]
         if self.applied == event.committed:
             self.prepared = self.applied - 1
-            return [DropSums(), *self._restored()]
+            return [DropSums(), *retained, *self._restored()]
         missed = self.applied == event.committed - 1 and self.prepared == self.applied
-        if missed and event.record is not None and event.record.step == self.applied:
-            self._commit = event.record
-            return []
-        self.phase = StagePhase.ATTACHED
+        if missed and self.applied in self._records:
+            self.phase = StagePhase.RESTORING
+            self._commit = self._records[self.applied]
+            return retained
         return [
             Refuse(
                 f"stage {self.shape.stage} has applied {self.applied} steps and prepared {self.prepared}; "
@@ -404,17 +515,28 @@ class StageMachine:
 
     def on_state_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, StateArrived)
-        if event.step != self._target:
+        if event.step != self._base:
             self.phase = StagePhase.ATTACHED
-            return [Refuse(f"expected the state of step {self._target}, got that of step {event.step}")]
-        self.applied = event.step
-        self.prepared = event.step - 1
-        return self._restored()
+            return [Refuse(f"expected the state of step {self._base}, got that of step {event.step}")]
+        return self._loaded()
+
+    def _loaded(self) -> list[StageCommand]:
+        """The state of the base is in place; what lies between it and the official steps is replayed."""
+        self.applied, self.prepared = self._base, self._base - 1
+        self._kept_from = self._base
+        if self.applied == self._target:
+            return self._restored()
+        self.phase = StagePhase.REPLAYING
+        self._clear_step(keep_sums=False)
+        return [ReportReady(self.applied)]
 
     def _restored(self) -> list[StageCommand]:
         self.phase = StagePhase.RUNNING
         self._clear_step(keep_sums=False)
-        return [ReportReady(self.applied)]
+        due = self._snapshot_due and self.snapshot_every > 0
+        self._snapshot_due = False
+        snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
+        return [ReportReady(self.applied), *snapshot]
 
     def on_forward_arrived(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ForwardArrived)
@@ -441,9 +563,9 @@ class StageMachine:
             self.dropped += 1
             return []
         if event.phase == "partial":
-            self._shared_partials.add(event.sender)
+            self._shared_partials.setdefault(event.step, set()).add(event.sender)
         else:
-            self._shared_total = True
+            self._shared_totals.add(event.step)
         return []
 
     def on_committed(self, event: StageEvent) -> list[StageCommand]:
@@ -463,6 +585,7 @@ class StageMachine:
         if event.line <= self.line:
             return []
         self.line = event.line
+        self._kept_from = max(self._kept_from, event.line)
         return [DropRetained(self.line)]
 
     def on_export_asked(self, event: StageEvent) -> list[StageCommand]:
@@ -480,8 +603,7 @@ class StageMachine:
         match work.kind:
             case "initialise":
                 self._initialise = False
-                self.applied, self.prepared = 0, -1
-                return self._restored()
+                return [] if event.missing else self._loaded()
             case "forward":
                 arrived_key = (work.mode, work.step, work.microbatch)
                 self._arrived.pop(arrived_key, None)
@@ -495,10 +617,12 @@ class StageMachine:
             case "share":
                 self._shared_sent = True
             case "total":
-                self._shared_total = True
+                self._shared_totals.add(work.step)
             case "norms":
                 self._summed = True
                 self.prepared = work.step
+                if self.phase is StagePhase.REPLAYING:
+                    self._commit = self._records[work.step]
                 return [ReportPrepared(work.step)]
             case "apply":
                 return self._apply_done(work)
@@ -508,9 +632,26 @@ class StageMachine:
 
     def _apply_done(self, work: Work) -> list[StageCommand]:
         self.applied = work.step + 1
-        restoring = self.phase is StagePhase.RESTORING
         self._clear_step(keep_sums=False)
-        return self._restored() if restoring else [ReportApplied(work.step), *self._forget_past()]
+        match self.phase:
+            case StagePhase.RUNNING:
+                due = self.snapshot_every > 0 and self.applied % self.snapshot_every == 0
+                snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
+                return [ReportApplied(work.step), *snapshot, *self._forget_past()]
+            case StagePhase.REPLAYING if self.applied < self._target:
+                return []
+            case _:
+                return self._restored()
+
+    def on_work_failed(self, event: StageEvent) -> list[StageCommand]:
+        """What an apply or an initialisation left behind is no state any more; other work left the state alone."""
+        assert isinstance(event, WorkFailed)
+        self._busy = None
+        self.phase = StagePhase.ATTACHED
+        if event.work.kind not in ("apply", "initialise"):
+            return []
+        self._forget_state()
+        return [DropSums(), DropRetained(EVERY_STEP)]
 
     def _forget_past(self) -> list[StageCommand]:
         """Evaluation and inference of a state that is gone will never run."""
@@ -532,17 +673,21 @@ class StageMachine:
 
     def _clear_step(self, *, keep_sums: bool) -> None:
         """Counters of the step under way start over; what has arrived for it stays only within one fence."""
-        attached_anew = self.phase is StagePhase.ATTACHED
-        if attached_anew:
+        if self.phase is StagePhase.ATTACHED:
             self._arrived.clear()
+            self._gradients.clear()
+            self._shared_partials.clear()
+            self._shared_totals.clear()
             self._exports.clear()
             self._initialise = False
-        self._gradients.clear()
+        self._gradients = {key: by for key, by in self._gradients.items() if key[0] >= self.applied}
+        self._shared_partials = {step: by for step, by in self._shared_partials.items() if step >= self.applied}
+        self._shared_totals = {step for step in self._shared_totals if step >= self.applied}
+        if keep_sums:
+            self._shared_totals.add(self.applied)
         self._commit = None
         self._forwarded = self._returned = self._weighted = self.shape.microbatches if keep_sums else 0
-        self._summed = keep_sums
-        self._shared_partials.clear()
-        self._shared_total = self._shared_sent = keep_sums
+        self._summed = self._shared_sent = keep_sums
 
     def _forget_state(self) -> None:
         self.applied = self.prepared = -1
@@ -571,17 +716,31 @@ def _row(act: Callable[[StageMachine, StageEvent], list[StageCommand]], *targets
     return StageTransition(act, frozenset(targets))
 
 
-_D, _A, _R, _G = StagePhase.DETACHED, StagePhase.ATTACHED, StagePhase.RESTORING, StagePhase.RUNNING
+_D, _A, _R, _P, _G = (
+    StagePhase.DETACHED,
+    StagePhase.ATTACHED,
+    StagePhase.RESTORING,
+    StagePhase.REPLAYING,
+    StagePhase.RUNNING,
+)
 
 TABLE: Final[dict[tuple[StagePhase, type[StageEvent]], StageTransition]] = {
     (_D, Attached): _row(StageMachine.on_attached, _D, _A),
     (_A, Attached): _row(StageMachine.on_attached, _A),
     (_R, Attached): _row(StageMachine.on_attached, _R, _A),
+    (_P, Attached): _row(StageMachine.on_attached, _P, _A),
     (_G, Attached): _row(StageMachine.on_attached, _G, _A),
     (_A, Resumed): _row(StageMachine.on_resumed, _R, _G, _A),
-    (_R, StateArrived): _row(StageMachine.on_state_arrived, _G, _A),
-    (_R, WorkDone): _row(StageMachine.on_work_done, _R, _G),
+    (_R, StateArrived): _row(StageMachine.on_state_arrived, _P, _G, _A),
+    (_R, WorkDone): _row(StageMachine.on_work_done, _R, _P, _G),
+    (_P, WorkDone): _row(StageMachine.on_work_done, _P, _G),
     (_G, WorkDone): _row(StageMachine.on_work_done, _G),
+    (_R, WorkFailed): _row(StageMachine.on_work_failed, _A),
+    (_P, WorkFailed): _row(StageMachine.on_work_failed, _A),
+    (_G, WorkFailed): _row(StageMachine.on_work_failed, _A),
+    (_P, ForwardArrived): _row(StageMachine.on_forward_arrived, _P),
+    (_P, BackwardArrived): _row(StageMachine.on_backward_arrived, _P),
+    (_P, SharedArrived): _row(StageMachine.on_shared_arrived, _P),
     (_R, ForwardArrived): _row(StageMachine.on_forward_arrived, _R),
     (_G, ForwardArrived): _row(StageMachine.on_forward_arrived, _G),
     (_G, BackwardArrived): _row(StageMachine.on_backward_arrived, _G),
@@ -591,6 +750,7 @@ TABLE: Final[dict[tuple[StagePhase, type[StageEvent]], StageTransition]] = {
     (_D, Detached): _row(StageMachine.on_detached, _D),
     (_A, Detached): _row(StageMachine.on_detached, _D),
     (_R, Detached): _row(StageMachine.on_detached, _D),
+    (_P, Detached): _row(StageMachine.on_detached, _D),
     (_G, Detached): _row(StageMachine.on_detached, _D),
 }
 """(phase, event) -> transition. What is not here is refused."""
