@@ -214,8 +214,8 @@ class FaultProxy(Controls):
             self.refused += 1
             self.say()
             return
-        self.accepted += 1
         self.links = (*self.links, link)
+        self.accepted += 1
         self.say()
         try:
             await link.run()
