@@ -24,6 +24,7 @@ class Chain:
         self._flops = _sums([b.forward_flops + (b.backward_flops if training else 0.0) for b in blocks])
         self._parameters = _sums([float(b.parameter_bytes) for b in blocks])
         self._state = _sums([b.parameter_bytes + (slots * b.trainable_bytes if training else 0.0) for b in blocks])
+        self._saved = _sums([b.parameter_bytes + (slots - 1.0) * b.trainable_bytes for b in blocks])
         self._kept = _sums([float(b.activation_bytes) if training else 0.0 for b in blocks])
         self._workspace = [float(b.workspace_bytes) for b in blocks]
         # Nothing of the pipeline crosses cut 0; what the feed sends (token ids) is too small to count.
@@ -35,6 +36,10 @@ class Chain:
 
     def parameter_bytes(self, start: int, end: int) -> float:
         return self._parameters[end] - self._parameters[start]
+
+    def state_bytes(self, start: int, end: int) -> float:
+        """Parameters and optimizer slots: what a snapshot or a checkpoint of the range holds."""
+        return self._saved[end] - self._saved[start]
 
     def resident_bytes(self, start: int, end: int) -> float:
         """Parameters, their gradients and optimizer slots, and the largest workspace: there whatever is in flight."""

@@ -24,7 +24,12 @@ def eligible(
     usable: list[PeerProfile] = []
     refused: list[Excluded] = []
     for peer in sorted(problem.peers, key=lambda p: p.peer):
-        reason = _refusal(problem, peer, ops, smallest_stage_bytes)
+        reason = refusal(problem, peer, ops)
+        if reason is None and peer.memory_bytes < smallest_stage_bytes:
+            reason = (
+                f"it lends {format_bytes(peer.memory_bytes)}, "
+                f"the smallest stage takes {format_bytes(smallest_stage_bytes)}."
+            )
         if reason is None:
             usable.append(peer)
         else:
@@ -51,7 +56,8 @@ def check_names(problem: Problem) -> None:
                 )
 
 
-def _refusal(problem: Problem, peer: PeerProfile, ops: list[str], smallest_stage_bytes: float) -> str | None:
+def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | None:
+    """Why `peer` can't run a stage of these operators, whatever its size; None if it can."""
     if peer.peer in problem.excluded:
         return "excluded by the job owner."
     if "stage" not in peer.roles:
@@ -64,9 +70,4 @@ def _refusal(problem: Problem, peer: PeerProfile, ops: list[str], smallest_stage
         return f"its measured speed is {peer.flops_per_s} FLOP/s."
     if not 0 < peer.share <= 1:
         return f"its share is {peer.share}, expected above 0 and at most 1."
-    if peer.memory_bytes < smallest_stage_bytes:
-        return (
-            f"it lends {format_bytes(peer.memory_bytes)}, "
-            f"the smallest stage takes {format_bytes(smallest_stage_bytes)}."
-        )
     return None

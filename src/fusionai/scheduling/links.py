@@ -30,7 +30,21 @@ _SAME_MACHINE = Hop(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
 
 def hops(peers: Sequence[PeerProfile], exceptions: Mapping[str, Link]) -> list[list[Hop]]:
     """`hops(...)[i][j]`: from `peers[i]` to `peers[j]`."""
-    return [[_hop(sender, receiver, exceptions) for receiver in peers] for sender in peers]
+    return [[hop(sender, receiver, exceptions) for receiver in peers] for sender in peers]
+
+
+def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Link]) -> Hop:
+    """From `sender` to `receiver`."""
+    if sender.peer == receiver.peer:
+        return _SAME_MACHINE
+    own = exceptions.get(f"{sender.peer}>{receiver.peer}")
+    if own is not None:
+        return Hop(own.bandwidth_bytes_per_s, own.latency_s, shared=False)
+    return Hop(
+        bandwidth_bytes_per_s=min(sender.uplink.bandwidth_bytes_per_s, receiver.downlink.bandwidth_bytes_per_s),
+        latency_s=sender.uplink.latency_s + receiver.downlink.latency_s,
+        shared=True,
+    )
 
 
 def check_links(exceptions: Mapping[str, Link], known: Iterable[str]) -> None:
@@ -55,19 +69,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """A hint that names the nearest known peer."""
     close = get_close_matches(name, known, n=1, cutoff=0.0)
     return f"The nearest known name is {close[0]!r}." if close else "The pool has no peers."
-
-
-def _hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Link]) -> Hop:
-    if sender.peer == receiver.peer:
-        return _SAME_MACHINE
-    own = exceptions.get(f"{sender.peer}>{receiver.peer}")
-    if own is not None:
-        return Hop(own.bandwidth_bytes_per_s, own.latency_s, shared=False)
-    return Hop(
-        bandwidth_bytes_per_s=min(sender.uplink.bandwidth_bytes_per_s, receiver.downlink.bandwidth_bytes_per_s),
-        latency_s=sender.uplink.latency_s + receiver.downlink.latency_s,
-        shared=True,
-    )
 
 
 def _check(link: Link, what: str) -> None:

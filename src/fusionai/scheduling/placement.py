@@ -74,6 +74,7 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
             memory_bytes=_whole(pipeline.resident[stage.start][end] + in_flight * pipeline.flight[stage.start][end]),
             memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
             in_flight_bytes=_whole(pipeline.flight[stage.start][end]),
+            fingerprint=pipeline.peers[stage.head].fingerprint,
         )
     if pipeline.loss is not None:
         tail = pipeline.tail

@@ -5,7 +5,7 @@ the plan says which, and how far from the bound it can be. The same problem give
 peers are listed. One replica and one stage per peer.
 
 Neighbours: `eligibility` (who may be used), `pipeline` (what a step costs), `alone` (one machine instead), `placement`
-(the plan written out), `infeasible` (why there is none).
+(the plan written out), `guards` (which spare guards which stage), `infeasible` (why there is none).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fusionai.scheduling.alone import fastest_alone
 from fusionai.scheduling.bound import step_time_bound_s
 from fusionai.scheduling.chain import Chain, check_blocks
 from fusionai.scheduling.eligibility import check_names, eligible
+from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.improvement import improve
 from fusionai.scheduling.infeasible import infeasible
 from fusionai.scheduling.links import check_access, check_links
@@ -63,7 +64,7 @@ def plan(problem: Problem) -> Plan:
                 f"One machine alone would be faster: {pool_name(problem, alone.peer.peer)} reaches "
                 f"{alone.tokens_per_s:.4g} tokens/s by itself, this plan {speed:.4g}.",
             )
-    return written_out(
+    placed = written_out(
         problem,
         pipeline,
         solved.best,
@@ -73,6 +74,7 @@ def plan(problem: Problem) -> Plan:
         refused=tuple(refused),
         warnings=tuple(warnings),
     )
+    return with_guards(placed, problem)
 
 
 @dataclass(frozen=True, slots=True)

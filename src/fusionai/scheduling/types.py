@@ -100,6 +100,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     required: tuple[str, ...] = ()
     incumbent: Plan | None = None
     spares_wanted: int | None = None
+    takeover: Literal["exact", "tolerant"] = "exact"
+    """Whether a machine that computes other bits may guard a stage or stand in for its peer."""
 
 
 class StagePlacement(_Data, frozen=True, kw_only=True):
@@ -119,6 +121,8 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     memory_limit_bytes: int = 0
     in_flight_bytes: int = 0
     """Of `memory_bytes`, what one microbatch in flight takes."""
+    fingerprint: str = ""
+    """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""
 
 
 class Excluded(_Data, frozen=True, kw_only=True):

@@ -1,0 +1,68 @@
+"""How long a step takes with the stages exactly as they lie. Decides nothing; moves nothing.
+
+The formulas of `pipeline`, for a placement that is given instead of grown: stages keep their microbatches in flight,
+and a peer may hold several of them (then it works and sends for all).
+
+Neighbours: `takeover` and `straggling` compare placements with this; `pipeline` explains the terms.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import StagePlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """`bottleneck` says what a faster pipeline would have to change first."""
+
+    step_s: float
+    bottleneck: str
+
+
+def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
+    """Of one step over `stages` in pipeline order. Speeds and links are those of `costs.problem`."""
+    compute = [costs.compute_s(stage, stage.peer) for stage in stages]
+    hop_s = [0.0] * len(stages)
+    busy: defaultdict[str, float] = defaultdict(float)
+    up: defaultdict[str, float] = defaultdict(float)
+    down: defaultdict[str, float] = defaultdict(float)
+    causes: list[tuple[float, str]] = []
+    for stage, seconds in zip(stages, compute, strict=True):
+        busy[stage.peer] += seconds
+    for index, (one, other) in enumerate(pairwise(stages)):
+        for sender, receiver, size in (
+            (one.peer, other.peer, costs.forward_bytes(one)),
+            (other.peer, one.peer, costs.gradient_bytes(other)),
+        ):
+            link = costs.hop(sender, receiver)
+            transfer_s = size / link.bandwidth_bytes_per_s
+            hop_s[index] += transfer_s + link.latency_s
+            if link.shared:
+                up[sender] += size / costs.profiles[sender].uplink.bandwidth_bytes_per_s
+                down[receiver] += size / costs.profiles[receiver].downlink.bandwidth_bytes_per_s
+            causes.append((transfer_s, f"link between stage {one.stage} and stage {other.stage}"))
+    causes += [(seconds, f"compute on {_name(costs, peer)}") for peer, seconds in busy.items()]
+    causes += [(seconds, f"uplink of {_name(costs, peer)}") for peer, seconds in up.items()]
+    causes += [(seconds, f"downlink of {_name(costs, peer)}") for peer, seconds in down.items()]
+    transit_s = 0.0
+    for index in range(len(stages) - 1, -1, -1):
+        transit_s += compute[index] + hop_s[index]
+        stage = stages[index]
+        if stage.in_flight < costs.problem.microbatches:
+            held = f"round trip of stage {stage.stage} with {stage.in_flight} microbatches in flight"
+            causes.append((transit_s / stage.in_flight, held))
+    period_s, cause = max(causes, key=lambda entry: entry[0])
+    step_s = (costs.problem.microbatches - 1) * period_s + transit_s
+    return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)")
+
+
+def _name(costs: StageCosts, peer: str) -> str:
+    profile = costs.profiles.get(peer)
+    return peer if profile is None or not profile.name else profile.name

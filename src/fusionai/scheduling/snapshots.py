@@ -1,0 +1,145 @@
+"""How often guarded stages are snapshot: one interval K for the job, with its reason. Decides K; guards nobody.
+
+All stages take snapshots on the same steps, so K is one number. Three wishes pull at it:
+
+- *cheap*: snapshots should cost at most 10 % more. On the link either 10 % of what crosses the stage's cuts anyway
+  (K >= 10 * state / boundary bytes per step) or 10 % of the time the link is idle; of the peer's time 10 % for copying
+  and encrypting. K at least the slowest of these: `cheap`.
+- *possible*: the same with half of link and time instead of a tenth, and never more than the link can carry
+  (K >= transfer time / step time): `possible` <= `cheap`.
+- *short replay*: when a peer is lost, its stand-in replays up to 2K - 1 steps of that stage's compute, without
+  bubbles. `brief` is the largest K for which that stays under a second, at least 1.
+
+K = brief, but not below `possible` and not above `cheap` (beyond that nothing is gained); then not above 64, and not
+above what the memory beside the stages holds: everybody retains what it sent in the last 2K + 1 steps.
+
+Source: the cost table of docs/recovery.md. K never decides whether a run is right, only how fast it is: a snapshot that
+takes longer holds the feed back. Neighbours: `guards` calls this, `docs/recovery.md` says what snapshots are for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import ceil, floor, inf
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import Plan, Problem, StagePlacement
+
+MOST_STEPS: Final = 64
+EXTRA: Final = 0.10
+"""Part of link and time that snapshots may cost where nobody is in a hurry."""
+HASTY_EXTRA: Final = 0.50
+"""The same where K must be small for a short replay."""
+REPLAY_S: Final = 1.0
+COPY_BYTES_PER_S: Final = 1e9
+"""Copying, encrypting and sending a state, one thread of an ordinary machine."""
+
+
+class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`every`: K in steps, 0 when nobody is guarded. `reason`: a sentence for people."""
+
+    every: int
+    reason: str
+    replay_s: float = 0.0
+    """Predicted compute of the longest replay, 2K - 1 steps."""
+    traffic_bytes_per_step: float = 0.0
+    """All snapshots together, spread over K steps."""
+    retained_bytes: float = 0.0
+    """The most any peer keeps for its neighbours' replay."""
+
+
+def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
+    """K for the guards `plan.guards` names. `plan.step_time_s` is the step it is held against."""
+    if not plan.guards:
+        return SnapshotInterval(every=0, reason="no stage is guarded, so no snapshots are taken.")
+    costs = StageCosts(problem)
+    stages = {stage.stage: stage for stage in plan.stages}
+    pairs = [(stages[guard.stage], guard.peer) for guard in plan.guards]
+    cheap, why_cheap = _least(plan, costs, pairs, EXTRA)
+    possible, why_possible = _least(plan, costs, pairs, HASTY_EXTRA)
+    compute_s = max(plan.microbatches * costs.compute_s(stage, peer) for stage, peer in pairs)
+    brief = max(1, floor((REPLAY_S / compute_s + 1) / 2)) if compute_s > 0 else MOST_STEPS
+    held, holder = _held(plan, costs)
+    every = min(max(possible, min(brief, cheap)), MOST_STEPS, max(1, held))
+    if every == held < max(possible, min(brief, cheap)):
+        why = f"memory of {holder} holds no more steps for a replay"
+    elif every == 1:
+        why = "a snapshot costs little beside a step"
+    elif every == possible > brief:
+        why = why_possible
+    elif every == cheap:
+        why = why_cheap
+    elif every == MOST_STEPS:
+        why = f"never rarer than every {MOST_STEPS} steps"
+    else:
+        why = f"so that a replay takes at most {format_seconds(REPLAY_S)}"
+    replay_s = (2 * every - 1) * compute_s
+    steps = "step" if every == 1 else f"{every} steps"
+    traffic = sum(costs.state_bytes(stage) for stage, _ in pairs) / every
+    return SnapshotInterval(
+        every=every,
+        reason=f"a snapshot every {steps}: {why}; a lost peer's stand-in replays at most {format_seconds(replay_s)}.",
+        replay_s=replay_s,
+        traffic_bytes_per_step=traffic,
+        retained_bytes=max(retained_bytes(plan, costs, stage, every) for stage in plan.stages),
+    )
+
+
+def retained_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, every: int) -> float:
+    """What `stage` keeps for its neighbours' replay: all it sent in the last 2K + 1 steps."""
+    return (2 * every + 1) * plan.microbatches * costs.sent_bytes(stage)
+
+
+def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]], extra: float) -> tuple[int, str]:
+    """Least K at which snapshots cost at most `extra`, and the sentence that says what holds it up."""
+    arriving: defaultdict[str, float] = defaultdict(float)
+    for stage, guard in pairs:
+        if costs.hop(stage.peer, guard).shared:
+            arriving[guard] += costs.state_bytes(stage)
+    worst, why = 1.0, ""
+    for stage, guard in pairs:
+        state = costs.state_bytes(stage)
+        transfer_s = costs.snapshot_s(stage, guard)
+        if arriving[guard] > state:
+            transfer_s = max(transfer_s, arriving[guard] / costs.profiles[guard].downlink.bandwidth_bytes_per_s)
+        boundary = plan.microbatches * costs.sent_bytes(stage)
+        busy_s = boundary / costs.hop(stage.peer, guard).bandwidth_bytes_per_s
+        idle_s = plan.step_time_s - busy_s
+        by_idle = transfer_s / (extra * idle_s) if idle_s > 0 else inf
+        by_traffic = state / (extra * boundary) if boundary > 0 else inf
+        link = max(min(by_idle, by_traffic), transfer_s / plan.step_time_s)
+        if link > worst:
+            worst = link
+            why = f"stage {stage.stage} sends its {format_bytes(state)} over its link in {format_seconds(transfer_s)}"
+        copying_s = state / COPY_BYTES_PER_S
+        if copying_s / (extra * plan.step_time_s) > worst:
+            worst = copying_s / (extra * plan.step_time_s)
+            why = f"copying the {format_bytes(state)} of stage {stage.stage} takes {format_seconds(copying_s)}"
+    # A hair of rounding must not cost a step.
+    return min(ceil(worst * (1 - 1e-9)), MOST_STEPS), why
+
+
+def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
+    """Largest K for which every peer has room for what it retains (0: not even for K = 1), and who is short."""
+    free: dict[str, int] = {}
+    sent: defaultdict[str, float] = defaultdict(float)
+    for stage in plan.stages:
+        free[stage.peer] = free.get(stage.peer, costs.memory_bytes(stage)) - stage.memory_bytes
+        sent[stage.peer] += plan.microbatches * costs.sent_bytes(stage)
+    least, holder = MOST_STEPS, ""
+    for peer, room in free.items():
+        if sent[peer] > 0 and floor((room / sent[peer] - 1) / 2) < least:
+            least = floor((room / sent[peer] - 1) / 2)
+            profile = costs.profiles.get(peer)
+            holder = peer if profile is None or not profile.name else profile.name
+    return max(0, least), holder
+
+
+def room_to_retain(plan: Plan, costs: StageCosts) -> str | None:
+    """Whose memory is too small for guarded work at all (K = 1); None if everybody has room."""
+    held, holder = _held(plan, costs)
+    return None if held >= 1 else holder

@@ -1,0 +1,104 @@
+"""What a placed stage costs on this peer or on that one: state, boundary, compute, links. Decides no placement.
+
+Stages are taken as a plan has them (ranges of block numbers); prices are those of the problem the plan was made for.
+A peer the problem does not know (it left before the job's owner came back) has no profile: its links count as no
+bottleneck, and its speed is what the plan predicted.
+
+Neighbours: `chain` has the sums; `guards`, `snapshots`, `takeover`, `prediction` and `straggling` ask here.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.links import Hop, hop
+from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
+
+
+class StageCosts:
+    """The prices of `problem`, by stage instead of by block."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        everyone = [*([] if problem.owner is None else [problem.owner]), *problem.peers]
+        self.profiles = {profile.peer: profile for profile in everyone}
+        self._chain = Chain(problem, problem.blocks)
+        self._first = problem.blocks[0].block
+
+    def state_bytes(self, stage: StagePlacement) -> int:
+        """Of one snapshot: parameters and optimizer slots. 0: a stage without state, which anybody can start anew."""
+        return round(self._chain.state_bytes(*self._positions(stage)))
+
+    def forward_bytes(self, stage: StagePlacement) -> float:
+        """Sent downstream per microbatch."""
+        _, end = self._positions(stage)
+        return 0.0 if end == self._chain.length else self._chain.forward_bytes[end]
+
+    def gradient_bytes(self, stage: StagePlacement) -> float:
+        """Sent upstream per microbatch."""
+        start, _ = self._positions(stage)
+        return self._chain.gradient_bytes[start]
+
+    def sent_bytes(self, stage: StagePlacement) -> float:
+        """Both directions, per microbatch: what is retained for a neighbour's replay."""
+        return self.forward_bytes(stage) + self.gradient_bytes(stage)
+
+    def compute_s(self, stage: StagePlacement, peer: str) -> float:
+        """Forward and backward of one microbatch on `peer`."""
+        profile = self.profiles.get(peer)
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return stage.compute_s
+        start, end = self._positions(stage)
+        seconds = self._chain.flops(start, end) / profile.effective_flops_per_s
+        bandwidth = profile.memory_bandwidth_bytes_per_s * profile.share
+        if not self._chain.training and bandwidth > 0:
+            seconds = max(seconds, self._chain.parameter_bytes(start, end) / bandwidth)
+        return seconds
+
+    def operators(self, stage: StagePlacement) -> list[str]:
+        start, end = self._positions(stage)
+        return sorted({op for block in self._chain.blocks[start:end] for op in block.ops})
+
+    def fingerprint(self, stage: StagePlacement) -> str:
+        """Of the numerics the stage has been computed with; empty when nobody knows."""
+        if stage.fingerprint:
+            return stage.fingerprint
+        profile = self.profiles.get(stage.peer)
+        return "" if profile is None else profile.fingerprint
+
+    def exact(self, stage: StagePlacement, peer: PeerProfile) -> bool:
+        """Whether `peer` promises the stage's bits. What is not known promises nothing."""
+        return peer.fingerprint != "" and peer.fingerprint == self.fingerprint(stage)
+
+    def hop(self, sender: str, receiver: str) -> Hop:
+        """One direction between two peers."""
+        ends = self.profiles.get(sender), self.profiles.get(receiver)
+        match ends:
+            case PeerProfile() as one, PeerProfile() as other:
+                return hop(one, other, self.problem.links)
+            case _:
+                known = [end for end in ends if end is not None]
+                bandwidth = min((_slower(end) for end in known), default=inf)
+                return Hop(bandwidth_bytes_per_s=bandwidth, latency_s=0.0, shared=False)
+
+    def memory_bytes(self, stage: StagePlacement) -> int:
+        """What the stage's peer lends."""
+        profile = self.profiles.get(stage.peer)
+        return stage.memory_limit_bytes if profile is None else profile.memory_bytes
+
+    def snapshot_s(self, stage: StagePlacement, guard: str) -> float:
+        """Transfer of one snapshot to `guard`, the link being free."""
+        link = self.hop(stage.peer, guard)
+        return self.state_bytes(stage) / link.bandwidth_bytes_per_s + link.latency_s
+
+    def guardable(self, plan: Plan, stage: StagePlacement) -> bool:
+        """Stages with state outside the job owner's process: what that process holds dies with the writer itself."""
+        return stage.peer != plan.feed and self.state_bytes(stage) > 0
+
+    def _positions(self, stage: StagePlacement) -> tuple[int, int]:
+        return stage.blocks[0] - self._first, stage.blocks[1] - self._first
+
+
+def _slower(profile: PeerProfile) -> float:
+    return min(profile.uplink.bandwidth_bytes_per_s, profile.downlink.bandwidth_bytes_per_s)

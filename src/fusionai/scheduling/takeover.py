@@ -1,0 +1,230 @@
+"""The plan after peers were lost, and a better guarded one when machines come. Decides who stands in for whom.
+
+Cuts stay, and stages whose peers live stay exactly as they are: what runs is not disturbed. A lost stage goes to its
+guard, which has its snapshot; else to an idle machine it fits on, which gets the snapshot passed on or the checkpoint;
+else, where memory permits, to a machine that has taken one already. In exact mode only equal fingerprints may stand in.
+When a stage finds nobody, `Waiting` says what machine is missing and why nobody there will do.
+
+Neighbours: `guards` assigns guards to the result, `prediction` prices it; `training` asks when a peer is lost.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.eligibility import refusal
+from fusionai.scheduling.guards import with_guards
+from fusionai.scheduling.matching import matched
+from fusionai.scheduling.prediction import predict
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """A lost stage nobody can take. `fingerprint` empty: any will do. `refusals`: why each machine there will not."""
+
+    stage: int
+    memory_bytes: int
+    """What a machine must lend for it."""
+    fingerprint: str
+    lost_peer: str
+    refusals: tuple[Excluded, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """There is no plan until machines come."""
+
+    stages: tuple[Unplaced, ...]
+
+    @property
+    def sentence(self) -> str:
+        """`waiting for a peer that lends 1.2 GB and computes the same bits as ada did (stage 1)`."""
+        wanted = [_wish(stage) for stage in self.stages]
+        machines = "a peer" if len(wanted) == 1 else f"{len(wanted)} peers"
+        return f"waiting for {machines} that {'; '.join(wanted)}"
+
+
+def replaced(
+    plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile] = ()
+) -> Plan | Waiting:
+    """`plan` (version 0) without the peers in `lost`.
+
+    `lost` have lost what they held. `candidates`: machines that may be used now; one of `lost` among them has come back
+    empty. Guards that are not lost count as there in any case. Guards are assigned anew from what is left, those that
+    hold snapshots of living stages first. Raises `PlanError` when the job owner's own process is among `lost`.
+    """
+    if plan.feed in lost:
+        raise PlanError(f"the job owner's own process {plan.feed!r} can't be replaced; it is restarted instead.")
+    known = _told(problem, candidates)
+    costs = StageCosts(known)
+    gone = [stage for stage in plan.stages if stage.peer in lost]
+    living = {stage.peer for stage in plan.stages} - lost
+    offered = {candidate.peer for candidate in candidates}
+    guards = {guard.peer for guard in plan.guards} - lost
+    idle = {
+        peer: costs.profiles[peer]
+        for peer in sorted((offered | guards) - living - {plan.feed})
+        if peer in costs.profiles
+    }
+    placing = _Placing(plan, costs, idle, frozenset(guards))
+    placing.place(gone)
+    unplaced = tuple(placing.unplaced(stage) for stage in gone if stage.stage not in placing.taken)
+    if unplaced:
+        return Waiting(unplaced)
+    stages = tuple(placing.taken.get(stage.stage, stage) for stage in plan.stages)
+    bare = _predicted(plan, costs, stages, tuple(peer for peer in idle if peer not in {s.peer for s in stages}))
+    survivors = tuple(
+        guard for guard in plan.guards if guard.peer in bare.spares and guard.stage not in {s.stage for s in gone}
+    )
+    return with_guards(msgspec.structs.replace(bare, guards=survivors), known)
+
+
+def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
+    """`plan` (version 0) with guards for stages that have none or an inexact one, from `candidates` and the guards it
+    has. None if nothing gets better: a guard that is there is never exchanged for one that is just as good."""
+    known = _told(problem, candidates)
+    placed = {stage.peer for stage in plan.stages} | {plan.feed}
+    there = {candidate.peer for candidate in candidates} | {guard.peer for guard in plan.guards}
+    wider = msgspec.structs.replace(plan, version=0, spares=tuple(sorted(there - placed)))
+    better = with_guards(wider, known)
+    before, after = (sum(2 if guard.exact else 1 for guard in one.guards) for one in (plan, better))
+    return better if after > before else None
+
+
+class _Placing:
+    """Lost stages on the one side, idle machines on the other."""
+
+    def __init__(self, plan: Plan, costs: StageCosts, idle: dict[str, PeerProfile], guards: frozenset[str]) -> None:
+        self.plan = plan
+        self.costs = costs
+        self.idle = idle
+        self.guard_of = {guard.stage: guard.peer for guard in plan.guards if guard.peer in guards}
+        self.taken: dict[int, StagePlacement] = {}
+        self.load: defaultdict[str, int] = defaultdict(int)
+
+    def place(self, lost: list[StagePlacement]) -> None:
+        order = sorted(lost, key=lambda s: (-s.memory_bytes, s.stage))
+
+        def guard_only(stage: StagePlacement) -> list[str]:
+            guard = self.guard_of.get(stage.stage)
+            if guard is None or guard not in self.idle or self._refusal(stage, guard) is not None:
+                return []
+            return [guard] if self.costs.exact(stage, self.idle[guard]) else []
+
+        # As many as possible to their guards; then all the others besides, one stage each.
+        first = matched([guard_only(stage) for stage in order])
+        for index, peer in matched([self._ranked(stage) for stage in order], first).items():
+            self._give(order[index], peer)
+        for stage in order:
+            if stage.stage not in self.taken:
+                for peer in self._ranked(stage)[:1]:
+                    self._give(stage, peer)
+
+    def unplaced(self, stage: StagePlacement) -> Unplaced:
+        profile = self.costs.profiles.get(stage.peer)
+        refusals = [
+            Excluded(peer=peer, reason=reason)
+            for peer in self.idle
+            if (reason := self._refusal(stage, peer)) is not None
+        ]
+        return Unplaced(
+            stage=stage.stage,
+            memory_bytes=self._least_bytes(stage),
+            fingerprint=self.costs.fingerprint(stage) if self.costs.problem.takeover == "exact" else "",
+            lost_peer=stage.peer if profile is None or not profile.name else profile.name,
+            refusals=tuple(refusals),
+        )
+
+    def _ranked(self, stage: StagePlacement) -> list[str]:
+        def key(peer: str) -> tuple[bool, bool, int, float, str]:
+            return (
+                not self.costs.exact(stage, self.idle[peer]),
+                self.guard_of.get(stage.stage) != peer,
+                self.load[peer],
+                self.costs.compute_s(stage, peer),
+                peer,
+            )
+
+        return sorted((peer for peer in self.idle if self._refusal(stage, peer) is None), key=key)
+
+    def _give(self, stage: StagePlacement, peer: str) -> None:
+        profile = self.idle[peer]
+        room = profile.memory_bytes - self.load[peer] - self._base_bytes(stage)
+        excess = max(0, stage.memory_bytes - room)
+        fewer = -(-excess // stage.in_flight_bytes) if excess > 0 else 0
+        placed = msgspec.structs.replace(
+            stage,
+            peer=peer,
+            in_flight=stage.in_flight - fewer,
+            compute_s=self.costs.compute_s(stage, peer),
+            memory_bytes=stage.memory_bytes - fewer * stage.in_flight_bytes,
+            memory_limit_bytes=profile.memory_bytes,
+            fingerprint=profile.fingerprint,
+        )
+        self.taken[stage.stage] = placed
+        self.load[peer] += placed.memory_bytes + self._base_bytes(stage)
+
+    def _refusal(self, stage: StagePlacement, peer: str) -> str | None:
+        profile, costs = self.idle[peer], self.costs
+        reason = refusal(costs.problem, profile, costs.operators(stage))
+        if reason is not None:
+            return reason
+        if costs.problem.takeover == "exact" and not costs.exact(stage, profile):
+            return "it computes other bits (its fingerprint differs)."
+        needed, lent = self._least_bytes(stage), profile.memory_bytes - self.load[peer]
+        if needed > lent:
+            return f"it lends {format_bytes(lent)}, the stage takes {format_bytes(needed)}."
+        return None
+
+    def _base_bytes(self, stage: StagePlacement) -> int:
+        """The snapshot the stage is restored from stays until the line has passed it."""
+        return self.costs.state_bytes(stage)
+
+    def _least_bytes(self, stage: StagePlacement) -> int:
+        """With as few microbatches in flight as keep the pipeline fed: one for each stage from this one on."""
+        fewest = min(stage.in_flight, self.plan.microbatches, len(self.plan.stages) - stage.stage)
+        return stage.memory_bytes - (stage.in_flight - fewest) * stage.in_flight_bytes + self._base_bytes(stage)
+
+
+def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...], spares: tuple[str, ...]) -> Plan:
+    prediction = predict(stages, costs)
+    tokens = plan.microbatches * costs.problem.microbatch_tokens
+    speed = tokens / prediction.step_s
+    bound = max(plan.certificate.bound_tokens_per_s, speed)
+    return msgspec.structs.replace(
+        plan,
+        version=0,
+        stages=stages,
+        spares=spares,
+        guards=(),
+        snapshot_every=0,
+        excluded=tuple(entry for entry in plan.excluded if entry.peer not in {s.peer for s in stages}),
+        step_time_s=prediction.step_s,
+        tokens_per_s=speed,
+        bottleneck=prediction.bottleneck,
+        certificate=Certificate(
+            method="lost stages taken over, the others kept; bound of the plan before",
+            exact=False,
+            bound_tokens_per_s=bound,
+            optimality_gap=bound / speed - 1,
+        ),
+    )
+
+
+def _told(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
+    """What is known of everybody: the newest word counts."""
+    profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
+    return msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles)))
+
+
+def _wish(stage: Unplaced) -> str:
+    bits = f" and computes the same bits as {stage.lost_peer} did" if stage.fingerprint else ""
+    return f"lends {format_bytes(stage.memory_bytes)}{bits} (stage {stage.stage})"
