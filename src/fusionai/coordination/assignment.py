@@ -133,14 +133,26 @@ def _mint(turn: Turn, request: RequestJob, job: Job | None) -> int:
 
 
 def _check_free(turn: Turn, placement: Placement, job: JobId) -> None:
+    """An incumbent, one with a part in this very job, may stay although it drains or would rest."""
     peer = PeerId(placement.peer)
     member = turn.pool.members.get(peer)
-    if member is None or member.phase in ("joining", "left", "evicted", "lost"):
+    if member is None or member.phase in ("joining", "left", "lost"):
         raise Refusal("unknown_peer", f"{short(peer)} is not in the pool now; plan again.")
-    if member.phase == "draining":
-        raise Refusal("leaving", f"{member.entity} is leaving the pool; plan again without it.")
     if member.job not in (None, job):
-        raise Refusal("busy", f"{member.entity} holds stages of another job; plan again without it.")
+        raise Refusal("busy", f"{member.entity} works for another job; plan again without it.")
+    incumbent = member.job == job
+    if member.phase == "draining" and not incumbent:
+        raise Refusal("leaving", f"{member.entity} is leaving the pool; plan again without it.")
+    leftover = turn.desk.leftovers.get(peer)
+    if leftover is not None and leftover.job != job:
+        raise Refusal("busy", f"{member.entity} still clears what it had of another job; plan again without it.")
+    rest_s = 0.0 if incumbent else turn.desk.rest_left_s(member, turn.wall_s)
+    if rest_s:
+        raise Refusal(
+            "busy",
+            f"{member.entity} was lost {len(member.losses)} times lately and rests for another {rest_s:.0f} s; "
+            "plan again without it.",
+        )
     if not turn.desk.reachable(member):
         raise Refusal("unknown_peer", f"{member.entity} is out of touch; plan again without it.")
 

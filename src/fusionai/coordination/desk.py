@@ -14,7 +14,7 @@ from typing import Final
 from fusionai.coordination.events import Fact
 from fusionai.coordination.job import Job
 from fusionai.coordination.lease import Lease, grant
-from fusionai.coordination.membership import Member
+from fusionai.coordination.membership import Member, rests_until_s
 from fusionai.coordination.pool import Pool
 from fusionai.coordination.requests import Command
 from fusionai.primitives.ids import JobId, PeerId
@@ -35,10 +35,24 @@ class DeskRules:
     heartbeat_s: float = 3.0
     unattended_s: float = 900.0
     """How long a job may stay without its driver before it is given up."""
+    losses_before_rest: int = 5
+    """A machine lost so often within `loss_window_s` is given no new work for `rest_s`; 0: it never rests."""
+    loss_window_s: float = 600.0
+    rest_s: float = 300.0
+    clear_s: float = 30.0
+    """How long a member may still hold what it had of a job that went on without it, before it is told to clear."""
     max_members: int = 2_000
     """Heartbeats of so many keep a slow core a third busy; more need another design."""
     max_live_jobs: int = 1_000
     max_invitations: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A member still holds something of `job`, which has no part for it any more; first heard at `since_s`."""
+
+    job: JobId
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +66,8 @@ class Desk:
     links: Mapping[PeerId, int] = field(default_factory=dict[PeerId, int])
     drivers: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
     progress: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
+    leftovers: Mapping[PeerId, Leftover] = field(default_factory=dict[PeerId, Leftover])
+    """By what the last heartbeat said."""
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -64,6 +80,15 @@ class Desk:
 
     def reachable(self, member: Member) -> bool:
         return member.phase in PRESENT and member.peer in self.links
+
+    def rest_left_s(self, member: Member, wall_s: float) -> float:
+        """How long this machine still rests after too many losses. A wall clock set back prolongs no rest."""
+        rules = self.rules
+        until_s = rests_until_s(
+            member, losses=rules.losses_before_rest, window_s=rules.loss_window_s, rest_s=rules.rest_s
+        )
+        left_s = until_s - wall_s
+        return left_s if 0.0 < left_s <= rules.rest_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

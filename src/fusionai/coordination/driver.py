@@ -1,47 +1,96 @@
-"""The machine of a training job's driver: attach, resume, feed, vote, journal, commit, checkpoint, end.
+"""The machine of a training job's driver: rounds of attaching and restoring, feeding, votes, commits, checkpoints.
 
-It decides which microbatch is fed when, when a step is official, when a checkpoint or an evaluation is due and when the
-job is over. It never touches a tensor, a file, a clock or a connection: `training` performs its commands.
+It decides which microbatch is fed when, when a step is official, how stages get back to it after a fault, when a
+checkpoint or an evaluation is due, when another plan is needed and when the job is over. It never touches a tensor, a
+file, a clock or a connection: `training` performs its commands, the tests' virtual world does the same.
 
-Rules kept here (numbers of the recovery protocol, docs/recovery.md): journal, then send the commit (2); commit only
-when every stage is prepared (3); resume carries the last record (5); all status, resume, all ready, only then new work
-(7); retained tensors go below the line, which is the committed step while nobody is guarded (10); replayed steps use
-the journalled record and are checked against it (21).
+Any fault that touches a stage ends the *round*: a higher fence, everybody reports, what is lost is restored, the step
+under way is done again. Rules kept here (numbers of the recovery protocol, docs/recovery.md): journal, then send the
+commit (2); commit only when every stage is prepared (3); resume carries the last record (5); all status, resume, all
+ready, only then new work (7); the line is the oldest of the newest snapshots kept (10); everybody guarded gives a
+snapshot after a recovery (11); nothing is fed beyond the line and twice the snapshot interval (12); a lost guard is
+struck out under the same plan (20); replayed steps use the journalled record and are checked against it (21).
 
-Neighbours: `coordination.stage` is the other side; `training.driver` is the shell.
+Neighbours: `driver_events` and `driver_commands` are its words, `restoring` decides who starts from what,
+`coordination.stage` is the other side; `training.driver` is the shell.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal
 
+from fusionai.coordination.driver_commands import (
+    AnnounceReady,
+    AskPlan,
+    DecideScale,
+    DriverCommand,
+    EndJob,
+    Evaluate,
+    Feed,
+    JournalCommit,
+    PassSnapshot,
+    SendAttach,
+    SendCommit,
+    SendProbe,
+    SendResume,
+    StepCommitted,
+    TellFault,
+    TellRestored,
+    WarnTolerant,
+    WriteCheckpoint,
+)
+from fusionai.coordination.driver_events import (
+    CheckpointWritten,
+    CommandFailed,
+    CommitJournalled,
+    DriverEvent,
+    EvaluationDone,
+    LinkBroken,
+    LossArrived,
+    MemberEnlisted,
+    PeerLost,
+    PlanGranted,
+    ProbeAnswered,
+    ScaleDecided,
+    SnapshotStored,
+    StageFailed,
+    StagePrepared,
+    StageReady,
+    StageReported,
+    StopAsked,
+)
+from fusionai.coordination.restoring import Restoration, StagePosition, decide
+from fusionai.coordination.roles import Roles
 from fusionai.wire.messages import CommitRecord, Fence
 
 
 class DriverPhase(Enum):
     ATTACHING = "attaching"
-    RESUMING = "resuming"
+    LOADING = "loading"
+    """Stages that lost their state get one; the others stand still."""
+    REPLAYING = "replaying"
+    """Restored stages run official steps again, their neighbours stream what they retained."""
     PROBING = "probing"
     """A microbatch crosses every stage twice, in evaluation mode, before anything counts."""
     RUNNING = "running"
     SAVING = "saving"
     """A last checkpoint before the end."""
+    WAITING = "waiting"
+    """A stage has nobody to run it; another plan is asked for."""
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShape:
-    """What the machine must know of its job. `canonical_order`: parameter keys in `model.parameters()` order."""
+    """What never changes in a job. `canonical_order`: parameter keys in `model.parameters()` order."""
 
-    stages: tuple[int, ...]
     steps: int
     microbatches: int
-    feed_window: int
-    """Microbatches that may be fed beyond those whose loss is known."""
     canonical_order: tuple[str, ...]
     checkpoint_every: int = 0
     """0: only at the end."""
@@ -49,226 +98,6 @@ class JobShape:
     """Write a checkpoint of the state the run starts from, before anything is fed."""
     evaluate_every: int = 0
     takeover: Literal["exact", "tolerant"] = "exact"
-
-
-# ------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class StageReported:
-    """Answer to an attach."""
-
-    stage: int
-    applied: int
-    prepared: int
-
-
-@dataclass(frozen=True, slots=True)
-class StageReady:
-    stage: int
-    applied: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeAnswered:
-    """The losses of the same microbatch sent twice through all stages."""
-
-    losses: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class LossArrived:
-    step: int
-    microbatch: int
-    loss: float
-
-
-@dataclass(frozen=True, slots=True)
-class StagePrepared:
-    stage: int
-    step: int
-    norms: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleDecided:
-    """The backend's answer to `DecideScale`."""
-
-    step: int
-    total_norm: float
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class CommitJournalled:
-    """The record is on disk."""
-
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointWritten:
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationDone:
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StageLost:
-    """A member is gone or can't go on."""
-
-    stage: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CommandFailed:
-    """The driver's own machine could not do what was commanded (disk full, data unreadable)."""
-
-    reason: str
-
-
-DriverEvent = (
-    CommandFailed
-    | StageReported
-    | StageReady
-    | ProbeAnswered
-    | LossArrived
-    | StagePrepared
-    | ScaleDecided
-    | CommitJournalled
-    | CheckpointWritten
-    | EvaluationDone
-    | StopAsked
-    | StageLost
-)
-
-# ----------------------------------------------------------------------------------------------------- commands
-
-
-@dataclass(frozen=True, slots=True)
-class SendAttach:
-    fence: Fence
-
-
-@dataclass(frozen=True, slots=True)
-class SendResume:
-    stage: int
-    committed: int
-    source: Literal["keep", "initialise", "import"]
-    record: CommitRecord | None
-
-
-@dataclass(frozen=True, slots=True)
-class SendProbe:
-    """Send the first microbatch of `step` through all stages twice in evaluation mode; answer `ProbeAnswered`."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceReady:
-    """Every stage is at `base`, every link is up, and a probe came back right; the first work follows."""
-
-    base: int
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """Give the microbatch's inputs to the stages that need them."""
-
-    step: int
-    microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecideScale:
-    """Reduce per-parameter norms (canonical order) to the step's scale, in the backend's arithmetic."""
-
-    step: int
-    norms: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JournalCommit:
-    """Make it official on disk; answer `CommitJournalled`. Nothing is sent before."""
-
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
-class SendCommit:
-    """With `save`, stages stream the state this commit leads to before they go on (`WriteCheckpoint` collects it)."""
-
-    record: CommitRecord
-    line: int
-    save: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WriteCheckpoint:
-    """Collect all stages' state of `step`; answer `CheckpointWritten`. `ask`: the stages have not been told yet."""
-
-    step: int
-    ask: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluate:
-    """Run the evaluation part through the state of `step`; the next step is not committed before."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
-    """For people: a step is official. `replayed`: it already was, and was computed again."""
-
-    record: CommitRecord
-    losses: tuple[float, ...]
-    replayed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EndJob:
-    """Nothing more to do. `failed` carries the reason when the job can't go on."""
-
-    steps: int
-    stopped: str | None = None
-    failed: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WarnTolerant:
-    """A replayed step came out with other bits and the job allows that; said, never hidden."""
-
-    step: int
-    detail: str
-
-
-DriverCommand = (
-    SendAttach
-    | SendResume
-    | SendProbe
-    | AnnounceReady
-    | Feed
-    | DecideScale
-    | JournalCommit
-    | SendCommit
-    | WriteCheckpoint
-    | Evaluate
-    | StepCommitted
-    | EndJob
-    | WarnTolerant
-)
 
 
 def norms_hash(norms: Mapping[str, float]) -> str:
@@ -284,34 +113,66 @@ class DriverMachine:
     """See the module. `start` gives the first commands; `handle` takes an event, returns commands."""
 
     shape: JobShape
-    fence: Fence
+    roles: Roles
+    incarnation: int
     learning_rate: Callable[[int], float]
     """Step -> learning rate, pure."""
-    journal: Sequence[CommitRecord]
-    """Records of steps `base`, `base` + 1, ...: official already, to be replayed."""
-    base: int
-    """Steps applied in the state the stages start from."""
-    source: Literal["initialise", "import"] = "initialise"
+    official: int = 0
+    """Number of journalled commits."""
+    records: dict[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
+    """Of every official step from one before the newest checkpoint on."""
+    saved: int = -1
+    """Step of the newest complete checkpoint, -1 without any."""
     phase: DriverPhase = DriverPhase.ATTACHING
     step: int = 0
-    """The next step to be committed."""
-    story: list[str] = field(default_factory=list)
-    _reported: set[int] = field(default_factory=set)
-    _ready: set[int] = field(default_factory=set)
+    """The next step to be committed; behind `official` while everybody replays from a checkpoint."""
+    line: int = 0
+    attempt: int = -1
+    story: list[str] = field(default_factory=list[str])
+    _positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
+    _snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
+    """Member -> the (stage, step) it holds, as told in this round."""
+    _guards: dict[int, str] = field(default_factory=dict[int, str])
+    """Those of the plan that live."""
+    _acked: dict[int, int] = field(default_factory=dict[int, int])
+    """Guarded stage -> newest snapshot its guard holds."""
+    _lost: set[str] = field(default_factory=set[str])
+    """Members of the plan that are gone."""
+    _restoration: Restoration | None = None
+    _loaded: set[int] = field(default_factory=set[int])
+    _ready: set[int] = field(default_factory=set[int])
+    _replayed: dict[int, int] = field(default_factory=dict[int, int])
+    """Replaying stage -> its next step."""
+    _probed: bool = False
     _fed: tuple[int, int] = (0, 0)
-    _losses: dict[int, dict[int, float]] = field(default_factory=dict)
-    _norms: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict)
+    _losses: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
+    _norms: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict[int, dict[int, Mapping[str, float]]])
+    _history: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
+    """Norms of official steps that may be replayed, to check the replay."""
     _deciding: bool = False
+    _journalling: CommitRecord | None = None
     _saving: int | None = None
-    _evaluating: bool = False
+    _asked: bool = False
+    """Whether stages have to export before they may be fed."""
+    _evaluating: int | None = None
+    _pending: Roles | None = None
+    """A plan to go over to when nothing is under way."""
+    _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
+    _stage_faults: Counter[int] = field(default_factory=Counter[int])
+    """Both since the last commit."""
     _stop: str | None = None
 
     # ------------------------------------------------------------------------------------------------ interface
 
+    @property
+    def fence(self) -> Fence:
+        return Fence(self.roles.version, self.incarnation, self.attempt)
+
     def start(self) -> list[DriverCommand]:
-        self.step = self.base
-        self._fed = (self.base, 0)
-        return [SendAttach(self.fence)]
+        self.step = self.official
+        self.line = self._checkpoint
+        self._guards = dict(self.roles.guards)
+        return self._begin_round()
 
     def handle(self, event: DriverEvent) -> list[DriverCommand]:
         """Apply one event; one that has no row for the present phase is late or void and changes nothing."""
@@ -324,25 +185,148 @@ class DriverMachine:
         assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
         return commands
 
-    # ----------------------------------------------------------------------------------------------- transitions
+    # ---------------------------------------------------------------------------------------------------- rounds
+
+    def _begin_round(self) -> list[DriverCommand]:
+        """Everything of the step under way is void, but for a commit on its way to the disk."""
+        self.phase = DriverPhase.ATTACHING
+        self.attempt += 1
+        self._positions.clear()
+        self._snapshots.clear()
+        self._restoration = None
+        self._loaded.clear()
+        self._ready.clear()
+        self._replayed.clear()
+        self._deciding = self._asked = False
+        self._saving = None
+        kept = set[int]() if self._journalling is None else {self._journalling.step}
+        self._losses = {step: losses for step, losses in self._losses.items() if step in kept}
+        self._norms = {step: norms for step, norms in self._norms.items() if step in kept}
+        return [SendAttach(self.fence, self.roles, dict(self._guards))]
+
+    def on_enlisted(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, MemberEnlisted)
+        self._snapshots[event.peer] = event.snapshots
+        return self._restore_if_all_answered()
 
     def on_reported(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, StageReported)
-        self._reported.add(event.stage)
-        if not self._reported >= set(self.shape.stages):
+        self._positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
+        return self._restore_if_all_answered()
+
+    def _restore_if_all_answered(self) -> list[DriverCommand]:
+        """First barrier: nobody is told anything before everybody, and the journal, has spoken (rule 7)."""
+        members = {*self.roles.places.values(), *self._guards.values()}
+        answered = self._positions.keys() >= self.roles.places.keys() and self._snapshots.keys() >= members
+        if not answered or self._journalling is not None:
             return []
-        self.phase = DriverPhase.RESUMING
-        return [SendResume(stage, self.base, self.source, None) for stage in self.shape.stages]
+        restoration = self._restoration = decide(
+            self.roles,
+            self._positions,
+            self._snapshots,
+            committed=self.step,
+            checkpoint=self._checkpoint,
+            records_from=min(self.records, default=self.step),
+        )
+        if restoration.rollback:
+            self._roll_back(restoration.base)
+        self._acked = {
+            stage: max(held)
+            for stage, guard in self._guards.items()
+            if (held := [step for at, step in self._snapshots[guard] if at == stage and step <= self.step])
+        }
+        self._fed = (self.step, 0)
+        self._ready = {stage for stage in self.roles.stages if stage not in restoration.sources}
+        self.phase = DriverPhase.LOADING
+        told = TellRestored(self.step, restoration.base, tuple(restoration.sources), restoration.rollback)
+        return [told, *self._load(restoration)]
+
+    def _roll_back(self, base: int) -> None:
+        """Everybody starts again from the checkpoint; snapshots of later steps are nobody's base any more."""
+        self.step = self.line = base
+        self._snapshots = {
+            peer: frozenset((stage, step) for stage, step in held if step <= base)
+            for peer, held in self._snapshots.items()
+        }
+        self._history.clear()
+        if self._evaluating is not None and self._evaluating > base:
+            self._evaluating = None
+
+    def _load(self, restoration: Restoration) -> list[DriverCommand]:
+        self._ready.clear()
+        if not restoration.sources:
+            return self._go_on()
+        self._replayed = dict.fromkeys(restoration.sources, restoration.base)
+        passed: list[DriverCommand] = [
+            PassSnapshot(stage, restoration.base, holder, self.roles.places[stage])
+            for stage, holder in restoration.holders.items()
+        ]
+        replaying = frozenset(restoration.sources)
+        return passed + [
+            SendResume(
+                stage,
+                committed=self.step,
+                source=source,
+                base=restoration.base,
+                records=tuple(self.records[step] for step in range(restoration.base, self.step)),
+                replaying=replaying,
+                snapshot=self._wants_snapshot(stage),
+            )
+            for stage, source in restoration.sources.items()
+        ]
+
+    def on_loaded(self, event: DriverEvent) -> list[DriverCommand]:
+        """Second barrier: those that lost their state have one again."""
+        assert isinstance(event, StageReady) and self._restoration is not None
+        base, restored = self._restoration.base, self._restoration.sources.keys()
+        if event.applied != base or event.stage not in restored:
+            return self._fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
+        self._loaded.add(event.stage)
+        return self._go_on() if self._loaded >= restored else []
+
+    def _go_on(self) -> list[DriverCommand]:
+        """The others come to the official step and stream what they retained; the restored ones replay."""
+        assert self._restoration is not None
+        self.phase = DriverPhase.REPLAYING
+        base, replaying = self._restoration.base, frozenset(self._restoration.sources)
+        if base == self.step:
+            self._ready |= self._loaded
+        last = tuple(self.records[step] for step in (self.step - 1,) if step in self.records)
+        resumes: list[DriverCommand] = [
+            SendResume(
+                stage,
+                committed=self.step,
+                source="keep",
+                base=base,
+                records=last,
+                replaying=replaying,
+                snapshot=self._wants_snapshot(stage),
+            )
+            for stage in self.roles.stages
+            if stage not in replaying
+        ]
+        self._fed = (base, 0)
+        return [*resumes, *self._feed_replay(), *self._run_if_all_ready()]
+
+    def _wants_snapshot(self, stage: int) -> bool:
+        return stage in self._guards and self._acked.get(stage, -1) < self.step
 
     def on_ready(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, StageReady)
-        if event.applied != self.base:
-            return self._fail(f"stage {event.stage} is at step {event.applied} instead of {self.base}")
+        if event.applied != self.step:
+            return self._fail(f"stage {event.stage} is at step {event.applied} instead of {self.step}")
         self._ready.add(event.stage)
-        if not self._ready >= set(self.shape.stages):
+        return self._run_if_all_ready()
+
+    def _run_if_all_ready(self) -> list[DriverCommand]:
+        """Third barrier: all are at the official step; only now new work (rule 7)."""
+        if not self._ready >= set(self.roles.stages):
             return []
+        self._fed = (self.step, 0)
+        if self._probed:
+            return self._run()
         self.phase = DriverPhase.PROBING
-        return [SendProbe(self.base)]
+        return [SendProbe(min(self.step, self.shape.steps - 1))]
 
     def on_probed(self, event: DriverEvent) -> list[DriverCommand]:
         """Ready is said only now. Two passes over the same state must agree to the bit, or no replay ever will."""
@@ -353,18 +337,54 @@ class DriverMachine:
             detail = f"the same microbatch crossed the stages twice and gave {first!r} and {second!r}"
             if self.shape.takeover == "exact":
                 return self._fail(f"the probe did not come back right: {detail}")
-            warnings.append(WarnTolerant(self.base, detail))
-        self.phase = DriverPhase.RUNNING
-        return [*warnings, *self._begin()]
+            warnings.append(WarnTolerant(self.step, detail))
+        self._probed = True
+        return [*warnings, AnnounceReady(self.step), *self._run()]
 
-    def _begin(self) -> list[DriverCommand]:
-        ready = AnnounceReady(self.base)
-        if self.step >= self.shape.steps:
-            return [ready, *self._end()]
-        if self.shape.save_base:
-            self._saving = self.base
-            return [ready, WriteCheckpoint(self.base, ask=True)]
-        return [ready, *self._feed()]
+    def _run(self) -> list[DriverCommand]:
+        """What the fault interrupted is taken up again: a checkpoint, an evaluation, the end."""
+        last = self.step >= self.shape.steps or self._stop is not None
+        self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
+        commands: list[DriverCommand] = []
+        if self._is_save_owed(last):
+            self._saving, self._asked = self.step, True
+            commands.append(WriteCheckpoint(self.step, ask=True))
+        if self._evaluating is not None:
+            commands.append(Evaluate(self._evaluating))
+        if last:
+            return [*commands, *self._end_if_settled()]
+        return [*commands, *self._feed(), *self._change_plan_if_quiet()]
+
+    # -------------------------------------------------------------------------------------------------- replaying
+
+    def _feed_replay(self) -> list[DriverCommand]:
+        """Inputs for the stages that replay, two steps ahead of the slowest of them."""
+        fed = frozenset(stage for stage in self._replayed if stage in self.roles.fed)
+        if not fed:
+            return []
+        commands: list[DriverCommand] = []
+        below = min(self.step, min(self._replayed[stage] for stage in fed) + REPLAY_AHEAD)
+        while self._fed[0] < below:
+            commands.append(Feed(*self._fed, only=fed))
+            self._fed = self._after(self._fed)
+        return commands
+
+    def on_replayed(self, event: DriverEvent) -> list[DriverCommand]:
+        """A stage has run an official step again: its norms must be those of the first time (rule 21)."""
+        assert isinstance(event, StagePrepared)
+        if self._replayed.get(event.stage) != event.step or event.step >= self.step:
+            return []
+        self._replayed[event.stage] = event.step + 1
+        known = self._history.get(event.step)
+        differing = [key for key in sorted(event.norms) if known is not None and known.get(key) != event.norms[key]]
+        if not differing:
+            return self._feed_replay()
+        detail = f"stage {event.stage} replayed step {event.step} with another norm of {', '.join(differing[:3])}"
+        if self.shape.takeover == "exact":
+            return self._fail(f"replay is not exact: {detail}")
+        return [WarnTolerant(event.step, detail), *self._feed_replay()]
+
+    # ----------------------------------------------------------------------------------------------- normal steps
 
     def on_loss(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, LossArrived)
@@ -377,13 +397,29 @@ class DriverMachine:
 
     def on_prepared(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, StagePrepared)
-        if event.step != self.step or event.stage not in self.shape.stages:
+        if event.step != self.step or event.stage not in self.roles.places:
             return []
         self._norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
         return self._decide()
 
+    def _decide(self) -> list[DriverCommand]:
+        """All losses and all votes are in, and no evaluation still needs the state: reduce the norms."""
+        voted = self._norms.get(self.step, {}).keys() == self.roles.places.keys()
+        computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
+        held = self._deciding or self._evaluating is not None or self._saving is not None
+        if not (voted and computed) or held or self._journalling is not None:
+            return []  # one checkpoint at a time: a commit never overtakes the state still being collected
+        self._deciding = True
+        norms = self._all_norms()
+        unknown = norms.keys() - set(self.shape.canonical_order)
+        if unknown:
+            return self._fail(f"norms of parameters the model does not have: {', '.join(sorted(unknown)[:5])}")
+        return [DecideScale(self.step, tuple(norms[key] for key in self.shape.canonical_order if key in norms))]
+
     def on_scale(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, ScaleDecided)
+        if not self._deciding or event.step != self.step:
+            return []  # asked before a fault
         losses = self._step_losses()
         record = CommitRecord(
             step=event.step,
@@ -395,72 +431,13 @@ class DriverMachine:
             fence=self.fence,
             loss=sum(losses) / len(losses),
         )
-        journalled = self._journalled(event.step)
-        if journalled is None:
-            return [JournalCommit(record)]
-        return self._replay(record, journalled)
+        self._deciding = False
+        if event.step < self.official:
+            return self._check_replay(record, self.records[event.step])
+        self._journalling = record
+        return [JournalCommit(record)]
 
-    def on_journalled(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CommitJournalled)
-        return self._commit(event.record, replayed=False)
-
-    def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CheckpointWritten)
-        self._saving = None
-        if self.phase is DriverPhase.SAVING:
-            return self._end_if_settled()
-        return [*self._feed(), *self._decide()]
-
-    def on_evaluated(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, EvaluationDone)
-        self._evaluating = False
-        return self._end_if_settled() if self.phase is DriverPhase.SAVING else self._decide()
-
-    def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
-        """Before anything ran there is nothing to save; in a step, the step is finished first."""
-        assert isinstance(event, StopAsked)
-        self._stop = event.reason
-        return [] if self.phase is DriverPhase.RUNNING else self._end()
-
-    def on_lost(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StageLost)
-        return self._fail(f"stage {event.stage} was lost: {event.reason}")
-
-    def on_command_failed(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CommandFailed)
-        return self._fail(event.reason)
-
-    # -------------------------------------------------------------------------------------------------- decisions
-
-    def _feed(self) -> list[DriverCommand]:
-        """Feed in order, never more than the window beyond the losses known, at most one step ahead of the vote."""
-        if self._saving == self.base and self.shape.save_base:
-            return []
-        commands: list[DriverCommand] = []
-        known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
-        last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
-        while self._fed[0] <= last:
-            step, microbatch = self._fed
-            if step * self.shape.microbatches + microbatch >= known + self.shape.feed_window:
-                break
-            commands.append(Feed(step, microbatch))
-            self._fed = (step, microbatch + 1) if microbatch + 1 < self.shape.microbatches else (step + 1, 0)
-        return commands
-
-    def _decide(self) -> list[DriverCommand]:
-        """All losses and all votes are in, and no evaluation still needs the state: reduce the norms."""
-        voted = set(self._norms.get(self.step, {})) == set(self.shape.stages)
-        computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
-        if not (voted and computed) or self._deciding or self._evaluating or self._saving is not None:
-            return []  # one checkpoint at a time: a commit never overtakes the state still being collected
-        self._deciding = True
-        norms = self._all_norms()
-        unknown = norms.keys() - set(self.shape.canonical_order)
-        if unknown:
-            return self._fail(f"norms of parameters the model does not have: {', '.join(sorted(unknown)[:5])}")
-        return [DecideScale(self.step, tuple(norms[key] for key in self.shape.canonical_order if key in norms))]
-
-    def _replay(self, computed: CommitRecord, journalled: CommitRecord) -> list[DriverCommand]:
+    def _check_replay(self, computed: CommitRecord, journalled: CommitRecord) -> list[DriverCommand]:
         same = computed.norms_hash == journalled.norms_hash and computed.loss.hex() == journalled.loss.hex()
         if same:
             return self._commit(journalled, replayed=True)
@@ -472,40 +449,238 @@ class DriverMachine:
             return [WarnTolerant(computed.step, detail), *self._commit(journalled, replayed=True)]
         return self._fail(f"replay is not exact: {detail}")
 
-    def _commit(self, record: CommitRecord, *, replayed: bool) -> list[DriverCommand]:
-        losses = self._step_losses()
+    def on_journalled(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, CommitJournalled)
+        self._journalling = None
+        self.official = event.record.step + 1
+        return self._commit(event.record, replayed=False)
+
+    def on_journalled_in_a_round(self, event: DriverEvent) -> list[DriverCommand]:
+        """A fault came between the vote and the disk: the step is official, the stages learn it from their resume."""
+        assert isinstance(event, CommitJournalled)
+        self._journalling = None
+        self.official = event.record.step + 1
+        told = self._make_official(event.record, replayed=False)
+        self._evaluate_if_due()
+        attaching = self.phase is DriverPhase.ATTACHING
+        return [told, *(self._restore_if_all_answered() if attaching else [])]
+
+    def _make_official(self, record: CommitRecord, *, replayed: bool) -> StepCommitted:
+        told = StepCommitted(record, self._step_losses(), replayed)
+        self.records[record.step] = record
+        self._history[record.step] = self._all_norms()
         self._losses.pop(record.step, None)
         self._norms.pop(record.step, None)
-        self._deciding = False
         self.step = record.step + 1
+        self._link_faults.clear()
+        self._stage_faults.clear()
+        self._move_line()
+        return told
+
+    def _commit(self, record: CommitRecord, *, replayed: bool) -> list[DriverCommand]:
+        told = self._make_official(record, replayed=replayed)
         last = self.step >= self.shape.steps or self._stop is not None
-        save = last or self._is_save_due()
-        commands: list[DriverCommand] = [
-            SendCommit(record, line=self.step, save=save),
-            StepCommitted(record, losses, replayed),
-        ]
+        save = self._is_save_owed(last)
+        commands: list[DriverCommand] = [SendCommit(record, line=self.line, save=save), told]
         if save:
             self._saving = self.step
             commands.append(WriteCheckpoint(self.step, ask=False))
-        commands += self._evaluate_if_due()
+        if self._evaluate_if_due():
+            commands.append(Evaluate(self.step))
         if last:
             self.phase = DriverPhase.SAVING
-            return commands
-        return [*commands, *self._feed()]
+            return [*commands, *self._end_if_settled()]
+        return [*commands, *self._feed(), *self._change_plan_if_quiet()]
 
-    def _is_save_due(self) -> bool:
-        """Replayed steps lie behind a checkpoint that is there already."""
-        every = self.shape.checkpoint_every
-        return every > 0 and self.step % every == 0 and self.step > self.base + len(self.journal)
-
-    def _evaluate_if_due(self) -> list[DriverCommand]:
-        if not self.shape.evaluate_every or self.step % self.shape.evaluate_every:
+    def on_snapshot(self, event: DriverEvent) -> list[DriverCommand]:
+        """A guard has a newer state of its stage: tensors before the oldest of these are needed by nobody."""
+        assert isinstance(event, SnapshotStored)
+        if self._guards.get(event.stage) != event.peer or event.step > self.step:
             return []
-        self._evaluating = True
-        return [Evaluate(self.step)]
+        self._acked[event.stage] = max(event.step, self._acked.get(event.stage, -1))
+        self._move_line()
+        return self._feed() if self.phase is DriverPhase.RUNNING else []
+
+    def _move_line(self) -> None:
+        """Rule 10. What lies below the line and below the newest checkpoint is forgotten here as well."""
+        newest = [self._acked.get(stage, self.line) for stage in self._guards]
+        self.line = max(self.line, min(newest, default=self.step))
+        below = min(self.line, self._checkpoint)
+        self.records = {step: record for step, record in self.records.items() if step >= below - 1}
+        self._history = {step: norms for step, norms in self._history.items() if step >= self.line}
+
+    def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, CheckpointWritten)
+        self.saved = max(self.saved, event.step)
+        if self._saving == event.step:
+            self._saving, self._asked = None, False
+        match self.phase:
+            case DriverPhase.SAVING:
+                return self._end_if_settled()
+            case DriverPhase.RUNNING:
+                return [*self._feed(), *self._decide(), *self._change_plan_if_quiet()]
+            case _:
+                return []
+
+    def on_evaluated(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, EvaluationDone)
+        if event.step != self._evaluating:
+            return []
+        self._evaluating = None
+        match self.phase:
+            case DriverPhase.SAVING:
+                return self._end_if_settled()
+            case DriverPhase.RUNNING:
+                return [*self._decide(), *self._change_plan_if_quiet()]
+            case _:
+                return []
+
+    def _feed(self) -> list[DriverCommand]:
+        """Feed in order: never more than the window beyond the losses known, at most one step ahead of the vote, never
+        so far that what must be retained grows without bound (rule 12), nothing new while another plan waits."""
+        if self._asked:
+            return []
+        commands: list[DriverCommand] = []
+        known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
+        last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
+        if self._guards:
+            last = min(last, self.line + 2 * self.roles.snapshot_every - 1)
+        if self._pending is not None:
+            last = min(last, self._fed[0] if self._fed[1] else self._fed[0] - 1)
+        while self._fed[0] <= last:
+            step, microbatch = self._fed
+            if step * self.shape.microbatches + microbatch >= known + self.roles.feed_window:
+                break
+            commands.append(Feed(step, microbatch))
+            self._fed = self._after(self._fed)
+        return commands
+
+    def _after(self, fed: tuple[int, int]) -> tuple[int, int]:
+        step, microbatch = fed
+        return (step, microbatch + 1) if microbatch + 1 < self.shape.microbatches else (step + 1, 0)
+
+    # ----------------------------------------------------------------------------------------------- faults, plans
+
+    def on_peer_lost(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, PeerLost)
+        return self._lose(event.peer, "peer", event.reason)
+
+    def _lose(self, peer: str, kind: Literal["peer", "stage", "link"], reason: str) -> list[DriverCommand]:
+        present = {*self.roles.places.values(), *self._guards.values()}
+        if peer in self._lost or peer not in present:
+            return []
+        self._lost.add(peer)
+        if self._pending is not None and peer in self._pending.members:
+            self._pending = None
+        stages = self.roles.stages_of(peer)
+        self._guards = {stage: guard for stage, guard in self._guards.items() if guard != peer}
+        if not stages:
+            return [TellFault("guard", peer, (), self.step, reason), *self._without_guard(peer)]
+        if peer == self.roles.owner:
+            return self._fail(f"stage {stages[0]} of the job's own machine failed: {reason}")
+        told = TellFault(kind, peer, stages, self.step, reason)
+        if self._pending is not None:
+            return [told, *self._adopt(self._pending)]
+        self.phase = DriverPhase.WAITING
+        return [told, AskPlan(frozenset(self._lost), reason)]
+
+    def _without_guard(self, peer: str) -> list[DriverCommand]:
+        """No round for a lost guard (rule 20), unless somebody waits for its snapshot right now."""
+        self._snapshots.pop(peer, None)
+        self._move_line()
+        match self.phase:
+            case DriverPhase.ATTACHING:
+                return self._restore_if_all_answered()
+            case DriverPhase.LOADING if self._restoration and peer in self._restoration.holders.values():
+                return self._begin_round()
+            case DriverPhase.RUNNING:
+                return self._feed()
+            case _:
+                return []
+
+    def on_link_broken(self, event: DriverEvent) -> list[DriverCommand]:
+        """Once: another round over the same plan. Again before any commit: one of the two has to go."""
+        assert isinstance(event, LinkBroken)
+        pair = frozenset((event.reporter, event.other))
+        if not pair <= self._workers() or pair & self._lost:
+            return []
+        self._link_faults[pair] += 1
+        if self._link_faults[pair] > 1:
+            return self._lose(self._blamed(pair), "link", event.reason)
+        stages = self.roles.stages_of(event.other)
+        return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
+
+    def _workers(self) -> frozenset[str]:
+        return frozenset(self.roles.places.values())
+
+    def _blamed(self, pair: Iterable[str]) -> str:
+        """Never the driver's own machine; else who has trouble with most others, else who can be replaced at once."""
+
+        def weight(peer: str) -> tuple[int, bool, str]:
+            troubles = sum(peer in other for other in self._link_faults)
+            guarded = all(stage in self._guards for stage in self.roles.stages_of(peer))
+            return (troubles, guarded, peer)
+
+        return max((peer for peer in pair if peer != self.roles.owner), key=weight)
+
+    def on_stage_failed(self, event: DriverEvent) -> list[DriverCommand]:
+        """Once: another round. Twice: another peer. Three times: it is not the peer."""
+        assert isinstance(event, StageFailed)
+        self._stage_faults[event.stage] += 1
+        times = self._stage_faults[event.stage]
+        peer = self.roles.places[event.stage]
+        if event.fatal or times > 2:
+            return self._fail(f"stage {event.stage} failed: {event.reason}")
+        if times > 1:
+            return self._lose(peer, "stage", event.reason)
+        return [TellFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
+
+    def on_plan(self, event: DriverEvent) -> list[DriverCommand]:
+        """At once when a stage waits for somebody, otherwise when nothing is under way."""
+        assert isinstance(event, PlanGranted)
+        newest = self._pending or self.roles
+        if event.roles.version <= newest.version:
+            return []
+        if self.phase is DriverPhase.WAITING:
+            return self._adopt(event.roles)
+        if event.roles.members & self._lost:
+            return []  # overtaken by a fault; the next one is on its way
+        self._pending = event.roles
+        return self._change_plan_if_quiet() if self.phase is DriverPhase.RUNNING else []
+
+    def _change_plan_if_quiet(self) -> list[DriverCommand]:
+        """At a step's boundary with nothing fed, a plan costs no work. State that moves goes by way of a checkpoint."""
+        busy = self._fed != (self.step, 0) or self._saving is not None or self._evaluating is not None
+        if self._pending is None or busy or self.phase is not DriverPhase.RUNNING:
+            return []
+        if self.roles.moves(self._pending) and self.saved < self.step:
+            self._saving, self._asked = self.step, True
+            return [WriteCheckpoint(self.step, ask=True)]
+        return self._adopt(self._pending)
+
+    def _adopt(self, roles: Roles) -> list[DriverCommand]:
+        self._pending = None
+        self.roles = roles
+        self._lost.clear()
+        self._guards = dict(roles.guards)
+        return self._begin_round()
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
+        """Before anything ran, or with a stage missing, there is nothing to save; in a step, it is finished first."""
+        assert isinstance(event, StopAsked)
+        self._stop = event.reason
+        if self.phase is DriverPhase.WAITING or not self._probed:
+            return self._end()
+        return []
+
+    def on_command_failed(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, CommandFailed)
+        return self._fail(event.reason)
 
     def _end_if_settled(self) -> list[DriverCommand]:
-        return [] if self._evaluating or self._saving is not None else self._end()
+        return [] if self._evaluating is not None or self._saving is not None else self._end()
 
     def _end(self) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED
@@ -515,18 +690,33 @@ class DriverMachine:
         self.phase = DriverPhase.ENDED
         return [EndJob(self.step, failed=reason)]
 
+    # ---------------------------------------------------------------------------------------------------- details
+
+    @property
+    def _checkpoint(self) -> int:
+        """Where everybody can start again: the newest complete checkpoint, or the beginning."""
+        return max(self.saved, 0)
+
+    def _is_save_owed(self, last: bool) -> bool:
+        every = self.shape.checkpoint_every
+        at_base = self.shape.save_base and self.saved < 0
+        return self.saved < self.step and (last or at_base or (every > 0 and self.step > 0 and self.step % every == 0))
+
+    def _evaluate_if_due(self) -> bool:
+        if self.shape.evaluate_every and self.step % self.shape.evaluate_every == 0:
+            self._evaluating = self.step
+        return self._evaluating is not None
+
     def _all_norms(self) -> dict[str, float]:
         return {key: norm for norms in self._norms[self.step].values() for key, norm in norms.items()}
 
     def _step_losses(self) -> tuple[float, ...]:
         return tuple(self._losses[self.step][index] for index in range(self.shape.microbatches))
 
-    def _journalled(self, step: int) -> CommitRecord | None:
-        index = step - self.base
-        return self.journal[index] if index < len(self.journal) else None
-
 
 STORY_LENGTH: Final = 24
+REPLAY_AHEAD: Final = 2
+"""Steps that may be fed beyond what the slowest replaying stage has done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,45 +727,52 @@ class DriverTransition:
     targets: frozenset[DriverPhase]
 
 
+_A, _L, _R, _P, _G, _S, _W, _E = (
+    DriverPhase.ATTACHING,
+    DriverPhase.LOADING,
+    DriverPhase.REPLAYING,
+    DriverPhase.PROBING,
+    DriverPhase.RUNNING,
+    DriverPhase.SAVING,
+    DriverPhase.WAITING,
+    DriverPhase.ENDED,
+)
+_ROUND: Final = (_L, _R, _P, _G, _S, _E)
+"""Where a completed barrier may lead at once."""
+
+
 def _row(act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]], *targets: DriverPhase) -> DriverTransition:
     return DriverTransition(act, frozenset(targets))
 
 
-_A, _R, _P, _G, _S, _E = (
-    DriverPhase.ATTACHING,
-    DriverPhase.RESUMING,
-    DriverPhase.PROBING,
-    DriverPhase.RUNNING,
-    DriverPhase.SAVING,
-    DriverPhase.ENDED,
-)
-
 TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
-    (_A, StageReported): _row(DriverMachine.on_reported, _A, _R),
-    (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _E),
-    (_P, ProbeAnswered): _row(DriverMachine.on_probed, _G, _E),
-    (_P, StopAsked): _row(DriverMachine.on_stop, _E),
-    (_P, StageLost): _row(DriverMachine.on_lost, _E),
-    (_P, CommandFailed): _row(DriverMachine.on_command_failed, _E),
+    (_A, MemberEnlisted): _row(DriverMachine.on_enlisted, _A, *_ROUND),
+    (_A, StageReported): _row(DriverMachine.on_reported, _A, *_ROUND),
+    (_A, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _A, *_ROUND),
+    (_W, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _W),
+    (_L, StageReady): _row(DriverMachine.on_loaded, *_ROUND),
+    (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _G, _S, _A, _E),
+    (_R, StagePrepared): _row(DriverMachine.on_replayed, _R, _E),
+    (_P, ProbeAnswered): _row(DriverMachine.on_probed, _G, _S, _A, _E),
     (_G, LossArrived): _row(DriverMachine.on_loss, _G, _E),
     (_G, StagePrepared): _row(DriverMachine.on_prepared, _G, _E),
-    (_G, ScaleDecided): _row(DriverMachine.on_scale, _G, _S, _E),
-    (_G, CommitJournalled): _row(DriverMachine.on_journalled, _G, _S),
-    (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _E),
+    (_G, ScaleDecided): _row(DriverMachine.on_scale, _G, _S, _A, _E),
+    (_G, CommitJournalled): _row(DriverMachine.on_journalled, _G, _S, _A, _E),
+    **{(phase, CheckpointWritten): _row(DriverMachine.on_checkpoint, phase) for phase in (_A, _L, _R, _P, _W)},
+    (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _A, _E),
     (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),
-    (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _E),
+    (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _A, _E),
     (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S, _E),
-    (_A, StopAsked): _row(DriverMachine.on_stop, _E),
-    (_R, StopAsked): _row(DriverMachine.on_stop, _E),
-    (_G, StopAsked): _row(DriverMachine.on_stop, _G),
-    (_A, StageLost): _row(DriverMachine.on_lost, _E),
-    (_A, CommandFailed): _row(DriverMachine.on_command_failed, _E),
-    (_R, StageLost): _row(DriverMachine.on_lost, _E),
-    (_R, CommandFailed): _row(DriverMachine.on_command_failed, _E),
-    (_G, StageLost): _row(DriverMachine.on_lost, _E),
-    (_G, CommandFailed): _row(DriverMachine.on_command_failed, _E),
-    (_S, StageLost): _row(DriverMachine.on_lost, _E),
-    (_S, CommandFailed): _row(DriverMachine.on_command_failed, _E),
+    **{(phase, SnapshotStored): _row(DriverMachine.on_snapshot, phase) for phase in (_R, _P, _G, _S)},
+    **{(phase, PeerLost): _row(DriverMachine.on_peer_lost, phase, _A, _W, _E) for phase in (_L, _R, _P, _G, _S, _W)},
+    (_A, PeerLost): _row(DriverMachine.on_peer_lost, _A, _W, *_ROUND),
+    **{
+        (phase, LinkBroken): _row(DriverMachine.on_link_broken, phase, _A, _W, _E) for phase in (_A, _L, _R, _P, _G, _S)
+    },
+    **{(phase, StageFailed): _row(DriverMachine.on_stage_failed, _A, _W, _E) for phase in (_A, _L, _R, _P, _G, _S)},
+    **{(phase, PlanGranted): _row(DriverMachine.on_plan, phase, _A) for phase in (_A, _L, _R, _P, _G, _S, _W)},
+    **{(phase, StopAsked): _row(DriverMachine.on_stop, phase, _E) for phase in (_A, _L, _R, _P, _G, _S, _W)},
+    **{(phase, CommandFailed): _row(DriverMachine.on_command_failed, _E) for phase in (_A, _L, _R, _P, _G, _S, _W)},
 }
 """(phase, event) -> transition. What is not here comes too late to matter and changes nothing."""
 

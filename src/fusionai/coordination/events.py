@@ -23,10 +23,11 @@ PlanBytes = Annotated[bytes, Meta(max_length=16_777_216)]
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The stages one member runs in a plan."""
+    """One member's part in a plan: the stages it runs and those it guards. A reserved spare has `stages` empty."""
 
     peer: Peer
     stages: tuple[Index, ...]
+    guards: tuple[Index, ...] = ()
 
 
 class _Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="e"):
@@ -75,12 +76,6 @@ class MemberLeft(_Fact, frozen=True, tag="member_left"):
 
 
 class MemberLost(_Fact, frozen=True, tag="member_lost"):
-    peer: Peer
-    boot: Count
-    reason: Text
-
-
-class MemberEvicted(_Fact, frozen=True, tag="member_evicted"):
     peer: Peer
     boot: Count
     reason: Text
@@ -149,7 +144,6 @@ Fact = (
     | MemberDraining
     | MemberLeft
     | MemberLost
-    | MemberEvicted
     | JobRequested
     | PlanMinted
     | JobStarted

@@ -79,10 +79,12 @@ def _request_again(job: Job, fact: JobRequested) -> tuple[Job, tuple[Any, ...]]:
 
 
 def _plan(job: Job, fact: PlanMinted) -> tuple[Job, tuple[Any, ...]]:
-    members = len(fact.members)
-    return _tell(
-        replace(job, plan_version=fact.version), fact.at_s, f"plan version {fact.version} on {members} members"
-    ), ()
+    working = sum(bool(member.stages) for member in fact.members)
+    spares = len(fact.members) - working
+    text = f"plan version {fact.version} on {working} members"
+    if spares:
+        text += f", guarded by {spares} more"
+    return _tell(replace(job, plan_version=fact.version), fact.at_s, text), ()
 
 
 def _start(job: Job, fact: JobStarted) -> tuple[Job, tuple[Any, ...]]:

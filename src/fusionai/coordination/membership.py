@@ -1,7 +1,10 @@
 """One process that lends a machine: from certificate to departure. Decides when it may be given stages.
 
 A member is (peer, boot number): a process started anew is a new member in the old one's place. `idle` members are the
-backup pool. Never decides *when* somebody is lost (`presence`) or *who* gets a stage (`assignment`).
+backup pool, except for those that *rest*: a machine lost often in a short time is offered to nobody for a while
+(`rests_until_s`). Resting is no phase: it follows from the journalled losses and the time, and ends by itself.
+
+Never decides *when* somebody is lost (`presence`) or *who* gets a stage (`assignment`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from typing import Any, Final, Literal
 from fusionai.coordination.events import (
     KeyVouched,
     MemberDraining,
-    MemberEvicted,
     MemberLeft,
     MemberLost,
     MemberRegistered,
@@ -21,16 +23,18 @@ from fusionai.coordination.events import (
 from fusionai.coordination.machine import Machine, State, Transition
 from fusionai.primitives.ids import JobId, PeerId, short
 
-Phase = Literal["joining", "idle", "active", "draining", "left", "evicted", "lost"]
+Phase = Literal["joining", "idle", "active", "draining", "left", "lost"]
 REMEMBERED_BOOTS: Final = 16
+REMEMBERED_LOSSES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A plan gives this member stages of a job. Follows from `PlanMinted`."""
+    """A plan gives this member stages of a job, or stages to guard. Follows from `PlanMinted`."""
 
     job: JobId
     stages: tuple[int, ...]
+    guards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member(State):
-    """`profile` and `addresses` are what the process registered with; `job` is set while it holds stages."""
+    """`profile` and `addresses` are what the process registered with; `job` is set while it has a part in one."""
 
     peer: PeerId
     boot: int = 0
@@ -48,6 +52,13 @@ class Member(State):
     addresses: tuple[str, ...] = ()
     job: JobId | None = None
     stages: tuple[int, ...] = ()
+    """Stages it runs; none for a spare that only guards."""
+    guards: tuple[int, ...] = ()
+    """Stages whose snapshots it keeps, to take them over."""
+    leaving: bool = False
+    """Its owner asked it to leave after the work at hand; outlasts a loss within the same process."""
+    losses: tuple[float, ...] = ()
+    """When this machine was lost, its earlier processes included; seconds since 1970, oldest first."""
     sponsor: PeerId | None = None
     """The member that had this key certified, if no invitation did."""
     earlier_boots: tuple[int, ...] = ()
@@ -79,9 +90,21 @@ def successor(member: Member, fact: MemberRegistered) -> Member:
         phase="joining",
         peer=member.peer,
         sponsor=member.sponsor,
+        losses=member.losses,
         earlier_boots=(*member.earlier_boots, member.boot)[-REMEMBERED_BOOTS:],
     )
     return MEMBERSHIP.advance(fresh, fact)[0]
+
+
+def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float) -> float:
+    """Until when (seconds since 1970) a machine lost `losses` times within `window_s` rests; 0.0 for any other.
+
+    A machine that flaps costs a job one recovery per loss: it is worth less than no spare at all.
+    """
+    if not 0 < losses <= len(member.losses):
+        return 0.0
+    newest = max(member.losses)
+    return newest + rest_s if sum(newest - lost_s <= window_s for lost_s in member.losses) >= losses else 0.0
 
 
 def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any, ...]]:
@@ -91,40 +114,41 @@ def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any
         case "active" | "draining" | "idle":
             return known, ()
         case "lost" if member.job is not None:
-            return replace(known, phase="active"), ()
+            return replace(known, phase="draining" if member.leaving else "active"), ()
         case _:
-            return replace(known, phase="idle", job=None, stages=()), ()
+            return replace(_apart(known), phase="idle", leaving=False), ()
 
 
 def _reserve(member: Member, event: Reserved) -> tuple[Member, tuple[Any, ...]]:
-    return replace(member, phase="active", job=event.job, stages=event.stages), ()
+    """An incumbent that drains may stay in its job's next plan, and still drains."""
+    phase = "draining" if member.phase == "draining" else "active"
+    return replace(member, phase=phase, job=event.job, stages=event.stages, guards=event.guards), ()
 
 
 def _release(member: Member, event: Released) -> tuple[Member, tuple[Any, ...]]:
     del event
     phase = {"active": "idle", "draining": "left"}.get(member.phase, member.phase)
-    return replace(member, phase=phase, job=None, stages=()), ()
+    return replace(_apart(member), phase=phase), ()
 
 
 def _drain(member: Member, fact: MemberDraining) -> tuple[Member, tuple[Any, ...]]:
     del fact
-    return replace(member, phase="draining"), ()
+    return replace(member, phase="draining", leaving=True), ()
 
 
 def _leave(member: Member, fact: MemberLeft) -> tuple[Member, tuple[Any, ...]]:
     del fact
-    return replace(member, phase="left", job=None, stages=()), ()
+    return replace(_apart(member), phase="left"), ()
 
 
 def _lose(member: Member, fact: MemberLost) -> tuple[Member, tuple[Any, ...]]:
     """Keeps `job`: the job's next plan or its end releases the place."""
-    del fact
-    return replace(member, phase="lost"), ()
+    return replace(member, phase="lost", losses=(*member.losses, fact.at_s)[-REMEMBERED_LOSSES:]), ()
 
 
-def _evict(member: Member, fact: MemberEvicted) -> tuple[Member, tuple[Any, ...]]:
-    del fact
-    return replace(member, phase="evicted", job=None, stages=()), ()
+def _apart(member: Member) -> Member:
+    """With no part in any job."""
+    return replace(member, job=None, stages=(), guards=())
 
 
 _PRESENT: Final = ("idle", "active", "draining")
@@ -138,15 +162,17 @@ MEMBERSHIP: Final[Machine[Member, Any]] = Machine(
         Transition(("draining",), MemberRegistered, ("draining",), _register, "same process"),
         Transition(("idle",), Reserved, ("active",), _reserve),
         Transition(("active",), Reserved, ("active",), _reserve, "new plan of its job"),
+        Transition(("draining",), Reserved, ("draining",), _reserve, "new plan of its job"),
         Transition(("active",), Released, ("idle",), _release),
         Transition(("draining",), Released, ("left",), _release),
         Transition(("active",), MemberDraining, ("draining",), _drain),
         Transition((*_PRESENT, "joining", "lost"), MemberLeft, ("left",), _leave),
         Transition(_PRESENT, MemberLost, ("lost",), _lose, "lease expired"),
         Transition(("lost",), Released, ("lost",), _release),
-        Transition(("lost",), MemberRegistered, ("idle", "active"), _register, "same process, back in its place"),
-        Transition((*_PRESENT, "lost"), MemberEvicted, ("evicted",), _evict),
-        Transition(("left", "evicted"), MemberRegistered, ("idle",), _register, "cleared, back as a spare"),
+        Transition(
+            ("lost",), MemberRegistered, ("idle", "active", "draining"), _register, "same process, back in its place"
+        ),
+        Transition(("left",), MemberRegistered, ("idle",), _register, "back as a spare"),
     ),
     initial=("joining",),
 )

@@ -3,7 +3,10 @@
 `advance(pool, fact)` is a pure fold: live operation and a restart from the journal run through the same function. A
 fact that no machine allows raises `ForbiddenTransition` and changes nothing. Who may cause a fact is not decided here.
 
-Neighbours: `decisions` makes facts, `broker.journal` keeps them.
+What has ended is forgotten within bounds (superseded plans at once, ended jobs after a while), so that a pool stays as
+small as what goes on in it, and `freeze` gives all of it as bytes to start from instead of from the first fact.
+
+Neighbours: `decisions` makes facts, `broker.journal` keeps them and frozen pools.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
+
+import msgspec
 
 from fusionai.coordination import events, job, membership, plan_version
 from fusionai.coordination.events import Fact
@@ -38,12 +43,12 @@ class Pool:
     members: Mapping[PeerId, Member] = field(default_factory=dict[PeerId, Member])
     jobs: Mapping[JobId, Job] = field(default_factory=dict[JobId, Job])
     plans: Mapping[int, PlanVersion] = field(default_factory=dict[int, PlanVersion])
-    """All plans of the jobs in `jobs`, by version."""
+    """The current plan of every live job, by version. Others are forgotten; their versions never come back."""
     invitations: Mapping[str, Invitation] = field(default_factory=dict[str, Invitation])
     newest_version: int = FIRST_VERSION - 1
 
     def backup_pool(self) -> tuple[Member, ...]:
-        """Members that hold no stage and may be given one."""
+        """Members that have no part in a job; some of them may rest."""
         return tuple(member for member in self.members.values() if member.phase == "idle")
 
     def members_of(self, name: JobId) -> tuple[Member, ...]:
@@ -53,12 +58,22 @@ class Pool:
         return tuple(one for one in self.jobs.values() if one.live)
 
 
-def replay(facts: Iterable[Fact]) -> Pool:
-    """The pool these facts make of nothing."""
-    pool = Pool()
+def replay(facts: Iterable[Fact], pool: Pool | None = None) -> Pool:
+    """What these facts make of `pool`, by default of nothing."""
+    made = Pool() if pool is None else pool
     for fact in facts:
-        pool = advance(pool, fact)
-    return pool
+        made = advance(made, fact)
+    return made
+
+
+def freeze(pool: Pool) -> bytes:
+    """All of it as msgpack: `thaw(freeze(pool)) == pool`."""
+    return msgspec.msgpack.encode(pool)
+
+
+def thaw(data: bytes) -> Pool:
+    """Raises `msgspec.ValidationError` or `msgspec.DecodeError`; `broker.service` turns them into `StorageError`."""
+    return msgspec.msgpack.decode(data, type=Pool)
 
 
 def advance(pool: Pool, fact: Fact) -> Pool:
@@ -80,7 +95,7 @@ def advance(pool: Pool, fact: Fact) -> Pool:
             )
         case events.MemberRegistered():
             return _register(pool, fact)
-        case events.MemberLost() | events.MemberEvicted():
+        case events.MemberLost():
             member = _member(pool, fact.peer)
             if member.boot != fact.boot:
                 raise UnknownEntity(f"{member.entity}: expected boot {member.boot}, got {fact.boot}.")
@@ -133,7 +148,6 @@ def _request(pool: Pool, fact: events.JobRequested) -> Pool:
     return replace(
         pool,
         jobs={name: one for name, one in jobs.items() if name not in dropped},
-        plans={version: plan for version, plan in pool.plans.items() if plan.job not in dropped},
     )
 
 
@@ -150,11 +164,12 @@ def _mint(pool: Pool, fact: events.PlanMinted) -> Pool:
         member = _member(pool, placement.peer)
         if member.job not in (None, planned.job):
             raise UnknownEntity(f"{member.entity}: already holds stages of {member.job}, not free for {planned.job}.")
-        members[member.peer], _ = MEMBERSHIP.advance(member, Reserved(planned.job, placement.stages))
+        members[member.peer], _ = MEMBERSHIP.advance(member, Reserved(planned.job, placement.stages, placement.guards))
     plans = dict(pool.plans)
     for version, plan in pool.plans.items():
-        if plan.job == planned.job and plan.phase == "current":
-            plans[version], _ = PLAN_VERSION.advance(plan, Superseded())
+        if plan.job == planned.job:
+            PLAN_VERSION.advance(plan, Superseded())
+            del plans[version]
     plans[minted.version] = minted
     return replace(
         pool,
@@ -172,7 +187,8 @@ def _end(pool: Pool, fact: events.JobDone | events.JobFailed) -> Pool:
         members[member.peer], _ = MEMBERSHIP.advance(member, Released())
     plans = dict(pool.plans)
     if ended.plan_version in plans:
-        plans[ended.plan_version], _ = PLAN_VERSION.advance(plans[ended.plan_version], Retired())
+        PLAN_VERSION.advance(plans[ended.plan_version], Retired())
+        del plans[ended.plan_version]
     return replace(pool, members=members, jobs=_with(pool.jobs, ended.job, ended), plans=plans)
 
 

@@ -1,6 +1,8 @@
 """Who is there: registering, heartbeats, leaving, and what silence leads to.
 
 Decides when somebody is lost: never by a broken connection, only by a lease that ran out or a new process in its place.
+And when it must clear: a lost member whose place was kept goes on with the state it has; one whose job went on without
+it is told so (`stale_fence`), and so is one that still holds something of a job long after its part in it ended.
 Neighbours: `membership` and `lease` are the tables, `assignment` gives members work.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusionai.coordination import events
-from fusionai.coordination.desk import PRESENT, recovered, wait_for_driver
+from fusionai.coordination.desk import PRESENT, Leftover, recovered, wait_for_driver
 from fusionai.coordination.lease import LEASE, Elapsed, Heard, grant
 from fusionai.coordination.membership import Member
 from fusionai.coordination.requests import (
@@ -22,6 +24,7 @@ from fusionai.coordination.requests import (
     Register,
 )
 from fusionai.coordination.turn import Turn, with_entry, without_entry
+from fusionai.primitives.ids import JobId
 from fusionai.wire.messages import (
     Done,
     HeartbeatAck,
@@ -66,15 +69,49 @@ def beat(turn: Turn, request: Beat) -> None:
     if member.phase in ("joining", "left"):
         raise Refusal("unknown_peer", f"{member.entity} is {member.phase}, not in the pool.")
     lease = turn.desk.leases.get(request.peer)
-    if member.phase not in PRESENT or lease is None:
+    if member.phase == "lost" and member.job is not None:
+        _return_to_place(turn, member)
+    elif lease is None:
         raise Refusal("stale_fence", f"{member.entity} is {member.phase}; clear your stages and register again.")
-    renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
-    turn.desk = replace(
-        turn.desk,
-        leases=with_entry(turn.desk.leases, request.peer, renewed),
-        links=with_entry(turn.desk.links, request.peer, request.connection),
-    )
+    else:
+        renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
+        turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, request.peer, renewed))
+    _check_leftovers(turn, member, request.jobs)
+    turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
     turn.commands.append(Answer(HeartbeatAck(lease_s=turn.rules.lease_s)))
+
+
+def _return_to_place(turn: Turn, member: Member) -> None:
+    """Silent for longer than its lease, but its job waited: what it holds is still wanted, so it must not clear it."""
+    turn.record(
+        events.MemberRegistered(
+            at_s=turn.wall_s,
+            peer=member.peer,
+            boot=member.boot,
+            profile=member.profile,
+            addresses=member.addresses,
+        )
+    )
+    turn.note_job(member, f"{member.entity} is back")
+    _grant_lease(turn, member)
+
+
+def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
+    """Whoever was dropped while nobody could reach it keeps old state: it is in the way until it has been told."""
+    foreign = next((JobId(job) for job in jobs if job != member.job), None)
+    known = turn.desk.leftovers.get(member.peer)
+    leftovers = without_entry(turn.desk.leftovers, member.peer)
+    if foreign is not None:
+        if known is None or known.job != foreign:
+            known = Leftover(foreign, turn.now_s)
+        elif turn.now_s - known.since_s >= turn.rules.clear_s:
+            raise Refusal(
+                "stale_fence",
+                f"{member.entity} holds stages of job {foreign}, which goes on without it; clear them and register "
+                "again.",
+            )
+        leftovers = with_entry(leftovers, member.peer, known)
+    turn.desk = replace(turn.desk, leftovers=leftovers)
 
 
 def leave(turn: Turn, request: AskLeave) -> None:
@@ -82,7 +119,7 @@ def leave(turn: Turn, request: AskLeave) -> None:
     member = turn.member(request.peer)
     link = turn.desk.links.get(request.peer)
     match member.phase:
-        case "left" | "evicted":
+        case "left":
             pass
         case "draining" if request.drain:
             pass

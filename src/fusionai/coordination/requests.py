@@ -53,9 +53,12 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
+    """`jobs`: those the process holds anything of."""
+
     peer: PeerId
     connection: int
     boot: int
+    jobs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,10 @@ class Turn:
 
     def forget(self, peer: PeerId) -> None:
         self.desk = replace(
-            self.desk, leases=without_entry(self.desk.leases, peer), links=without_entry(self.desk.links, peer)
+            self.desk,
+            leases=without_entry(self.desk.leases, peer),
+            links=without_entry(self.desk.links, peer),
+            leftovers=without_entry(self.desk.leftovers, peer),
         )
 
     def see_off(self) -> None:

@@ -19,29 +19,39 @@ from fusionai.wire.messages import JobList, JobView, MemberView, PoolView
 SHOWN: Final = ("idle", "active", "draining", "lost")
 SILENT: Final = "silent"
 """Shown for an idle member without a connection: its lease still runs, but it can be given nothing now."""
+RESTING: Final = "resting"
+"""Shown for an idle member that was lost too often lately: it is given nothing until its rest is over."""
 
 
-def pool_view(desk: Desk, now_s: float) -> PoolView:
+def pool_view(desk: Desk, now_s: float, wall_s: float) -> PoolView:
     """All members whose process is there or was lost, in order of arrival."""
     members = [member for member in desk.pool.members.values() if member.phase in SHOWN]
-    return PoolView(pool=desk.rules.pool, members=tuple(member_view(desk, member, now_s) for member in members))
+    return PoolView(pool=desk.rules.pool, members=tuple(member_view(desk, member, now_s, wall_s) for member in members))
 
 
-def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float) -> tuple[MemberView, ...]:
-    return tuple(member_view(desk, desk.pool.members[peer], now_s) for peer in peers)
+def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float, wall_s: float) -> tuple[MemberView, ...]:
+    return tuple(member_view(desk, desk.pool.members[peer], now_s, wall_s) for peer in peers)
 
 
-def member_view(desk: Desk, member: Member, now_s: float) -> MemberView:
+def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> MemberView:
     """`last_heard_s` is the age of the last sign of life; 0.0 for a member that holds no lease any more."""
     lease = desk.leases.get(member.peer)
+    rests_s = desk.rest_left_s(member, wall_s) if member.phase == "idle" else 0.0
+    state = member.phase
+    if member.phase == "idle" and not desk.reachable(member):
+        state = SILENT
+    elif rests_s:
+        state = RESTING
     return MemberView(
         peer=member.peer,
-        state=SILENT if member.phase == "idle" and not desk.reachable(member) else member.phase,
+        state=state,
         boot=member.boot,
         addresses=member.addresses,
         profile=msgspec.Raw(member.profile),
         job=member.job or "",
         stages=member.stages,
+        guards=member.guards,
+        rests_s=rests_s,
         last_heard_s=max(0.0, now_s - lease.heard_s) if lease is not None else 0.0,
     )
 

@@ -194,7 +194,11 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     profile: msgspec.Raw
     job: Name = ""
     stages: Annotated[tuple[Count, ...], Meta(max_length=1024)] = ()
+    guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    """The stages of that job whose snapshots it keeps."""
     last_heard_s: Seconds = 0.0
+    rests_s: Seconds = 0.0
+    """For `resting`: seconds until it may be given work again."""
 
 
 class PoolView(_Message, frozen=True, kw_only=True, tag="pool_view"):
@@ -360,6 +364,8 @@ class Enlist(_Message, frozen=True, kw_only=True, tag="enlist"):
     neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)]
     guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
     """Stages whose snapshots the receiver keeps."""
+    partition: Name = ""
+    """Names the cut of the graph: snapshots of another cut are dropped."""
     ticket: Blob
     """The receiver's own ticket, for the connections it dials."""
 

@@ -1,0 +1,160 @@
+"""What reaches the machine of a job's driver: answers of members, of the driver's own machine, and faults.
+
+Decides nothing. Every event is of the present round: `training` drops what carries another fence. Neighbours:
+`coordination.driver` takes them, `training.driver` and the tests' virtual world make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fusionai.coordination.roles import Roles
+from fusionai.wire.messages import CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEnlisted:
+    """Answer to `Enlist`: the (stage, step) of every snapshot this member holds."""
+
+    peer: str
+    snapshots: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StageReported:
+    """Answer to an attach."""
+
+    stage: int
+    applied: int
+    prepared: int
+    retained_from: int = 2**40
+    """Everything this stage sent in this step and later ones is still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReady:
+    stage: int
+    applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStored:
+    """A guard has this snapshot whole."""
+
+    stage: int
+    step: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswered:
+    """The losses of the same microbatch sent twice through all stages."""
+
+    losses: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LossArrived:
+    step: int
+    microbatch: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrepared:
+    stage: int
+    step: int
+    norms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDecided:
+    """The backend's answer to `DecideScale`."""
+
+    step: int
+    total_norm: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitJournalled:
+    """The record is on disk."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A member's process is gone, silent beyond the deadline, or can't be reached."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBroken:
+    """A member lost its connection to another member; both may live."""
+
+    reporter: str
+    other: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageFailed:
+    """The peer lives, its stage can't go on. `fatal`: it never will, on no peer (a graph nobody can run)."""
+
+    stage: int
+    reason: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanGranted:
+    """A newer plan version, minted by the broker and journalled by this driver."""
+
+    roles: Roles
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFailed:
+    """The driver's own machine could not do what was commanded (disk full, data unreadable)."""
+
+    reason: str
+
+
+DriverEvent = (
+    MemberEnlisted
+    | StageReported
+    | StageReady
+    | SnapshotStored
+    | ProbeAnswered
+    | LossArrived
+    | StagePrepared
+    | ScaleDecided
+    | CommitJournalled
+    | CheckpointWritten
+    | EvaluationDone
+    | StopAsked
+    | PeerLost
+    | LinkBroken
+    | StageFailed
+    | PlanGranted
+    | CommandFailed
+)
