@@ -138,11 +138,11 @@ def _check_free(turn: Turn, placement: Placement, job: JobId) -> None:
     member = turn.pool.members.get(peer)
     if member is None or member.phase in ("joining", "left", "lost"):
         raise Refusal("unknown_peer", f"{short(peer)} is not in the pool now; plan again.")
-    if member.job not in (None, job):
-        raise Refusal("busy", f"{member.entity} works for another job; plan again without it.")
     incumbent = member.job == job
     if member.phase == "draining" and not incumbent:
         raise Refusal("leaving", f"{member.entity} is leaving the pool; plan again without it.")
+    if member.job is not None and not incumbent:
+        raise Refusal("busy", f"{member.entity} works for another job; plan again without it.")
     leftover = turn.desk.leftovers.get(peer)
     if leftover is not None and leftover.job != job:
         raise Refusal("busy", f"{member.entity} still clears what it had of another job; plan again without it.")

@@ -228,6 +228,12 @@ class DriverMachine:
             checkpoint=self._checkpoint,
             records_from=min(self.records, default=self.step),
         )
+        told = TellRestored(
+            committed=self.step,
+            base=restoration.base,
+            restored=tuple(restoration.sources),
+            rollback=restoration.rollback and restoration.base < self.step,
+        )
         if restoration.rollback:
             self._roll_back(restoration.base)
         self._acked = {
@@ -235,10 +241,7 @@ class DriverMachine:
             for stage, guard in self._guards.items()
             if (held := [step for at, step in self._snapshots[guard] if at == stage and step <= self.step])
         }
-        self._fed = (self.step, 0)
-        self._ready = {stage for stage in self.roles.stages if stage not in restoration.sources}
         self.phase = DriverPhase.LOADING
-        told = TellRestored(self.step, restoration.base, tuple(restoration.sources), restoration.rollback)
         return [told, *self._load(restoration)]
 
     def _roll_back(self, base: int) -> None:
@@ -253,7 +256,6 @@ class DriverMachine:
             self._evaluating = None
 
     def _load(self, restoration: Restoration) -> list[DriverCommand]:
-        self._ready.clear()
         if not restoration.sources:
             return self._go_on()
         self._replayed = dict.fromkeys(restoration.sources, restoration.base)
@@ -277,7 +279,8 @@ class DriverMachine:
 
     def on_loaded(self, event: DriverEvent) -> list[DriverCommand]:
         """Second barrier: those that lost their state have one again."""
-        assert isinstance(event, StageReady) and self._restoration is not None
+        assert isinstance(event, StageReady)
+        assert self._restoration is not None
         base, restored = self._restoration.base, self._restoration.sources.keys()
         if event.applied != base or event.stage not in restored:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
@@ -326,7 +329,7 @@ class DriverMachine:
         if self._probed:
             return self._run()
         self.phase = DriverPhase.PROBING
-        return [SendProbe(min(self.step, self.shape.steps - 1))]
+        return [SendProbe(self.step)]
 
     def on_probed(self, event: DriverEvent) -> list[DriverCommand]:
         """Ready is said only now. Two passes over the same state must agree to the bit, or no replay ever will."""
@@ -737,6 +740,7 @@ _A, _L, _R, _P, _G, _S, _W, _E = (
     DriverPhase.WAITING,
     DriverPhase.ENDED,
 )
+_UNDER_WAY: Final = (_L, _R, _P, _G, _S)
 _ROUND: Final = (_L, _R, _P, _G, _S, _E)
 """Where a completed barrier may lead at once."""
 
@@ -763,16 +767,14 @@ TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),
     (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _A, _E),
     (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S, _E),
-    **{(phase, SnapshotStored): _row(DriverMachine.on_snapshot, phase) for phase in (_R, _P, _G, _S)},
-    **{(phase, PeerLost): _row(DriverMachine.on_peer_lost, phase, _A, _W, _E) for phase in (_L, _R, _P, _G, _S, _W)},
+    **{(phase, SnapshotStored): _row(DriverMachine.on_snapshot, phase) for phase in _UNDER_WAY},
     (_A, PeerLost): _row(DriverMachine.on_peer_lost, _A, _W, *_ROUND),
-    **{
-        (phase, LinkBroken): _row(DriverMachine.on_link_broken, phase, _A, _W, _E) for phase in (_A, _L, _R, _P, _G, _S)
-    },
-    **{(phase, StageFailed): _row(DriverMachine.on_stage_failed, _A, _W, _E) for phase in (_A, _L, _R, _P, _G, _S)},
-    **{(phase, PlanGranted): _row(DriverMachine.on_plan, phase, _A) for phase in (_A, _L, _R, _P, _G, _S, _W)},
-    **{(phase, StopAsked): _row(DriverMachine.on_stop, phase, _E) for phase in (_A, _L, _R, _P, _G, _S, _W)},
-    **{(phase, CommandFailed): _row(DriverMachine.on_command_failed, _E) for phase in (_A, _L, _R, _P, _G, _S, _W)},
+    **{(phase, PeerLost): _row(DriverMachine.on_peer_lost, phase, _A, _W, _E) for phase in (*_UNDER_WAY, _W)},
+    **{(phase, LinkBroken): _row(DriverMachine.on_link_broken, phase, _A, _W, _E) for phase in (_A, *_UNDER_WAY)},
+    **{(phase, StageFailed): _row(DriverMachine.on_stage_failed, _A, _W, _E) for phase in (_A, *_UNDER_WAY)},
+    **{(phase, PlanGranted): _row(DriverMachine.on_plan, phase, _A) for phase in (_A, *_UNDER_WAY, _W)},
+    **{(phase, StopAsked): _row(DriverMachine.on_stop, phase, _E) for phase in (_A, *_UNDER_WAY, _W)},
+    **{(phase, CommandFailed): _row(DriverMachine.on_command_failed, _E) for phase in (_A, *_UNDER_WAY, _W)},
 }
 """(phase, event) -> transition. What is not here comes too late to matter and changes nothing."""
 

@@ -1,12 +1,12 @@
 """From what all members report to how every stage gets to the official step. Pure; the heart of a recovery round.
 
-A stage is fine at C applied steps, or at C-1 with step C-1 prepared: the last record then completes it (rules 4 and 5 of
-the recovery protocol, docs/recovery.md). The others are lost. They start from the newest step `base` at which the state
-of each exists somewhere and every neighbour still has what it sent from there on; a neighbour that has not joins them if
-its own state of that step exists. If there is no such step, everybody goes back to the checkpoint.
+A stage is fine at C applied steps, or at C-1 with step C-1 prepared: the last record then completes it (rules 4 and 5
+of the recovery protocol, docs/recovery.md). The others are lost. They start from the newest step `base` at which the
+state of each exists somewhere and every neighbour still has what it sent from there on; a neighbour that has not joins
+them if its own state of that step exists. If there is no such step, everybody goes back to the checkpoint.
 
-Differs from the protocol's paper form in three points: a checkpoint counts as a snapshot of every stage, a stage without
-state can start anywhere, and a snapshot may be passed on by whoever holds it.
+Differs from the protocol's paper form in three points: a checkpoint counts as a snapshot of every stage, a stage
+without state can start anywhere, and a snapshot may be passed on by whoever holds it.
 
 Neighbours: `coordination.driver` asks and turns the answer into commands.
 """
@@ -32,8 +32,8 @@ class StagePosition:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restoration:
     """`sources`: the stages to restore at `base` and from what; nobody else loses anything. `holders`: for those that
-    take a snapshot another member holds, that member. `rollback`: everybody starts at the checkpoint, and the steps from
-    there are run and voted on like new ones."""
+    take a snapshot another member holds, that member. `rollback`: everybody starts at the checkpoint, and the steps
+    from there are run and voted on like new ones."""
 
     base: int
     sources: Mapping[int, Source]
@@ -62,12 +62,15 @@ def decide(
         restored = _closure(roles, positions, snapshots, lost, base, committed, checkpoint)
         if restored is None:
             continue
-        sources = {stage: _source(roles, snapshots, stage, base, checkpoint) for stage in sorted(restored)}
         if len(restored) == len(roles.places) and base == checkpoint:
             break
-        given = {stage: source for stage, source in sources.items() if source is not None}
-        return Restoration(base=base, sources=given, holders=_holders(roles, snapshots, given, base))
-    everybody = {stage: _from_checkpoint(roles, stage, checkpoint) for stage in roles.stages}
+        sources: dict[int, Source] = {}
+        for stage in sorted(restored):
+            source = _source(roles, snapshots, stage, base, checkpoint)
+            assert source is not None, "the closure has one for each"
+            sources[stage] = source
+        return Restoration(base=base, sources=sources, holders=_holders(roles, snapshots, sources, base))
+    everybody: dict[int, Source] = {stage: _from_checkpoint(roles, stage, checkpoint) for stage in roles.stages}
     return Restoration(base=checkpoint, sources=everybody, holders={}, rollback=True)
 
 

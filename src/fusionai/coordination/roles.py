@@ -1,6 +1,6 @@
 """Who does what in one plan version, as the driver's machine sees it. Decides nothing.
 
-Neighbours: `training` makes it from a plan and its partition; `coordination.driver` and `coordination.restoring` use it.
+Neighbours: `training` makes it from a plan and its partition; `coordination.driver` and `restoring` use it.
 """
 
 from __future__ import annotations
