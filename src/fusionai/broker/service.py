@@ -33,7 +33,7 @@ from fusionai.transport.authority import Authority
 from fusionai.transport.identity import peer_of, public_key_of
 from fusionai.transport.interface import Remote
 from fusionai.transport.invitation import Invitation, format_invitation
-from fusionai.transport.tickets import DRIVER_STAGE, Ticket, sign_ticket
+from fusionai.transport.tickets import DRIVER_STAGE, Role, Ticket, sign_ticket
 from fusionai.wire.messages import (
     Heartbeat,
     Invited,
@@ -164,7 +164,7 @@ class BrokerService:
     def _serve(self, peer: PeerId, connection: int, message: Message) -> Outcome:
         match message:
             case Heartbeat():
-                return self._decide(requests.Beat(peer, connection, message.boot))
+                return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
             case Register():
                 _check_profile(message.profile, peer)
                 profile = bytes(message.profile)
@@ -174,7 +174,7 @@ class BrokerService:
             case Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
             case PoolQuery():
-                return Outcome(answer=views.pool_view(self._desk, self._clock.now_s()))
+                return Outcome(answer=views.pool_view(self._desk, self._clock.now_s(), self._clock.wall_s()))
             case JobQuery():
                 return Outcome(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
             case JobRequest():
@@ -249,29 +249,26 @@ class BrokerService:
         )
 
     def _issue_tickets(self, job: JobId, version: int) -> JobGranted:
-        """One ticket per stage, in the plan's order, and one for the driver."""
+        """One ticket per stage, in the plan's order, one per spare that only guards, and one for the driver."""
         minted = self._desk.pool.plans[version]
         plan = msgspec.structs.replace(msgspec.msgpack.decode(minted.plan, type=Plan), version=version)
         owner = self._desk.pool.jobs[job].owner
         expires_at_s = self._clock.wall_s() + self._ticket_lifetime_s
-        holders = [(placement.peer, placement.stage) for placement in plan.stages] + [(owner, DRIVER_STAGE)]
+        holders: list[tuple[str, int, Role]] = [
+            *((placement.peer, placement.stage, "stage") for placement in plan.stages),
+            *((member.peer, member.guards[0], "guard") for member in minted.members if not member.stages),
+            (owner, DRIVER_STAGE, "driver"),
+        ]
         tickets = [
-            Ticket(
-                job=job,
-                peer=peer,
-                stage=stage,
-                plan_version=version,
-                role="driver" if stage == DRIVER_STAGE else "stage",
-                expires_at_s=expires_at_s,
-            )
-            for peer, stage in holders
+            Ticket(job=job, peer=peer, stage=stage, plan_version=version, role=role, expires_at_s=expires_at_s)
+            for peer, stage, role in holders
         ]
         peers = tuple(PeerId(placement.peer) for placement in minted.members)
         return JobGranted(
             job=job,
             plan=msgspec.Raw(msgspec.msgpack.encode(plan)),
             tickets=tuple(TicketFor(one.peer, sign_ticket(one, self._authority.key)) for one in tickets),
-            members=views.members_view(self._desk, peers, self._clock.now_s()),
+            members=views.members_view(self._desk, peers, self._clock.now_s(), self._clock.wall_s()),
         )
 
 
@@ -289,6 +286,7 @@ def _job_request(owner: PeerId, connection: int, message: JobRequest) -> request
         raise Refusal("bad_message", "A stage of the plan is placed twice.")
     if plan.version < 0 or any(not 0 <= placement.stage < MAX_STAGES for placement in plan.stages):
         raise Refusal("bad_message", "A number of the plan is out of range.")
+    _check_guards(plan)
     members = _placements(plan, owner)
     if not members:
         raise Refusal("bad_message", "The plan places nothing on a member; it needs no pool.")
@@ -305,14 +303,37 @@ def _job_request(owner: PeerId, connection: int, message: JobRequest) -> request
     )
 
 
+def _check_guards(plan: Plan) -> None:
+    """At most one guard per stage, and it is another machine than those that run the stage."""
+    runs: dict[int, set[str]] = {}
+    for placement in plan.stages:
+        runs.setdefault(placement.stage, set()).add(placement.peer)
+    if len({guard.stage for guard in plan.guards}) != len(plan.guards):
+        raise Refusal("bad_message", "A stage of the plan has two guards.")
+    for guard in plan.guards:
+        if guard.peer in runs.get(guard.stage, {guard.peer}):
+            raise Refusal("bad_message", f"Stage {guard.stage} is not in the plan or would guard itself.")
+    if plan.snapshot_every < 0 or (plan.guards and not plan.snapshot_every):
+        raise Refusal("bad_message", "A plan with guards needs a number of steps between two snapshots.")
+
+
 def _placements(plan: Plan, owner: PeerId) -> tuple[Placement, ...]:
-    """What the plan asks of members. Stages that stay in the owner's process (its feed, its loss) reserve nobody."""
+    """What the plan asks of members. Stages that stay in the owner's process (its feed, its loss) reserve nobody.
+
+    Guards are reserved like those that run stages, or another job could take them just when they are needed.
+    """
     stages: dict[str, list[int]] = {}
+    guards: dict[str, list[int]] = {}
     for placement in plan.stages:
         own = placement.peer == owner and ("loss" in placement.roles or "feed" in placement.roles)
         if not own:
             stages.setdefault(placement.peer, []).append(placement.stage)
-    return tuple(Placement(peer, tuple(numbers)) for peer, numbers in stages.items())
+    for guard in plan.guards:
+        guards.setdefault(guard.peer, []).append(guard.stage)
+    return tuple(
+        Placement(peer, tuple(stages.get(peer, ())), tuple(sorted(guards.get(peer, ()))))
+        for peer in dict.fromkeys((*stages, *guards))
+    )
 
 
 def _check_profile(profile: msgspec.Raw, peer: PeerId) -> None:

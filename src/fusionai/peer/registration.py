@@ -1,6 +1,8 @@
 """This peer's place in the pool: register, keep the lease, come back after the broker was away.
 
-Decides when to try again (0.5 s, doubling to 15 s). A running job is not disturbed by the broker's absence.
+Decides when to try again (0.5 s, doubling to 15 s) and what to do about a lease that ran out: a peer that slept while
+its job went on without it is refused as stale; it forgets all it holds, then registers anew, at once. A broker that is
+away or restarts is no such thing: a running job is not disturbed by its absence.
 
 Neighbours: `peer.daemon` starts it, `broker` answers, `transport.conversation` carries.
 """
@@ -26,8 +28,16 @@ FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 15.0
 
 
+def _nothing_to_forget() -> None:
+    """For a peer that holds nothing a job could miss."""
+
+
 class Registration:
-    """`on_registered` is called after each success, `on_leave` when the machine's owner asked it to leave."""
+    """`on_registered` is called after each success, `on_leave` when the machine's owner asked it to leave.
+
+    `on_lost` is called when the pool has gone on without this peer, before it registers again: forget every stage and
+    snapshot, close the connections of jobs. It must not block.
+    """
 
     def __init__(
         self,
@@ -40,6 +50,7 @@ class Registration:
         jobs: Callable[[], tuple[str, ...]],
         on_registered: Callable[[wire.Registered], None],
         on_leave: Callable[[bool], None],
+        on_lost: Callable[[], None] = _nothing_to_forget,
     ) -> None:
         self._transport = transport
         self._brokers = brokers
@@ -49,7 +60,9 @@ class Registration:
         self._jobs = jobs
         self._on_registered = on_registered
         self._on_leave = on_leave
+        self._on_lost = on_lost
         self._conversation: Conversation | None = None
+        self._known: wire.Registered | None = None
 
     async def run(self) -> None:
         """Until cancelled. Raises what can't mend itself: a refusal, a broken trust."""
@@ -57,8 +70,10 @@ class Registration:
         while True:
             try:
                 await self._session()
-                retry_s = FIRST_RETRY_S
             except (TransportError, WireError) as error:
+                if self._conversation is not None:
+                    # It had been heard: what follows is a new absence, not more of the old one.
+                    retry_s = FIRST_RETRY_S
                 log.warning("the broker can't be reached (%s); next try in %.1f s", error, retry_s)
             self._conversation = None
             await asyncio.sleep(retry_s)
@@ -68,20 +83,52 @@ class Registration:
         channel = await self._transport.dial(self._brokers, expect=None, stream="control")
         conversation = Conversation(channel, notices=(wire.LeaveNotice,), on_notice=self._notice)
         try:
-            answer = await conversation.ask(self._register)
-            if not isinstance(answer, wire.Registered):
-                raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
+            registered = await self._enter(conversation)
             self._conversation = conversation
-            self._on_registered(answer)
+            self._on_registered(registered)
             while True:
-                await asyncio.sleep(answer.heartbeat_s)
-                await conversation.ask(wire.Heartbeat(boot=self._register.boot, jobs=self._jobs()))
+                await asyncio.sleep(registered.heartbeat_s)
+                if not await self._beat(conversation):
+                    registered = await self._enter_anew(conversation)
+                    self._on_registered(registered)
         except RefusedError as error:
             if error.code in ("unknown_peer", "not_authorised", "bad_message"):
                 raise
             raise TransportError(f"the broker refused: {error}") from error
         finally:
             await conversation.close()
+
+    async def _enter(self, conversation: Conversation) -> wire.Registered:
+        """Registered, or found to be registered still: a heartbeat says whether the lease ran out meanwhile, and only
+        then is anything forgotten."""
+        if self._known is not None:
+            try:
+                if await self._beat(conversation):
+                    return self._known
+            except RefusedError as error:
+                # A broker set back to an earlier state may know the key, but not that it lends a machine.
+                if error.code != "unknown_peer":
+                    raise
+        return await self._enter_anew(conversation)
+
+    async def _enter_anew(self, conversation: Conversation) -> wire.Registered:
+        answer = await conversation.ask(self._register)
+        if not isinstance(answer, wire.Registered):
+            raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
+        self._known = answer
+        return answer
+
+    async def _beat(self, conversation: Conversation) -> bool:
+        """Whether the lease goes on. If not, everything held for jobs has been forgotten when this returns."""
+        try:
+            await conversation.ask(wire.Heartbeat(boot=self._register.boot, jobs=self._jobs()))
+        except RefusedError as error:
+            if error.code != "stale_fence":
+                raise
+            log.warning("the pool went on without this peer: %s", error)
+            self._on_lost()
+            return False
+        return True
 
     async def leave(self) -> None:
         """Tell the broker that this peer goes; a broker that can't be reached learns it from the lease."""

@@ -17,6 +17,7 @@ from msgspec import Meta
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 
+Role = Literal["driver", "stage", "guard"]
 DRIVER_STAGE: Final = -1
 MAX_TICKET_BYTES: Final = 1024
 _SIGNATURE_BYTES: Final = 64
@@ -29,13 +30,13 @@ class ExpiredTicket(TrustError):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`stage` is -1 for the driver. `expires_at_s` is seconds since 1970."""
+    """`stage` is -1 for the driver, for a `guard` the first stage it keeps snapshots of. `expires_at_s` is seconds since 1970."""
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
     stage: Annotated[int, Meta(ge=-1, le=2**20)]
     plan_version: Annotated[int, Meta(ge=0, le=2**62)]
-    role: Literal["driver", "stage"]
+    role: Role
     expires_at_s: Annotated[float, Meta(ge=0, le=1e12)]
 
 

@@ -20,7 +20,7 @@ from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
-from fusionai.scheduling.types import Certificate, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import Authority, load_authority, verify_certificate
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Channel
@@ -67,10 +67,12 @@ def key_of(number: int) -> bytes:
     return public_bytes(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32).public_key())
 
 
-OWNER, A, B = (peer_of(key_of(number)) for number in (1, 2, 3))
+OWNER, A, B, C = (peer_of(key_of(number)) for number in (1, 2, 3, 4))
 
 
-def plan_of(*peers: PeerId, owner: PeerId = OWNER, version: int = 0) -> msgspec.Raw:
+def plan_of(
+    *peers: PeerId, owner: PeerId = OWNER, version: int = 0, guards: tuple[Guard, ...] = (), snapshot_every: int = 4
+) -> msgspec.Raw:
     stages = [StagePlacement(stage=n, peer=peer, blocks=(n, n + 1)) for n, peer in enumerate(peers)]
     loss = StagePlacement(stage=len(peers), peer=owner, blocks=(len(peers), len(peers) + 1), roles=("loss",))
     plan = Plan(
@@ -78,6 +80,8 @@ def plan_of(*peers: PeerId, owner: PeerId = OWNER, version: int = 0) -> msgspec.
         graph_hash="g",
         stages=(*stages, loss),
         feed=owner,
+        guards=guards,
+        snapshot_every=snapshot_every if guards else 0,
         microbatches=1,
         step_time_s=1.0,
         tokens_per_s=1.0,
@@ -365,6 +369,76 @@ def test_a_job_from_request_to_end(play):
         ]
         assert await owner.ask(JobReport(job="job-1", state="done", step=9)) == Done()
         assert {member.phase for member in bench.on_disk().members.values()} == {"joining", "idle"}
+
+    play(scene)
+
+
+def test_guards_are_reserved_shown_and_get_tickets(play):
+    async def scene(bench: Bench) -> None:
+        owner = await bench.member(1)
+        for number, peer in ((2, A), (3, B), (4, C)):
+            await (await bench.member(number)).ask(registration(peer))
+        guards = (Guard(stage=1, peer=C), Guard(stage=0, peer=C))
+        granted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan_of(A, B, guards=guards)))
+        assert isinstance(granted, JobGranted)
+        assert [(member.peer, member.state, member.stages, member.guards) for member in granted.members] == [
+            (A, "active", (0,), ()),
+            (B, "active", (1,), ()),
+            (C, "active", (), (0, 1)),
+        ]
+        tickets = [
+            verify_ticket(t.ticket, bench.authority.public_key, now_wall_s=bench.clock.wall_s(), peer=PeerId(t.peer))
+            for t in granted.tickets
+        ]
+        assert [(t.peer, t.stage, t.role) for t in tickets] == [
+            (A, 0, "stage"),
+            (B, 1, "stage"),
+            (OWNER, 2, "stage"),
+            (C, 0, "guard"),
+            (OWNER, -1, "driver"),
+        ]
+        assert await owner.refused(JobRequest(job="job-2", title="t", plan=plan_of(C))) == "busy"
+        promoted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan_of(C, B)))
+        assert isinstance(promoted, JobGranted)
+        assert {peer: member.phase for peer, member in bench.on_disk().members.items()} == {
+            OWNER: "joining",
+            A: "idle",
+            B: "active",
+            C: "active",
+        }
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("guards", "every"),
+    [
+        ((Guard(stage=0, peer=C), Guard(stage=0, peer=B)), 4),
+        ((Guard(stage=0, peer=A),), 4),
+        ((Guard(stage=7, peer=C),), 4),
+        ((Guard(stage=0, peer=C),), 0),
+        ((Guard(stage=0, peer=C),), -1),
+    ],
+    ids=["twice", "of itself", "no such stage", "never", "negative"],
+)
+def test_guards_that_guard_nothing_are_refused(play, guards: tuple[Guard, ...], every: int):
+    async def scene(bench: Bench) -> None:
+        owner = await bench.member(1)
+        for number, peer in ((2, A), (3, B), (4, C)):
+            await (await bench.member(number)).ask(registration(peer))
+        plan = plan_of(A, B, guards=guards, snapshot_every=every)
+        assert await owner.refused(JobRequest(job="job-1", title="t", plan=plan)) == "bad_message"
+        assert bench.on_disk().jobs == {}
+
+    play(scene)
+
+
+def test_what_a_heartbeat_says_it_holds_reaches_the_desk(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        await a.ask(registration(A))
+        assert await a.ask(Heartbeat(boot=1, jobs=("job-old",))) == HeartbeatAck(lease_s=12.0)
+        assert bench.service.desk.leftovers[A].job == "job-old"
 
     play(scene)
 

@@ -173,6 +173,122 @@ def test_a_lost_member_must_register_again(drive: Drive):
     assert drive.phase(A) == "idle"
 
 
+def test_a_lost_member_whose_job_went_on_without_it_must_clear_first(drive: Drive):
+    drive.ask(want(A))
+    drive.now_s += 11.0
+    drive.ask(requests.Beat(B, 98, 1))
+    drive.wait(1.0)
+    assert drive.ask(want(B)).commands[-1] == IssueTickets(JOB, 2)
+    assert "clear your stages" in drive.refused(requests.Beat(A, 97, 1, (JOB,)), "stale_fence")
+
+
+def test_a_lost_member_whose_job_waited_for_it_is_back_with_what_it_holds(drive: Drive):
+    drive.ask(want(A))
+    drive.wait(12.0)
+    decision = drive.ask(requests.Beat(A, 97, 1, (JOB,)))
+    assert [type(fact).__name__ for fact in decision.facts] == ["MemberRegistered", "JobNoted"]
+    assert (drive.phase(A), drive.desk.pool.members[A].stages, drive.desk.links[A]) == ("active", (0,), 97)
+    assert A in drive.desk.leases
+    assert drive.told()[-1] == "member aaaaaaaa is back"
+
+
+def test_who_was_dropped_without_hearing_of_it_is_told_to_clear_in_time_and_taken_by_nobody_before(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.Beat(A, 97, 1, (JOB,)))
+    assert drive.desk.leftovers == {}
+    drive.ask(want(B))  # A's owner thought it dead, and was wrong
+    for _ in range(10):
+        assert drive.ask(requests.Beat(A, 97, 1, (JOB,))).facts == ()
+        assert "clears" in drive.refused(want(A, job=JobId("other")), "busy")
+        drive.now_s += 3.0
+    assert "goes on without it" in drive.refused(requests.Beat(A, 97, 1, (JOB,)), "stale_fence")
+    drive.register(A)
+    drive.ask(requests.Beat(A, 97, 1))
+    assert drive.desk.leftovers == {}
+    drive.ask(want(A, job=JobId("other")))
+    assert drive.phase(A) == "active"
+
+
+def test_the_job_it_still_holds_stages_of_may_take_it_back_at_once(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(want(B))
+    drive.ask(requests.Beat(A, 97, 1, (JOB,)))
+    drive.ask(want(A, B))
+    drive.ask(requests.Beat(A, 97, 1, (JOB,)))
+    assert drive.desk.leftovers == {}
+
+
+# -------------------------------------------------------------------------------------------------------- flapping
+
+
+def flap(drive: Drive, times: int) -> None:
+    """`times` losses of A by restarts of its process, 10 s apart."""
+    for _ in range(times):
+        drive.now_s += 10.0
+        drive.register(A, boot=drive.desk.pool.members[A].boot + 1)
+        for peer in (B, C):
+            drive.ask(requests.Beat(peer, ord(peer[0]), 1))
+
+
+def state(drive: Drive, peer: PeerId) -> tuple[str, float]:
+    view = views.pool_view(drive.desk, drive.now_s, WALL_S + drive.now_s)
+    return next((member.state, member.rests_s) for member in view.members if member.peer == peer)
+
+
+def test_a_machine_lost_too_often_rests_and_comes_back_by_itself(drive: Drive):
+    flap(drive, RULES.losses_before_rest - 1)
+    assert state(drive, A) == ("idle", 0.0)
+    drive.ask(want(A))
+    drive.ask(report("done"))
+    flap(drive, 1)
+    assert state(drive, A) == ("resting", RULES.rest_s)
+    assert "rests for another 300 s" in drive.refused(want(A, B), "busy")
+    for _ in range(int(RULES.rest_s / 10)):
+        drive.now_s += 10.0
+        drive.ask(requests.Beat(A, 97, drive.desk.pool.members[A].boot))
+        drive.ask(requests.Beat(B, 98, 1))
+    assert state(drive, A) == ("idle", 0.0)
+    drive.ask(want(A, B))
+    assert drive.phase(A) == "active"
+
+
+def test_two_losses_or_old_ones_are_no_reason_to_rest(drive: Drive):
+    flap(drive, 2)
+    assert state(drive, A)[0] == "idle"
+    drive.now_s += RULES.loss_window_s
+    drive.ask(requests.Stalled())
+    flap(drive, RULES.losses_before_rest - 1)
+    assert state(drive, A)[0] == "idle"
+
+
+def test_rest_outlasts_a_restart_of_the_broker_and_is_not_prolonged_by_its_clock(drive: Drive):
+    flap(drive, RULES.losses_before_rest)
+    drive.desk = recovered(RULES, replay(drive.facts), drive.now_s)
+    member = drive.desk.pool.members[A]
+    assert drive.desk.rest_left_s(member, WALL_S + drive.now_s + 1.0) == RULES.rest_s - 1.0
+    assert drive.desk.rest_left_s(member, WALL_S - 1e5) == 0.0
+
+
+def test_a_job_keeps_the_machine_it_has_although_that_flaps(drive: Drive):
+    flap(drive, RULES.losses_before_rest - 1)
+    drive.ask(want(A))
+    boot = drive.desk.pool.members[A].boot
+    drive.wait(12.0)
+    drive.ask(requests.Beat(A, 97, boot, (JOB,)))
+    drive.register(B)
+    drive.ask(want(A, B))
+    assert (drive.phase(A), drive.desk.rest_left_s(drive.desk.pool.members[A], WALL_S + drive.now_s)) == (
+        "active",
+        RULES.rest_s,
+    )
+
+
+def test_no_machine_rests_where_the_rules_say_so(drive: Drive):
+    drive.desk = replace(drive.desk, rules=replace(RULES, losses_before_rest=0))
+    flap(drive, 10)
+    assert state(drive, A)[0] == "idle"
+
+
 def test_a_broken_connection_alone_loses_nobody(drive: Drive):
     drive.ask(want(A))
     drive.ask(requests.Disconnected(97))
@@ -251,6 +367,37 @@ def test_a_plan_with_a_member_that_is_not_free_reserves_nobody(drive: Drive, pre
     assert "plan again" in reason
     assert JOB not in drive.desk.pool.jobs
     assert drive.phase(C) != "active"
+
+
+def test_guards_are_reserved_and_no_other_job_takes_them(drive: Drive):
+    guarded = replace(want(A), members=(Placement(A, (0,)), Placement(B, (), (0,))))
+    drive.ask(guarded)
+    assert (drive.phase(B), drive.desk.pool.members[B].guards) == ("active", (0,))
+    drive.refused(want(B, job=JobId("other")), "busy")
+    view = views.pool_view(drive.desk, drive.now_s, WALL_S)
+    assert [(m.peer[0], m.state, m.stages, m.guards) for m in view.members] == [
+        ("a", "active", (0,), ()),
+        ("b", "active", (), (0,)),
+        ("c", "idle", (), ()),
+    ]
+    drive.ask(replace(want(B), members=(Placement(B, (0,)), Placement(C, (), (0,)))))
+    assert (drive.phase(A), drive.phase(B), drive.phase(C)) == ("idle", "active", "active")
+    drive.ask(report("done"))
+    assert (drive.phase(B), drive.phase(C)) == ("idle", "idle")
+
+
+def test_a_guard_that_is_gone_is_refused_like_any_member(drive: Drive):
+    drive.ask(requests.AskLeave(B, 98, drain=False))
+    drive.refused(replace(want(A), members=(Placement(A, (0,)), Placement(B, (), (0,)))), "unknown_peer")
+
+
+def test_an_incumbent_that_drains_may_stay_and_leaves_when_a_plan_leaves_it_out(drive: Drive):
+    drive.ask(want(A, B))
+    drive.ask(requests.AskLeave(A, 97, drain=True))
+    drive.ask(want(A, C))
+    assert (drive.phase(A), drive.phase(B)) == ("draining", "idle")
+    assert Notify(97, LeaveNotice(drain=False)) in drive.ask(want(B, C)).commands
+    assert drive.phase(A) == "left"
 
 
 def test_a_draining_member_gets_nothing_new(drive: Drive):
@@ -406,7 +553,7 @@ def test_the_pool_shows_processes_not_certificates(drive: Drive):
     drive.ask(requests.Disconnected(99))
     drive.ask(requests.AskLeave(A, 97, drain=False))
     drive.now_s += 4.0
-    view = views.pool_view(drive.desk, drive.now_s)
+    view = views.pool_view(drive.desk, drive.now_s, WALL_S)
     assert [(member.peer[0], member.state, member.job) for member in view.members] == [
         ("b", "active", JOB),
         ("c", "silent", ""),

@@ -76,6 +76,14 @@ def test_a_job_tells_its_story():
     assert (job.plan_version, job.step, job.phase) == (3, 5, "failed")
 
 
+def test_a_guarded_plan_says_so():
+    members = (events.Placement("p", (0,)), events.Placement("q", (), (0,)))
+    job, _ = JOB.advance(
+        requested(ASKED), events.PlanMinted(at_s=1.0, job="job-1", version=4, plan=b"", members=members)
+    )
+    assert job.told[-1].text == "plan version 4 on 1 members, guarded by 1 more"
+
+
 def test_resuming_keeps_the_last_plan_version_so_that_versions_only_grow():
     again, _ = JOB.advance(_job("failed"), ASKED)
     assert (again.phase, again.plan_version, again.attended) == ("requested", 2, True)

@@ -9,7 +9,6 @@ import pytest
 
 from fusionai.coordination.events import (
     MemberDraining,
-    MemberEvicted,
     MemberLeft,
     MemberLost,
     MemberRegistered,
@@ -19,10 +18,12 @@ from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.coordination.membership import (
     MEMBERSHIP,
     REMEMBERED_BOOTS,
+    REMEMBERED_LOSSES,
     Member,
     Released,
     Reserved,
     enrolled,
+    rests_until_s,
     successor,
 )
 from fusionai.primitives.ids import JobId, PeerId
@@ -36,7 +37,6 @@ EVENTS = {
     "drain": MemberDraining(at_s=1.0, peer=PEER),
     "leave": MemberLeft(at_s=1.0, peer=PEER),
     "lose": MemberLost(at_s=1.0, peer=PEER, boot=7, reason="silent"),
-    "evict": MemberEvicted(at_s=1.0, peer=PEER, boot=7, reason="replaced"),
 }
 ALLOWED = {
     ("joining", "register"): "idle",
@@ -45,27 +45,23 @@ ALLOWED = {
     ("idle", "reserve"): "active",
     ("idle", "leave"): "left",
     ("idle", "lose"): "lost",
-    ("idle", "evict"): "evicted",
     ("active", "register"): "active",
     ("active", "reserve"): "active",
     ("active", "release"): "idle",
     ("active", "drain"): "draining",
     ("active", "leave"): "left",
     ("active", "lose"): "lost",
-    ("active", "evict"): "evicted",
     ("draining", "register"): "draining",
+    ("draining", "reserve"): "draining",
     ("draining", "release"): "left",
     ("draining", "leave"): "left",
     ("draining", "lose"): "lost",
-    ("draining", "evict"): "evicted",
     ("lost", "register"): "active",
     ("lost", "release"): "lost",
     ("lost", "leave"): "left",
-    ("lost", "evict"): "evicted",
     ("left", "register"): "idle",
-    ("evicted", "register"): "idle",
 }
-PHASES = ("joining", "idle", "active", "draining", "left", "evicted", "lost")
+PHASES = ("joining", "idle", "active", "draining", "left", "lost")
 
 
 def _member(phase: str) -> Member:
@@ -102,6 +98,51 @@ def test_the_table_has_no_other_phase():
 def test_a_lost_member_without_a_job_comes_back_as_a_spare():
     alone = replace(_member("lost"), job=None, stages=())
     assert MEMBERSHIP.advance(alone, EVENTS["register"])[0].phase == "idle"
+
+
+def test_a_spare_that_guards_has_a_job_and_no_stage():
+    guarding, _ = MEMBERSHIP.advance(replace(_member("idle"), guards=()), Reserved(JOB, (), (1, 3)))
+    assert (guarding.phase, guarding.job, guarding.stages, guarding.guards) == ("active", JOB, (), (1, 3))
+    promoted, _ = MEMBERSHIP.advance(guarding, Reserved(JOB, (1,)))
+    assert (promoted.stages, promoted.guards) == ((1,), ())
+    freed, _ = MEMBERSHIP.advance(guarding, Released())
+    assert (freed.phase, freed.job, freed.guards) == ("idle", None, ())
+
+
+def test_who_drains_still_drains_after_a_loss_within_the_same_process_and_a_new_process_does_not():
+    draining, _ = MEMBERSHIP.advance(_member("active"), EVENTS["drain"])
+    lost, _ = MEMBERSHIP.advance(draining, EVENTS["lose"])
+    assert MEMBERSHIP.advance(lost, EVENTS["register"])[0].phase == "draining"
+    released, _ = MEMBERSHIP.advance(lost, Released())
+    back, _ = MEMBERSHIP.advance(released, EVENTS["register"])
+    assert (back.phase, back.leaving) == ("idle", False)
+    fresh = successor(lost, MemberRegistered(at_s=2.0, peer=PEER, boot=8, profile=b"", addresses=()))
+    assert (fresh.phase, fresh.leaving) == ("idle", False)
+
+
+@pytest.mark.parametrize(
+    ("losses", "until_s"),
+    [
+        ((), 0.0),
+        ((0.0, 10.0), 0.0),
+        ((0.0, 50.0, 100.0), 130.0),
+        ((0.0, 50.0, 100.1), 0.0),
+        ((0.0, 1.0, 50.0, 100.0), 130.0),
+        ((100.0, 0.0, 50.0), 130.0),  # the wall clock was set back meanwhile
+    ],
+)
+def test_a_machine_lost_often_in_a_short_time_rests_from_its_last_loss(losses: tuple[float, ...], until_s: float):
+    member = replace(_member("lost"), losses=losses)
+    assert rests_until_s(member, losses=3, window_s=100.0, rest_s=30.0) == until_s
+    assert rests_until_s(member, losses=0, window_s=100.0, rest_s=30.0) == 0.0
+
+
+def test_losses_are_those_of_the_machine_and_bounded():
+    member = _member("idle")
+    for at_s in range(2 * REMEMBERED_LOSSES):
+        lost, _ = MEMBERSHIP.advance(member, MemberLost(at_s=float(at_s), peer=PEER, boot=7, reason=""))
+        member = successor(lost, MemberRegistered(at_s=0.0, peer=PEER, boot=at_s + 8, profile=b"", addresses=()))
+    assert member.losses == tuple(float(at_s) for at_s in range(REMEMBERED_LOSSES, 2 * REMEMBERED_LOSSES))
 
 
 def test_registering_keeps_profile_and_addresses():

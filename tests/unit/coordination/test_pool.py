@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fusionai.coordination import events
 from fusionai.coordination.events import Fact, Placement, decode, encode
 from fusionai.coordination.machine import ForbiddenTransition
-from fusionai.coordination.pool import ENDED_JOBS_KEPT, Pool, UnknownEntity, advance, replay
+from fusionai.coordination.pool import ENDED_JOBS_KEPT, Pool, UnknownEntity, advance, freeze, replay, thaw
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
 
@@ -57,8 +58,27 @@ def test_a_plan_reserves_exactly_the_members_it_names():
 def test_a_new_plan_releases_whom_it_leaves_out_and_supersedes_the_old_one():
     pool = replay([*START, asked(), planned(1, A, C), planned(2, B, C)])
     assert phases(pool) == {"a": "idle", "b": "active", "c": "active"}
-    assert (pool.plans[1].phase, pool.plans[2].phase) == ("superseded", "current")
-    assert pool.plans[1].members == (Placement(A, (0,)), Placement(C, (1,)))
+    assert {version: plan.phase for version, plan in pool.plans.items()} == {2: "current"}
+    assert pool.plans[2].members == (Placement(B, (0,)), Placement(C, (1,)))
+
+
+def test_guards_are_reserved_and_released_like_those_that_run_stages():
+    guarded = events.PlanMinted(
+        at_s=4.0, job="job-1", version=1, plan=b"plan", members=(Placement(A, (0,)), Placement(C, (), (0,)))
+    )
+    pool = replay([*START, asked(), guarded])
+    assert phases(pool) == {"a": "active", "b": "idle", "c": "active"}
+    assert [(member.stages, member.guards) for member in pool.members_of(JobId("job-1"))] == [((0,), ()), ((), (0,))]
+    with pytest.raises(FusionError, match="already holds"):
+        advance(advance(pool, asked("job-2")), planned(2, C, job="job-2"))
+    assert phases(advance(pool, planned(2, A))) == {"a": "active", "b": "idle", "c": "idle"}
+
+
+def test_an_incumbent_that_drains_stays_until_a_plan_leaves_it_out():
+    drained = events.MemberDraining(at_s=5.0, peer=A)
+    pool = replay([*START, asked(), planned(1, A, B), drained, planned(2, A, C)])
+    assert phases(pool) == {"a": "draining", "b": "idle", "c": "active"}
+    assert phases(advance(pool, planned(3, B, C))) == {"a": "left", "b": "active", "c": "active"}
 
 
 @pytest.mark.parametrize("end", [events.JobDone, events.JobFailed])
@@ -70,7 +90,7 @@ def test_the_end_of_a_job_releases_its_members_and_retires_its_plan(end: type):
     pool = advance(pool, end(at_s=6.0, job="job-1", step=3, detail=""))
     assert phases(pool) == {"a": "left", "b": "lost", "c": "idle"}
     assert all(member.job is None for member in pool.members.values())
-    assert pool.plans[1].phase == "retired"
+    assert pool.plans == {}
 
 
 def test_a_member_of_another_job_is_not_given_away():
@@ -135,8 +155,21 @@ def test_old_ended_jobs_are_forgotten_with_their_plans():
         pool = advance(advance(pool, asked(name)), planned(number + 1, A, job=name))
         pool = advance(pool, events.JobDone(at_s=9.0, job=name, step=0, detail=""))
     assert len(pool.jobs) <= ENDED_JOBS_KEPT + 1
-    assert set(pool.plans) == {job.plan_version for job in pool.jobs.values()}
+    assert pool.plans == {}
     assert pool.newest_version == ENDED_JOBS_KEPT + 20
+
+
+def test_a_frozen_pool_is_the_same_pool_and_goes_on():
+    facts = [*START, asked(), planned(1, A, C), events.MemberLost(at_s=5.0, peer=A, boot=1, reason="")]
+    facts += [asked("job-2"), events.KeyVouched(at_s=5.0, peer="v" * 52, purpose="owner", sponsor=A)]
+    for count in range(len(facts) + 1):
+        pool = thaw(freeze(replay(facts[:count])))
+        assert pool == replay(facts[:count])
+        assert replay(facts[count:], pool) == replay(facts)
+
+
+def test_a_placement_of_an_earlier_version_reads_as_one_without_guards():
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode([A, [1]]), type=Placement) == Placement(A, (1,))
 
 
 def test_facts_survive_encoding():

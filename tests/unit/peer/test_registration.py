@@ -1,0 +1,130 @@
+"""A peer's place in the pool over in-process channels: heartbeats, a broker that was away, a lease that ran out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from fusionai.peer import registration
+from fusionai.peer.registration import Registration
+from fusionai.primitives.errors import RefusedError
+from fusionai.primitives.ids import PeerId
+from fusionai.scheduling.types import PeerProfile
+from fusionai.transport.interface import Channel
+from fusionai.transport.memory import MemoryNetwork
+from fusionai.wire import messages as wire
+
+PEER, BROKER = PeerId("a" * 52), PeerId("y" * 52)
+REGISTERED = wire.Registered(lease_s=12.0, heartbeat_s=0.0, pool="home")
+ACK = wire.HeartbeatAck(lease_s=12.0)
+STALE = wire.Refused(code="stale_fence", reason="clear your stages and register again.")
+
+
+class Script:
+    """A broker that answers as told, and what it and the peer's callbacks saw, in order. `"break"` ends a connection;
+    after the last answer nothing more is said."""
+
+    def __init__(self, *answers: wire.Message | str) -> None:
+        self.answers = list(answers)
+        self.seen: list[str] = []
+        self.over = asyncio.Event()
+
+    async def accept(self, channel: Channel) -> None:
+        while True:
+            message = (await channel.receive()).message
+            self.seen.append(type(message).__name__)
+            if not self.answers:
+                self.over.set()
+                await asyncio.Event().wait()
+            answer = self.answers.pop(0)
+            if isinstance(answer, str):
+                return
+            await channel.send(answer)
+
+
+@asynccontextmanager
+async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
+    network = MemoryNetwork()
+    listener = await network.transport(BROKER, "broker").listen(script.accept, host="broker", port=1)
+    peer = Registration(
+        network.transport(PEER, "member"),
+        ["memory://broker:1"],
+        boot=1,
+        profile=PeerProfile(peer=PEER, flops_per_s=1e9, memory_bytes=1),
+        addresses=(),
+        jobs=lambda: ("job-1",),
+        on_registered=lambda _: script.seen.append("on_registered"),
+        on_leave=lambda _: None,
+        on_lost=lambda: script.seen.append("on_lost"),
+    )
+    running = asyncio.create_task(peer.run())
+    try:
+        yield running
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError, RefusedError):
+            await running
+        await listener.close()
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Script]], list[str]]:
+    monkeypatch.setattr(registration, "FIRST_RETRY_S", 0.0)
+
+    def run(make: Callable[[], Script]) -> list[str]:
+        async def main() -> list[str]:
+            script = make()
+            async with asyncio.timeout(10), registering(script) as running:
+                over = asyncio.create_task(script.over.wait())
+                await asyncio.wait({over, running}, return_when=asyncio.FIRST_COMPLETED)
+                over.cancel()
+                if running.done():
+                    await running
+            return script.seen
+
+        return asyncio.run(main())
+
+    return run
+
+
+def test_a_peer_registers_once_and_then_beats(play):
+    seen = play(lambda: Script(REGISTERED, ACK, ACK))
+    assert seen == ["Register", "on_registered", "Heartbeat", "Heartbeat", "Heartbeat"]
+
+
+def test_a_peer_whose_lease_ran_out_forgets_first_and_registers_again_at_once_on_the_same_connection(
+    play, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(registration, "FIRST_RETRY_S", 1000.0)
+    seen = play(lambda: Script(REGISTERED, ACK, STALE, REGISTERED))
+    assert seen[2:] == ["Heartbeat", "Heartbeat", "on_lost", "Register", "on_registered", "Heartbeat"]
+
+
+def test_a_broker_that_was_away_makes_nobody_forget_anything(play):
+    seen = play(lambda: Script(REGISTERED, "break", ACK, ACK))
+    assert seen == ["Register", "on_registered", "Heartbeat", "Heartbeat", "on_registered", "Heartbeat", "Heartbeat"]
+
+
+def test_a_lease_that_ran_out_while_the_connection_was_broken_is_noticed_before_anything_else(play):
+    seen = play(lambda: Script(REGISTERED, "break", STALE, REGISTERED))
+    assert seen[2:] == ["Heartbeat", "Heartbeat", "on_lost", "Register", "on_registered", "Heartbeat"]
+
+
+def test_a_broker_set_back_to_before_this_peer_registered_hears_from_it_again(play):
+    unknown = wire.Refused(code="unknown_peer", reason="it is joining, not in the pool.")
+    seen = play(lambda: Script(REGISTERED, "break", unknown, REGISTERED))
+    assert seen[2:] == ["Heartbeat", "Heartbeat", "Register", "on_registered", "Heartbeat"]
+
+
+@pytest.mark.parametrize("code", ["unknown_peer", "not_authorised", "bad_message"])
+def test_what_cannot_mend_itself_ends_it(play, code):
+    with pytest.raises(RefusedError):
+        play(lambda: Script(REGISTERED, wire.Refused(code=code, reason="no.")))
+
+
+def test_a_busy_broker_is_asked_again(play):
+    seen = play(lambda: Script(wire.Refused(code="failed", reason="disk full"), REGISTERED, ACK))
+    assert seen == ["Register", "Register", "on_registered", "Heartbeat", "Heartbeat"]
