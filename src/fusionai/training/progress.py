@@ -6,7 +6,9 @@ Neighbours: `training.driver` emits, `client` listens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from fusionai.scheduling.types import Plan
 from fusionai.wire.messages import CommitRecord, Span
 
 
@@ -49,4 +51,75 @@ class Warned:
     text: str
 
 
-Progress = JobReady | StepDone | Evaluated | CheckpointSaved | Warned
+@dataclass(frozen=True, slots=True)
+class FaultSeen:
+    """Something is lost. `step`: the number of official steps then, so the index of the step under way. `stages` stand
+    still because of it; none do for a guard."""
+
+    kind: Literal["peer", "guard", "link", "stage"]
+    peer: str
+    stages: tuple[int, ...]
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The job stands still until somebody else does something; `reason` says what it waits for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChanged:
+    """Another plan version is in force."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Decided how the job gets back to `committed`: `stages` from their state at `base`, the others kept theirs.
+    `rollback`: everybody from a checkpoint."""
+
+    committed: int
+    base: int
+    stages: tuple[int, ...]
+    rollback: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The first commit after a fault: `step` is its index, `seconds` since the fault was seen."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerAway:
+    """The broker can't be reached; the job goes on without it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerBack:
+    """The broker answers again."""
+
+
+Progress = (
+    JobReady
+    | StepDone
+    | Evaluated
+    | CheckpointSaved
+    | Warned
+    | FaultSeen
+    | Waiting
+    | PlanChanged
+    | Restored
+    | Recovered
+    | BrokerAway
+    | BrokerBack
+)
