@@ -21,6 +21,7 @@ from fusionai.ir.schema import Graph, content_hash
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling import planner
+from fusionai.scheduling.guards import Guarding, guarding
 from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement
 
 
@@ -39,6 +40,13 @@ from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement
 @click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
 @click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
 @click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
+@click.option(
+    "--takeover",
+    type=click.Choice(["exact", "tolerant"]),
+    default="exact",
+    show_default=True,
+    help="Whether a machine that computes other bits may guard a stage.",
+)
 @home_option
 @json_option
 def plan(
@@ -50,6 +58,7 @@ def plan(
     sequence: int,
     stages: int | None,
     spares: int | None,
+    takeover: Literal["exact", "tolerant"],
     home: Path,
     json_file: Path | None,
 ) -> None:
@@ -62,15 +71,19 @@ def plan(
     pool = read_pool(pool_file) if pool_file is not None else _live_pool(home)
     rows = batch // microbatches
     graph = _captured(model, rows, sequence, training=task == "train")
-    found = planner.plan(_problem(graph, pool, task, rows, microbatches, sequence, stages, spares))
+    problem = _problem(graph, pool, task, rows, microbatches, sequence, stages, spares, takeover)
+    found = planner.plan(problem)
     names = {profile.peer: profile.name for profile in (*pool.peers, *((pool.owner,) if pool.owner else ()))}
+    watch = guarding(found, problem)
     _show(found, names)
+    _show_guards(watch, names)
     if json_file is not None:
-        write_json(json_file, "plan", figures(found, names))
+        write_json(json_file, "plan", figures(watch, names))
 
 
-def figures(found: Plan, names: dict[str, str]) -> dict[str, object]:
+def figures(watch: Guarding, names: dict[str, str]) -> dict[str, object]:
     """What `--json` writes."""
+    found = watch.plan
     return {
         "stages": [
             {
@@ -91,6 +104,9 @@ def figures(found: Plan, names: dict[str, str]) -> dict[str, object]:
         "method": found.certificate.method,
         "bottleneck": found.bottleneck,
         "spares": [names.get(peer, peer) for peer in found.spares],
+        "guards": [{"stage": guard.stage, "peer": names.get(guard.peer, guard.peer)} for guard in found.guards],
+        "unguarded": [entry.stage for entry in watch.unguarded],
+        "snapshot_every": found.snapshot_every,
         "excluded": [{"peer": names.get(entry.peer, entry.peer), "reason": entry.reason} for entry in found.excluded],
         "single_peer_tokens_per_s": found.single_peer_tokens_per_s,
         "warnings": list(found.warnings),
@@ -120,6 +136,7 @@ def _problem(
     sequence: int,
     stages: int | None,
     spares: int | None,
+    takeover: Literal["exact", "tolerant"],
 ) -> Problem:
     sizes = {"b": rows, "s": sequence}
     symbols = {name: sizes[name] for name in graph.symbols}
@@ -137,6 +154,7 @@ def _problem(
         microbatches=microbatches,
         microbatch_tokens=rows * sequence,
         spares_wanted=spares,
+        takeover=takeover,
     )
 
 
@@ -179,3 +197,15 @@ def _show(found: Plan, names: dict[str, str]) -> None:
         console.line(f"Left out: {names.get(entry.peer, entry.peer)}: {entry.reason}.")
     for warning in found.warnings:
         console.warning(warning)
+
+
+def _show_guards(watch: Guarding, names: dict[str, str]) -> None:
+    """Who stands in for whom, and why nobody does where that is so."""
+    for guard in watch.plan.guards:
+        bits = "" if guard.exact else ", with other bits"
+        console.line(f"Stage {guard.stage} is guarded by {names.get(guard.peer, guard.peer)}{bits}.")
+    if watch.plan.guards:
+        console.line(f"Snapshots: {watch.interval.reason}")
+    for entry in watch.unguarded:
+        reasons = "; ".join(f"{names.get(e.peer, e.peer)}: {e.reason.rstrip('.')}" for e in entry.reasons)
+        console.line(f"Stage {entry.stage} is not guarded: {reasons or 'no peer stands by'}.")

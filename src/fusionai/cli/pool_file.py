@@ -32,6 +32,8 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     downlink: str = "1Gbit"
     latency: str = "0s"
     share: str = "100%"
+    fingerprint: Annotated[str, Meta(max_length=256)] = ""
+    """Machines with equal ones compute equal bits. Left out, `count` machines of one table are alike and no others."""
     count: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
 
@@ -78,6 +80,7 @@ def _profiles(peer: PeerTable, path: Path) -> Iterator[PeerProfile]:
             memory_bandwidth_bytes_per_s=peer.memory_bandwidth_bytes_per_s,
             memory_bytes=parse_bytes(peer.memory),
             share=parse_share(peer.share),
+            fingerprint=peer.fingerprint or f"as {peer.name}",
             uplink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(peer.uplink), latency_s=latency_s),
             downlink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(peer.downlink), latency_s=latency_s),
         )

@@ -186,6 +186,7 @@ def problem_for(
         optimizer_bytes_per_trainable_byte=slots,
         excluded=tuple(dict.fromkeys(excluded)),
         required=tuple(dict.fromkeys(required)),
+        takeover=recipe.faults.takeover,
     )
 
 

@@ -48,8 +48,9 @@ class Waiting:
     def sentence(self) -> str:
         """`waiting for a peer that lends 1.2 GB and computes the same bits as ada did (stage 1)`."""
         wanted = [_wish(stage) for stage in self.stages]
-        machines = "a peer" if len(wanted) == 1 else f"{len(wanted)} peers"
-        return f"waiting for {machines} that {'; '.join(wanted)}"
+        if len(wanted) == 1:
+            return f"waiting for a peer that {wanted[0]}"
+        return f"waiting for {len(wanted)} peers: " + "; ".join(f"one that {wish}" for wish in wanted)
 
 
 def replaced(

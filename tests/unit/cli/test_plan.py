@@ -102,6 +102,40 @@ def test_without_an_owner_everything_is_placed_with_the_pool(graph: None, files:
 
 
 @pytest.mark.slow
+def test_who_guards_whom_and_how_often(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
+    twins = """
+[[peers]]
+name = "twin"
+flops_per_s = 5e11
+memory = "4GB"
+count = 3
+
+[[peers]]
+name = "odd"
+flops_per_s = 1e9
+memory = "4GB"
+"""
+    (files / "pool.toml").write_text(twins + OWNER)
+    assert planned(files, "--stages", "2") == 0
+    written = json.loads((files / "plan.json").read_text())
+    active = {stage["peer"] for stage in written["stages"]}
+    spare = {"twin-1", "twin-2", "twin-3"} - active
+    assert written["guards"] == [{"stage": stage, "peer": spare.copy().pop()} for stage in (0, 1)]
+    assert written["unguarded"] == []
+    assert written["snapshot_every"] >= 1
+    shown = capsys.readouterr().out
+    assert f"Stage 1 is guarded by {spare.pop()}." in shown
+    assert "Snapshots: a snapshot every " in shown
+    assert planned(files, "--stages", "3") == 0
+    written = json.loads((files / "plan.json").read_text())
+    assert (written["guards"], written["unguarded"], written["snapshot_every"]) == ([], [0, 1, 2], 0)
+    assert "Stage 0 is not guarded: odd: it computes other bits" in capsys.readouterr().out
+    assert planned(files, "--stages", "3", "--takeover", "tolerant") == 0
+    assert len(json.loads((files / "plan.json").read_text())["guards"]) == 3
+    assert "Stage 0 is guarded by odd, with other bits." in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_an_impossible_plan_says_why(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
     assert planned(files, "--stages", "3") == 1
     assert "3 stages need 3 peers" in capsys.readouterr().err

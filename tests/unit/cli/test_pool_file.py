@@ -50,6 +50,14 @@ def test_units_and_counts(tmp_path: Path):
     assert pool.owner.name == "me"
 
 
+def test_machines_of_one_table_are_alike_and_others_only_if_that_is_said(tmp_path: Path):
+    desktop, one, other = read_pool(written(tmp_path, GOOD)).peers
+    assert one.fingerprint == other.fingerprint != desktop.fingerprint != ""
+    said = GOOD.replace('memory = "4GB"', 'memory = "4GB"\nfingerprint = "x"')
+    said = said.replace('memory = "2GB"', 'memory = "2GB"\nfingerprint = "x"')
+    assert {peer.fingerprint for peer in read_pool(written(tmp_path, said)).peers} == {"x"}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

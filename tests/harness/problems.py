@@ -1,0 +1,78 @@
+"""Planning problems of every shape, small enough for brute force: strategies for property tests."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import strategies as st
+
+from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+
+OWNER_ROLES = (RolePlacement(role="feed"), RolePlacement(role="loss"))
+POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
+
+
+@st.composite
+def block_costs(draw: st.DrawFn, number: int) -> BlockCost:
+    parameters = draw(st.integers(0, 40)) * 1000
+    crossing = draw(st.integers(0, 12)) * 1000
+    return BlockCost(
+        block=number,
+        forward_flops=draw(st.integers(1, 60)) * 1e6,
+        backward_flops=draw(st.integers(0, 120)) * 1e6,
+        parameter_bytes=parameters,
+        trainable_bytes=draw(st.sampled_from([0, parameters])),
+        activation_bytes=draw(st.integers(0, 20)) * 1000,
+        workspace_bytes=draw(st.integers(0, 10)) * 1000,
+        output_bytes=crossing,
+        gradient_bytes=draw(st.sampled_from([0, crossing])),
+    )
+
+
+@st.composite
+def profiles(draw: st.DrawFn, name: str) -> PeerProfile:
+    return PeerProfile(
+        peer=name,
+        flops_per_s=draw(st.sampled_from([1e9, 2e9, 5e9])) * draw(st.integers(8, 12)),
+        share=draw(st.sampled_from([0.25, 0.5, 1.0])),
+        fingerprint=draw(st.sampled_from(["cpu", "cpu", "cpu", "gpu", ""])),
+        memory_bytes=draw(st.integers(80, 900)) * 1000,
+        uplink=Link(
+            bandwidth_bytes_per_s=draw(st.sampled_from([1e6, 1e7, 1e8])),
+            latency_s=draw(st.sampled_from([0.0, 0.0005, 0.01])),
+        ),
+        downlink=Link(bandwidth_bytes_per_s=draw(st.sampled_from([4e6, 1e7, 1e9]))),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, most_peers: int = 4, most_blocks: int = 6) -> Problem:
+    owner_takes_loss = draw(st.booleans())
+    count = draw(st.integers(max(2, most_blocks - 3), most_blocks))
+    blocks = tuple(draw(block_costs(number)) for number in range(count))
+    names = [f"peer{i}" for i in range(draw(st.integers(max(1, most_peers - 2), most_peers)))]
+    peers = tuple(draw(profiles(name)) for name in names)
+    owner = None
+    if owner_takes_loss:
+        # The owner's own machine may lend itself to the pool as well.
+        shared = draw(st.booleans())
+        owner = peers[0] if shared else draw(profiles("owner"))
+        owner = msgspec.structs.replace(owner, memory_bytes=10**7)
+        peers = (owner, *peers[1:]) if shared else peers
+    links: dict[str, Link] = {}
+    if len(names) > 1 and draw(st.booleans()):
+        exception = Link(bandwidth_bytes_per_s=draw(st.sampled_from([1e5, 1e9])), latency_s=0.005)
+        links[f"{names[0]}>{names[1]}"] = exception
+        if draw(st.booleans()):
+            links[f"{names[1]}>{names[0]}"] = exception
+    return Problem(
+        graph_hash="graph",
+        blocks=blocks,
+        peers=peers,
+        owner=owner,
+        roles=OWNER_ROLES if owner_takes_loss else POOL_ROLES,
+        stages=draw(st.sampled_from([None, None, 1, 2, 3])),
+        microbatches=draw(st.sampled_from([1, 2, 8, 20])),
+        microbatch_tokens=64,
+        links=links,
+        required=tuple(names[-1:]) if draw(st.integers(0, 4)) == 0 else (),
+    )

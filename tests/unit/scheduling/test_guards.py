@@ -1,0 +1,228 @@
+"""Who guards whom: exact before tolerant, dear stages on fast spares, neighbours apart, nothing beyond memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusionai.scheduling.guards import guarding, with_guards, without_guards
+from fusionai.scheduling.matching import matched
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.types import BlockCost, Guard, Link, PeerProfile, Plan, Problem
+
+STATE = 1_000_000 + 2 * 1_000_000
+"""Of one block: parameters and two AdamW slots."""
+
+
+def block(number: int, **changes: object) -> BlockCost:
+    base = BlockCost(
+        block=number,
+        forward_flops=1e9,
+        backward_flops=2e9,
+        parameter_bytes=1_000_000,
+        trainable_bytes=1_000_000,
+        activation_bytes=10_000,
+        output_bytes=1000,
+        gradient_bytes=1000,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def peer(name: str, **changes: object) -> PeerProfile:
+    base = PeerProfile(peer=name, flops_per_s=1e10, memory_bytes=10**8, fingerprint="cpu")
+    return msgspec.structs.replace(base, **changes)
+
+
+def problem(*spares: PeerProfile, **changes: object) -> Problem:
+    """Three stages of one block each on a, b, c (much faster than any spare), the loss with the owner."""
+    active = tuple(peer(name, flops_per_s=1e12) for name in "abc")
+    base = Problem(
+        graph_hash="g",
+        blocks=(*(block(n) for n in range(3)), block(3, parameter_bytes=0, trainable_bytes=0)),
+        peers=(*active, *spares),
+        owner=peer("owner", memory_bytes=10**9),
+        stages=3,
+        microbatches=4,
+        microbatch_tokens=100,
+        required=("a", "b", "c"),
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def guards(found: Plan) -> dict[int, str]:
+    return {guard.stage: guard.peer for guard in found.guards}
+
+
+def test_every_stage_has_its_own_spare_while_spares_last() -> None:
+    posed = problem(*(peer(f"s{n}") for n in range(4)))
+    found = plan(posed)
+    assert sorted(guards(found)) == [0, 1, 2]
+    assert len(set(guards(found).values())) == 3
+    assert all(guard.exact for guard in found.guards)
+    assert found.snapshot_every == 1
+    # The owner's loss has no state, and nobody guards what is already a spare.
+    assert {stage.peer for stage in found.stages} == {"a", "b", "c", "owner"}
+    assert len(found.spares) == 4
+
+
+def test_neighbours_are_guarded_by_different_spares() -> None:
+    found = plan(problem(peer("s0"), peer("s1")))
+    watch = guards(found)
+    assert watch[0] == watch[2] != watch[1]
+
+
+def test_one_spare_guards_all_if_it_has_room_and_else_what_fits() -> None:
+    found = plan(problem(peer("s0")))
+    assert guards(found) == {0: "s0", 1: "s0", 2: "s0"}
+    stage = found.stages[0]
+    # Three snapshots while one arrives; running one stage beside two snapshots of each.
+    two = max(3 * 2 * STATE, stage.memory_bytes + 2 * 2 * STATE)
+    assert len(plan(problem(peer("s0", memory_bytes=two))).guards) == 2
+    assert len(plan(problem(peer("s0", memory_bytes=two - 1))).guards) == 1
+    one = max(3 * STATE, stage.memory_bytes + 2 * STATE)
+    posed = problem(peer("s0", memory_bytes=one - 50_000))
+    found = guarding(plan(posed), posed)
+    assert found.plan.guards == ()
+    assert [entry.stage for entry in found.unguarded] == [0, 1, 2]
+    assert "it lends 10" in found.unguarded[0].reasons[0].reason
+    assert found.interval.every == 0
+
+
+def test_a_dear_stage_has_the_fast_guard() -> None:
+    spares = (peer("s0"), peer("s1", flops_per_s=5e10), peer("s2", flops_per_s=2e10))
+    dear = (block(0), block(1, forward_flops=9e9), block(2), block(3, parameter_bytes=0, trainable_bytes=0))
+    found = plan(problem(*spares, blocks=dear))
+    heavy = next(stage.stage for stage in found.stages if stage.blocks == (1, 2))
+    assert guards(found)[heavy] == "s1"
+
+
+def test_other_fingerprints_guard_only_where_that_is_tolerated() -> None:
+    spares = (peer("alike"), peer("other", fingerprint="gpu"), peer("unknown", fingerprint=""))
+    small = tuple(msgspec.structs.replace(spare, memory_bytes=11_000_000) for spare in spares)
+    posed = problem(*small)
+    found = guarding(plan(posed), posed)
+    assert {(guard.peer, guard.exact) for guard in found.plan.guards} == {("alike", True)}
+    assert len(found.unguarded) == 2
+    assert {entry.peer for entry in found.unguarded[0].reasons} == {"alike", "other", "unknown"}
+    assert "other bits" in {e.peer: e.reason for e in found.unguarded[0].reasons}["other"]
+    tolerant = plan(problem(*small, takeover="tolerant"))
+    assert {(guard.peer, guard.exact) for guard in tolerant.guards} == {
+        ("alike", True),
+        ("other", False),
+        ("unknown", False),
+    }
+    # An exact guard with room for all is better than three that are not.
+    roomy = plan(problem(*spares, takeover="tolerant"))
+    assert {guard.peer for guard in roomy.guards} == {"alike"}
+
+
+def test_a_stage_whose_numerics_nobody_knows_has_no_exact_guard() -> None:
+    unknown = tuple(peer(name, flops_per_s=1e12, fingerprint="") for name in "abc")
+    spare = peer("s0", fingerprint="")
+    assert plan(problem(peers=(*unknown, spare))).guards == ()
+
+
+def test_the_numerics_a_stage_began_with_count_not_its_peers_present_ones() -> None:
+    posed = problem(peer("s0"))
+    placed = plan(posed)
+    changed = tuple(peer(name, flops_per_s=1e12, fingerprint="new") for name in "abc")
+    again = with_guards(placed, msgspec.structs.replace(posed, peers=(*changed, peer("s0"))))
+    assert again.guards == placed.guards
+    gone = with_guards(placed, msgspec.structs.replace(posed, peers=(peer("s0"),), required=()))
+    assert gone.guards == placed.guards
+
+
+def test_what_the_owner_runs_is_not_guarded_and_the_owner_guards_nothing() -> None:
+    posed = problem(peer("s0"))
+    found = plan(posed)
+    at_a = msgspec.structs.replace(found, feed="a", guards=())
+    mine = next(stage.stage for stage in found.stages if stage.peer == "a")
+    assert mine not in guards(with_guards(at_a, posed))
+    own_spare = msgspec.structs.replace(found, feed="s0", guards=())
+    assert with_guards(own_spare, posed).guards == ()
+
+
+def test_serving_has_no_guards() -> None:
+    found = plan(problem(peer("s0"), task="serve"))
+    assert (found.guards, found.snapshot_every) == ((), 0)
+
+
+def test_a_link_that_takes_longer_than_the_longest_interval_is_refused() -> None:
+    slow = peer("s0", downlink=Link(bandwidth_bytes_per_s=1e3))
+    posed = problem(slow)
+    found = guarding(plan(posed), posed)
+    assert found.plan.guards == ()
+    assert "its link is too slow" in found.unguarded[0].reasons[0].reason
+
+
+def test_operators_and_settings_that_keep_a_peer_from_stages_keep_it_from_guarding() -> None:
+    blocks = tuple(block(n, ops=("aten.add.Tensor",)) for n in range(3))
+    blocks = (*blocks, block(3, parameter_bytes=0, trainable_bytes=0))
+    posed = problem(peer("s0"), blocks=blocks)
+    placed = msgspec.structs.replace(plan(posed), guards=())
+    for spare in (
+        peer("s0", unsupported_ops=("aten.add.Tensor",)),
+        peer("s0", roles=("owner",)),
+        peer("s0", flops_per_s=0.0),
+    ):
+        changed = msgspec.structs.replace(posed, peers=(*posed.peers[:3], spare))
+        assert with_guards(placed, changed).guards == ()
+    assert with_guards(placed, msgspec.structs.replace(posed, excluded=("s0",))).guards == ()
+
+
+def test_who_guards_already_goes_on() -> None:
+    spares = tuple(peer(f"s{n}") for n in range(3))
+    posed = problem(*spares)
+    found = plan(posed)
+    turned = {0: guards(found)[1], 1: guards(found)[2], 2: guards(found)[0]}
+    running = msgspec.structs.replace(
+        found, guards=tuple(Guard(stage=stage, peer=name) for stage, name in turned.items())
+    )
+    assert guards(with_guards(running, posed)) == turned
+    # One that computes other bits gives way to one that does not, and only to that.
+    other = (peer("s0", fingerprint="gpu"), peer("s1", fingerprint="gpu"))
+    tolerant = problem(*other, takeover="tolerant")
+    inexact = plan(tolerant)
+    assert not any(guard.exact for guard in inexact.guards)
+    assert with_guards(inexact, tolerant) == inexact
+    joined = msgspec.structs.replace(tolerant, peers=(*tolerant.peers, peer("s2")))
+    better = with_guards(msgspec.structs.replace(inexact, spares=("s0", "s1", "s2")), joined)
+    assert {(guard.peer, guard.exact) for guard in better.guards} == {("s2", True)}
+
+
+def test_lost_guards_are_struck_out_of_the_same_version() -> None:
+    found = msgspec.structs.replace(plan(problem(peer("s0"), peer("s1"))), version=7)
+    one, other = sorted({guard.peer for guard in found.guards})
+    left = without_guards(found, {one})
+    assert left.version == 7
+    assert {guard.peer for guard in left.guards} == {other}
+    assert left.spares == (other,)
+    assert left.snapshot_every == found.snapshot_every
+    nobody = without_guards(left, {other})
+    assert (nobody.guards, nobody.snapshot_every) == ((), 0)
+    assert nobody.stages == found.stages
+
+
+def test_without_room_to_retain_nobody_is_guarded_and_that_is_said() -> None:
+    posed = problem(peer("s0"))
+    placed = plan(posed)
+    tight = placed.stages[0]
+    peers = tuple(
+        msgspec.structs.replace(profile, memory_bytes=tight.memory_bytes + 1) if profile.peer == tight.peer else profile
+        for profile in posed.peers
+    )
+    found = guarding(placed, msgspec.structs.replace(posed, peers=peers))
+    assert found.plan.guards == ()
+    assert [entry.stage for entry in found.unguarded] == [0, 1, 2]
+    assert found.unguarded[0].reasons[0].peer == tight.peer
+
+
+def test_matching_finds_a_place_for_everybody_who_can_have_one() -> None:
+    assert matched([["x", "y"], ["x"]]) == {0: "y", 1: "x"}
+    assert matched([["x", "y"], ["y", "x"]]) == {0: "x", 1: "y"}
+    assert matched([["x"], ["x"]]) == {0: "x"}
+    assert matched([[], ["x"]]) == {1: "x"}
+    # Chains: each gives way to the next.
+    assert matched([["a", "b"], ["a", "b", "c"], ["a"]]) == {0: "b", 1: "c", 2: "a"}
+    # Who has one keeps one.
+    assert matched([["x"], ["x", "y"]], {1: "x"}) == {0: "x", 1: "y"}
+    assert matched([["x"], ["x"]], {1: "x"}) == {1: "x"}
