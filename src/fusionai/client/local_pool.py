@@ -1,7 +1,7 @@
 """A whole pool on this machine: a broker and peers as processes of their own, over mutual TLS on loopback.
 
 Decides where their homes are and how long to wait for them. The peers are the shipped `fusion join`, nothing special.
-Always ends what it started.
+Can kill one of them and start it again. Always ends what it started.
 
 Neighbours: `client.demo` uses it; the processes talk to each other, not to this module.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final
+from typing import IO, Final, TypeVar
 
 import msgspec
 
@@ -25,6 +25,24 @@ from fusionai.primitives.errors import FusionError
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.05
+BROKER: Final = "broker"
+"""The name of the broker's process; peers have other names."""
+
+
+class _BrokerSaid(msgspec.Struct, frozen=True):
+    """Of `fusion broker --json`, what is needed here."""
+
+    addresses: tuple[str, ...]
+    invitation: str
+
+
+class _PeerSaid(msgspec.Struct, frozen=True):
+    """Of `fusion join --json`, what is needed here."""
+
+    peer: str
+
+
+_Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +62,31 @@ class _Child:
     log: IO[bytes]
     log_path: Path
 
+    @property
+    def lives(self) -> bool:
+        return self.process.returncode is None
+
 
 @dataclass(slots=True)
 class LocalPool:
-    """`async with LocalPool(directory, peers) as pool:`; `invitation` is good for the peers and one job owner."""
+    """`async with LocalPool(directory, peers) as pool:`; `invitation` is good for the peers and one job owner.
+
+    Any process can be killed and started again: with its home it is who it was, the broker at its old port.
+    """
 
     directory: Path
     peers: Sequence[LocalPeer]
     invitation: str = ""
-    _children: list[_Child] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    """Peer id -> name, of everybody who has joined."""
+    _children: dict[str, _Child] = field(default_factory=dict)
+    """The newest process of each name."""
+    _port: int = 0
 
     async def __aenter__(self) -> LocalPool:
         try:
-            await self._start()
+            await self._start_broker()
+            await asyncio.gather(*(self._start_peer(peer, invited=True) for peer in self.peers))
         except BaseException:
             await self.stop()
             raise
@@ -67,21 +97,58 @@ class LocalPool:
     ) -> None:
         await self.stop()
 
-    async def _start(self) -> None:
-        announced = self.directory / "broker.json"
-        announced.unlink(missing_ok=True)
-        arguments = ["broker", "--pool", "demo", "--host", "127.0.0.1", "--port", "0", "--json", str(announced)]
-        broker = await self._spawn("broker", self.directory / "broker", arguments)
-        self.invitation = (await self._announced(broker, announced))["invitation"]
-        await asyncio.gather(*(self._start_peer(peer) for peer in self.peers))
+    @property
+    def broker_home(self) -> Path:
+        return self.directory / BROKER
 
-    async def _start_peer(self, peer: LocalPeer) -> None:
+    def pid(self, name: str) -> int:
+        """Of the newest process of this name (a peer's, or `BROKER`), living or not."""
+        return self._child(name).process.pid
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL; returns when the process is gone. Raises `FusionError` if it was gone already."""
+        child = self._child(name)
+        if not child.lives:
+            raise FusionError(f"{name} can't be killed: it has ended already ({_last_line(child.log_path)}).")
+        child.process.kill()
+        await child.process.wait()
+
+    async def start_again(self, name: str) -> None:
+        """Once it is gone: the same arguments, the same home. Returns when it is in the pool again, or keeps it."""
+        child = self._child(name)
+        if child.lives:
+            raise FusionError(f"{name} can't be started again: it still runs.")
+        if name == BROKER:
+            await self._start_broker()
+        else:
+            await self._start_peer(next(peer for peer in self.peers if peer.name == name), invited=False)
+
+    def _child(self, name: str) -> _Child:
+        if name not in self._children:
+            raise FusionError(f"expected one of {', '.join(self._children) or 'nobody yet'}, got {name!r}.")
+        return self._children[name]
+
+    async def _start_broker(self) -> None:
+        """At a free port the first time; the members come back to that one."""
+        announced = self.directory / f"{BROKER}.json"
+        announced.unlink(missing_ok=True)
+        arguments = ["broker", "--pool", "demo", "--host", "127.0.0.1", "--port", str(self._port)]
+        broker = await self._spawn(BROKER, self.broker_home, [*arguments, "--json", str(announced)])
+        said = await self._announced(broker, announced, _BrokerSaid)
+        self._port = int(said.addresses[0].rpartition(":")[2])
+        self.invitation = self.invitation or said.invitation
+
+    async def _start_peer(self, peer: LocalPeer, *, invited: bool) -> None:
         announced = self.directory / f"{peer.name}.json"
         announced.unlink(missing_ok=True)
-        arguments = ["join", "-", "--name", peer.name, "--host", "127.0.0.1", "--device", peer.device]
+        arguments = ["join", "--name", peer.name, "--host", "127.0.0.1", "--device", peer.device]
         arguments += ["--threads", str(peer.threads), "--share", f"{peer.share * 100:g}%", "--json", str(announced)]
-        child = await self._spawn(peer.name, self.directory / peer.name, arguments, said=f"{self.invitation}\n")
-        await self._announced(child, announced)
+        home = self.directory / peer.name
+        if invited:
+            child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")
+        else:
+            child = await self._spawn(peer.name, home, arguments)
+        self.names[(await self._announced(child, announced, _PeerSaid)).peer] = peer.name
 
     async def _spawn(self, name: str, home: Path, arguments: Sequence[str], *, said: str | None = None) -> _Child:
         """Start `fusion ARGUMENTS --home HOME`; the invitation goes by standard input, where nobody can list it."""
@@ -104,19 +171,22 @@ class LocalPool:
             start_new_session=sys.platform != "win32",
         )
         child = _Child(name, process, log, log_path)
-        self._children.append(child)
+        former = self._children.get(name)
+        if former is not None:
+            former.log.close()
+        self._children[name] = child
         if said is not None and process.stdin is not None:
             process.stdin.write(said.encode())
             await process.stdin.drain()
             process.stdin.close()
         return child
 
-    async def _announced(self, child: _Child, path: Path) -> dict[str, str]:
+    async def _announced(self, child: _Child, path: Path, kind: type[_Said]) -> _Said:
         """Wait until the process says it is ready."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while (said := _read_json(path)) is None:
-                    if child.process.returncode is not None:
+                while (said := _read_json(path, kind)) is None:
+                    if not child.lives:
                         raise FusionError(f"{child.name} ended at once: {_last_line(child.log_path)}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
@@ -127,9 +197,11 @@ class LocalPool:
 
     async def stop(self) -> None:
         """End peers, then the broker; kill what does not end by itself."""
-        for children in (self._children[1:], self._children[:1]):
+        peers = [child for name, child in self._children.items() if name != BROKER]
+        brokers = [child for name, child in self._children.items() if name == BROKER]
+        for children in (peers, brokers):
             for child in children:
-                if child.process.returncode is None:
+                if child.lives:
                     with suppress(ProcessLookupError):
                         child.process.terminate()
             for child in children:
@@ -148,10 +220,10 @@ def _open_log(home: Path, log_path: Path) -> IO[bytes]:
     return log_path.open("ab")
 
 
-def _read_json(path: Path) -> dict[str, str] | None:
+def _read_json(path: Path, kind: type[_Said]) -> _Said | None:
     """None until the file is there; it appears whole."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
 

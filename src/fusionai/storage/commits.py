@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -217,6 +217,17 @@ class CommitJournal:
         return StorageError(
             f"{self._path} is damaged: {what}.", hint="Start the job in a new directory from its last checkpoint."
         )
+
+
+def read_commits(path: Path) -> tuple[CommitRecord, ...]:
+    """The commits on the disk at this moment, of a journal that somebody else may hold and append to; nothing is
+    written. Raises `StorageError` when it can't be read."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            rows = database.execute("SELECT record FROM commits ORDER BY step").fetchall()
+    except sqlite3.Error as problem:
+        raise StorageError(f"{path} can't be read: {problem}.") from problem
+    return tuple(_RECORD.decode(content) for (content,) in rows)
 
 
 def _chained(previous: bytes, content: bytes) -> bytes:

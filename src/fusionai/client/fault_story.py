@@ -1,0 +1,252 @@
+"""What happened to a run, in order and in plain words: which fault, who took over from which state, how long it took.
+
+`FaultStory.see` takes the run's events and gives the lines to show: one when something is lost, one when the job is
+past it. Decides which events belong to one fault, and the wording; knows no clock and shows nothing.
+
+Neighbours: `training.progress` has the events, `client.kills` adds what was killed on purpose; `cli.watch` says the
+lines, `cli.run_report` draws the episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.training import progress
+
+Kind = Literal["peer", "guard", "link", "stage", "broker"]
+
+
+@dataclass(slots=True)
+class Episode:
+    """One fault, from its first sign to its end. `step` counts from 1, as people do: the step under way."""
+
+    kind: Kind
+    step: int
+    seen_s: float
+    reason: str
+    peer: str = ""
+    """Empty for the broker."""
+    stages: tuple[int, ...] = ()
+    """What it held; of a guard, what it guarded."""
+    killed: bool = False
+    """On purpose, by the demo."""
+    takeover: dict[int, str] = field(default_factory=dict)
+    """Stage -> the peer that has it afterwards."""
+    exact: bool | None = None
+    """Whether the fingerprints promise the same bits; None where nobody took over."""
+    base: int | None = None
+    """The state it goes on from has so many steps in it; None if no state was lost."""
+    rollback: bool = False
+    """All stages went back to a checkpoint."""
+    over_s: float | None = None
+    """When the job was past it; None: not yet."""
+    recovered_s: float | None = None
+    """From the first sign to the next commit, or to the broker's answer; None where nothing stood still."""
+    committed: int | None = None
+    """The step of that commit, from 1."""
+
+
+class FaultStory:
+    """Feed it all events. `episodes`: the faults so far, oldest first."""
+
+    def __init__(self) -> None:
+        self.episodes: list[Episode] = []
+        self._plan: Plan | None = None
+        self._names: dict[str, str] = {}
+        self._killed: set[str] = set()
+        self._waiting = ""
+        self._step = 0
+
+    def begin(self, plan: Plan, members: Sequence[PeerProfile]) -> None:
+        """The first plan, and the names of those in it."""
+        self._plan = plan
+        self._names |= {member.peer: member.name for member in members if member.name}
+
+    def know(self, names: Mapping[str, str]) -> None:
+        """More names of peers."""
+        self._names |= names
+
+    def kill(self, peer: str) -> None:
+        """What is lost of this peer next was killed on purpose."""
+        self._killed.add(peer)
+
+    def name(self, peer: str) -> str:
+        return self._names.get(peer) or short(PeerId(peer))
+
+    def see(self, event: progress.Progress, now_s: float) -> tuple[str, ...]:
+        """The lines to show for this event, often none."""
+        match event:
+            case progress.StepDone():
+                self._step = max(self._step, event.record.step + 1)
+                if self._waiting and not event.replayed:
+                    self._waiting = ""
+                return ()
+            case progress.FaultSeen():
+                return self._fault(event, now_s)
+            case progress.Waiting(reason=reason):
+                return self._wait(reason)
+            case progress.PlanChanged():
+                return self._plan_changed(event)
+            case progress.Restored():
+                self._restored(event)
+                return ()
+            case progress.Recovered():
+                return self._recovered(event, now_s)
+            case progress.BrokerAway(reason=reason):
+                self.episodes.append(Episode("broker", self._step + 1, now_s, reason))
+                return (f"step {self._step + 1}: the broker can't be reached ({reason}); the job goes on without it",)
+            case progress.BrokerBack():
+                return self._broker_back(now_s)
+            case _:
+                return ()
+
+    def open(self) -> list[Episode]:
+        """Faults of the job it is not past yet, oldest first."""
+        return [episode for episode in self.episodes if episode.over_s is None and episode.kind != "broker"]
+
+    def _fault(self, event: progress.FaultSeen, now_s: float) -> tuple[str, ...]:
+        for episode in self.open():
+            # A broken link is often the first sign of a peer's end: one fault, not two.
+            if episode.peer == event.peer and event.kind == "peer" and episode.kind == "link":
+                episode.kind, episode.reason = "peer", event.reason
+                episode.killed = self._take_killed(event.peer)
+                return (f"step {episode.step}: {self._what(episode)}",)
+            if episode.peer == event.peer and event.kind == episode.kind == "link":
+                return ()
+        guarded = () if self._plan is None else tuple(g.stage for g in self._plan.guards if g.peer == event.peer)
+        episode = Episode(
+            event.kind,
+            event.step + 1,
+            now_s,
+            event.reason,
+            event.peer,
+            guarded if event.kind == "guard" else event.stages,
+            killed=event.kind != "link" and self._take_killed(event.peer),
+        )
+        self.episodes.append(episode)
+        if event.kind == "guard":
+            episode.over_s = now_s
+            return (f"step {episode.step}: {self._what(episode)}; the job goes on",)
+        return (f"step {episode.step}: {self._what(episode)}",)
+
+    def _take_killed(self, peer: str) -> bool:
+        killed = peer in self._killed
+        self._killed.discard(peer)
+        return killed
+
+    def _wait(self, reason: str) -> tuple[str, ...]:
+        if reason == self._waiting:
+            return ()
+        self._waiting = reason
+        return (
+            f"step {self._step + 1}: the job waits: {reason.rstrip('.')}. It goes on by itself; "
+            "`fusion invite` lets another machine join, `fusion pool` shows who is there, Ctrl-C stops in order",
+        )
+
+    def _plan_changed(self, event: progress.PlanChanged) -> tuple[str, ...]:
+        former, self._plan = self._plan, event.plan
+        open_ = self.open()
+        places = {stage.stage: stage for stage in event.plan.stages}
+        before = {} if former is None else {stage.stage: stage for stage in former.stages}
+        for episode in open_:
+            for stage in episode.stages:
+                if stage in places and (places[stage].peer != episode.peer or self._waiting):
+                    episode.takeover[stage] = places[stage].peer
+                    same = stage in before and bool(places[stage].fingerprint)
+                    same = same and places[stage].fingerprint == before[stage].fingerprint
+                    episode.exact = same and episode.exact is not False
+        if open_:
+            return ()
+        return (f"step {self._step + 1}: plan version {event.plan.version} is in force ({event.reason.rstrip('.')})",)
+
+    def _restored(self, event: progress.Restored) -> None:
+        for episode in self.open():
+            episode.rollback = event.rollback
+            if event.rollback or any(stage in event.stages for stage in episode.stages):
+                episode.base = event.base
+
+    def _recovered(self, event: progress.Recovered, now_s: float) -> tuple[str, ...]:
+        lines: list[str] = []
+        self._waiting = ""
+        for episode in self.open():
+            episode.over_s = now_s
+            # The driver's figure is from the first fault of several; each has its own.
+            episode.recovered_s = min(event.seconds, now_s - episode.seen_s) if episode.seen_s <= now_s else 0.0
+            episode.committed = event.step + 1
+            lines.append(f"step {episode.step}: {self.sentence(episode)}")
+        return tuple(lines)
+
+    def _broker_back(self, now_s: float) -> tuple[str, ...]:
+        for episode in self.episodes:
+            if episode.kind == "broker" and episode.over_s is None:
+                episode.over_s, episode.recovered_s = now_s, now_s - episode.seen_s
+                return (f"the broker is back after {format_seconds(episode.recovered_s)}",)
+        return ("the broker is back",)
+
+    # ------------------------------------------------------------------------------------------------------ words
+
+    def sentence(self, episode: Episode) -> str:
+        """The whole fault in a line, as far as it is known."""
+        parts = [self._what(episode)]
+        if outcome := self.outcome(episode):
+            parts.append(outcome)
+        if episode.recovered_s is not None and episode.committed is not None:
+            parts.append(f"{format_seconds(episode.recovered_s)} later step {episode.committed} is committed")
+        return "; ".join(parts)
+
+    def outcome(self, episode: Episode) -> str:
+        """Who went on, from where; empty while nobody knows."""
+        if episode.kind == "broker":
+            return "the job went on without it" + ("" if episode.over_s is None else "; it is back")
+        if episode.kind == "guard":
+            return "the job went on; no stage stood still"
+        origin = self._origin(episode)
+        takers = list(dict.fromkeys(episode.takeover.values()))
+        if not takers:
+            if episode.base is None:
+                return "every stage kept its state" if episode.committed is not None else ""
+            return f"its stage goes on {origin}"
+        kept = {peer: [stage for stage, taker in episode.takeover.items() if taker == peer] for peer in takers}
+        who = [
+            f"{self.name(peer)} {'is back and goes on' if peer == episode.peer else 'takes over'}"
+            + (f" {_stages(kept[peer])}" if len(takers) > 1 else "")
+            for peer in takers
+        ]
+        exactness = {True: "", False: " (other numerics: tolerant, not bit-exact)", None: ""}[episode.exact]
+        return f"{' and '.join(who)} {origin}".rstrip() + exactness
+
+    def _origin(self, episode: Episode) -> str:
+        if episode.base is None:
+            return ""
+        if episode.rollback:
+            return f"with all stages from the checkpoint of step {episode.base}"
+        return f"from its snapshot of step {episode.base}" if episode.base else "from the initial weights"
+
+    def _what(self, episode: Episode) -> str:
+        name, stages = self.name(episode.peer) if episode.peer else "", _stages(episode.stages)
+        reason = episode.reason.rstrip(".")
+        match episode.kind:
+            case "peer" if episode.killed:
+                return f"{name} was killed ({stages})"
+            case "peer":
+                return f"{name} is lost ({stages}): {reason}"
+            case "guard":
+                how = "was killed" if episode.killed else f"is lost: {reason}"
+                return f"{name}, which guarded {stages}, {how}" if stages else f"{name}, a spare, {how}"
+            case "link":
+                return f"the connection to {name} broke ({stages}): {reason}"
+            case "stage":
+                return f"{stages} failed on {name}: {reason}"
+            case "broker":
+                return "the broker was away"
+
+
+def _stages(stages: Sequence[int]) -> str:
+    if not stages:
+        return ""
+    return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(str(stage) for stage in sorted(stages))}"
