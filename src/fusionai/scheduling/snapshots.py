@@ -13,8 +13,9 @@ All stages take snapshots on the same steps, so K is one number. Three wishes pu
 K = brief, but not below `possible` and not above `cheap` (beyond that nothing is gained); then not above 64, and not
 above what the memory beside the stages holds: everybody retains what it sent in the last 2K + 1 steps.
 
-Source: the cost table of docs/recovery.md. K never decides whether a run is right, only how fast it is: a snapshot that
-takes longer holds the feed back. Neighbours: `guards` calls this, `docs/recovery.md` says what snapshots are for.
+Source: the costs of the recovery protocol (docs/recovery.md): state / K of traffic per step, 2K + 1 steps retained,
+2K - 1 replayed. K never decides whether a run is right, only how fast it is: while a snapshot takes longer than it should, the
+feed is held back. Neighbours: `guards` calls this; `stage_costs` has the prices.
 """
 
 from __future__ import annotations
