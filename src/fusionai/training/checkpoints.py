@@ -9,21 +9,21 @@ Neighbours: `training.driver` calls it, `storage` keeps the files.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 from fusionai.backends.state import StateEntry, check_entry
+from fusionai.coordination.stage import Source
 from fusionai.execution.state import chunks
 from fusionai.ir.schema import Graph
-from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import CheckpointReader, prune
 from fusionai.training.job import TrainingJob
-from fusionai.transport.interface import Channel, Envelope
+from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
 
 Chunk = tuple[dict[str, HostTensor], bool]
@@ -39,12 +39,10 @@ class Checkpoints:
         self._files = files
         self._keep = keep
 
-    def state_for(
-        self, job: TrainingJob, graph: Graph, *, base: int, source: Literal["keep", "initialise", "import"]
-    ) -> Iterator[Chunk]:
-        """Chunks of the state a stage starts from, the last one marked; none at all if it makes or keeps everything."""
+    def state_for(self, job: TrainingJob, graph: Graph, *, base: int, source: Source) -> Iterator[Chunk]:
+        """Chunks of the state a stage starts from, the last one marked; none at all if it makes or has everything."""
         match source:
-            case "keep":
+            case "keep" | "snapshot":
                 return
             case "initialise":
                 owed = [spec.key for spec in graph.params.values() if spec.init is None]
@@ -58,8 +56,6 @@ class Checkpoints:
             previous = dict(chunk)
         if previous is not None:
             yield previous, True
-        elif source == "import":
-            yield {}, True  # a stage without parameters, such as the loss, waits for its state like any other
         elif source == "import":
             yield {}, True  # a stage without any state waits for the word all the same
 
@@ -76,70 +72,109 @@ class Checkpoints:
         # Constants are part of the graph's definition, not of its state: checkpoints don't repeat them.
         yield from _model_entries(job.state(sorted(keys - kept)))
 
-    async def collect(
+    def collection(
         self,
         step: int,
         fence: wire.Fence,
         stages: Mapping[int, PeerId],
         entries: Mapping[int, Mapping[str, StateEntry]],
-        state_channel: Callable[[PeerId], Channel],
-    ) -> Path:
-        """Read every stage's state of `step` from its member's state connection into one atomic checkpoint.
+    ) -> Collection:
+        """Of every stage's state of `step`. `entries`: what each stage's state consists of; nothing else is written,
+        and nothing of it may be missing."""
+        owed = {stage: dict(entries[stage]) for stage in stages}
+        return Collection(self.root, self._header, self._files, step, fence, dict(stages), owed)
 
-        `entries`: what each stage's state consists of; nothing else is written, and nothing of it may be missing.
-        Raises `ExecutionError` for a state that is not as expected, `StorageError`, `TransportError`."""
-        by_peer: dict[PeerId, dict[int, dict[str, StateEntry]]] = {}
-        for stage, peer in stages.items():
-            by_peer.setdefault(peer, {})[stage] = dict(entries[stage])
-        with await asyncio.to_thread(CheckpointWriter, self.root, step, self._header, files=self._files) as writer:
-            turn = asyncio.Lock()
+    def prune(self) -> None:
+        """Remove old checkpoints. Blocking; only while no stage may still load one (recovery rule 15)."""
+        prune(self.root, self._keep)
 
-            async def drain(peer: PeerId, owed: dict[int, dict[str, StateEntry]]) -> None:
-                channel = state_channel(peer)
-                while owed:
-                    envelope = await channel.receive()
-                    finished = _take_off(owed, envelope, step, fence, peer)
-                    async with turn:
-                        await asyncio.to_thread(_add_all, writer, envelope.tensors)
-                    if finished is not None:
-                        del owed[finished]
 
-            drains = [asyncio.create_task(drain(peer, owed)) for peer, owed in by_peer.items()]
+class Collection:
+    """One checkpoint on its way to the disk: `take` what members send, while `run` waits and then completes it.
+
+    `cancel` before the last chunk leaves nothing behind; afterwards the checkpoint is completed all the same.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        header: CheckpointHeader,
+        files: Mapping[str, bytes],
+        step: int,
+        fence: wire.Fence,
+        stages: Mapping[int, PeerId],
+        owed: dict[int, dict[str, StateEntry]],
+    ) -> None:
+        self.step = step
+        self._root = root
+        self._header = header
+        self._files = files
+        self._fence = fence
+        self._stages = stages
+        self._owed = owed
+        self._writer: asyncio.Future[CheckpointWriter] = asyncio.get_running_loop().create_future()
+        self._settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """True when everything has come, False when nothing more will; or why it can't be written."""
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> Path | None:
+        """The complete checkpoint, or None if it was cancelled. Raises `StorageError`."""
+        try:
+            writer = await asyncio.to_thread(CheckpointWriter, self._root, self.step, self._header, files=self._files)
+        except BaseException:
+            self.cancel()
+            raise
+        try:
+            self._writer.set_result(writer)
+            if not await self._settled:
+                return None
+            return await asyncio.to_thread(writer.finish)
+        finally:
+            async with self._turn:  # a thread may still be writing a chunk
+                await asyncio.to_thread(writer.abandon)
+
+    async def take(self, peer: PeerId, envelope: Envelope) -> None:
+        """A message on a member's state connection. Raises `ExecutionError` for a state that is not as expected."""
+        message = envelope.message
+        if not isinstance(message, wire.StateChunk):
+            raise ExecutionError(f"expected the state of step {self.step}, got {type(message).__name__}.")
+        if message.fence != self._fence or self._settled.done():
+            return
+        finished = self._take_off(message, envelope.tensors, peer)
+        await asyncio.wait({self._writer, self._settled}, return_when=asyncio.FIRST_COMPLETED)
+        async with self._turn:
+            if self._settled.done():
+                return
             try:
-                await asyncio.gather(*drains)
-            finally:
-                for task in drains:
-                    task.cancel()
-                await asyncio.gather(*drains, return_exceptions=True)
-            path = await asyncio.to_thread(writer.finish)
-        if step > 0:
-            await asyncio.to_thread(prune, self.root, self._keep)
-        return path
+                await asyncio.to_thread(_add_all, self._writer.result(), envelope.tensors)
+            except StorageError as error:
+                self._settled.set_exception(error)
+                return
+        if finished:
+            del self._owed[message.stage]
+            if not self._owed and not self._settled.done():
+                self._settled.set_result(True)
 
+    def _take_off(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor], peer: PeerId) -> bool:
+        """Strike what has come off the list of what is owed; whether it was the stage's last chunk."""
+        mine = sorted(stage for stage in self._owed if self._stages[stage] == peer)
+        if message.step != self.step or message.stage not in mine:
+            raise ExecutionError(
+                f"expected the state of step {self.step} of stages {mine} from peer {short(peer)}, "
+                f"got that of step {message.step} of stage {message.stage}."
+            )
+        entries = self._owed[message.stage]
+        for name, tensor in tensors.items():
+            check_entry(entries, name, tensor)
+            del entries[name]
+        if message.last and entries:
+            raise ExecutionError(f"the state of stage {message.stage} came without {', '.join(sorted(entries)[:3])}.")
+        return message.last
 
-def _take_off(
-    owed: Mapping[int, dict[str, StateEntry]], envelope: Envelope, step: int, fence: wire.Fence, peer: PeerId
-) -> int | None:
-    """Strike what has come off the list of what is owed; the stage, if this was its last chunk."""
-    message = envelope.message
-    if not isinstance(message, wire.StateChunk):
-        raise ExecutionError(
-            f"expected the state of step {step} from peer {short(peer)}, got {type(message).__name__}."
-        )
-    if message.fence != fence or message.step != step or message.stage not in owed:
-        raise ExecutionError(
-            f"expected the state of step {step} of stages {sorted(owed)} from peer {short(peer)}, "
-            f"got that of step {message.step} of stage {message.stage}."
-        )
-    entries = owed[message.stage]
-    for name, tensor in envelope.tensors.items():
-        check_entry(entries, name, tensor)
-        del entries[name]
-    if not message.last:
-        return None
-    if entries:
-        raise ExecutionError(f"the state of stage {message.stage} came without {', '.join(sorted(entries)[:3])}.")
-    return message.stage
+    def cancel(self) -> None:
+        """What has not come will not come any more."""
+        if not self._settled.done():
+            self._settled.set_result(False)
 
 
 def _add_all(writer: CheckpointWriter, tensors: Mapping[str, HostTensor]) -> None:

@@ -1,17 +1,23 @@
 """The driver's connections: control and state to every member, tensors through its own member.
 
-Decides nothing. Dials, shows tickets, reads; whatever arrives goes to the driver's sink with the peer it came from.
+Decides when a member counts as lost: its control or state connection closed, could not be opened in `OPENING_S`, or it
+was silent for the watcher's deadline. Whatever arrives goes to the driver's sinks with the peer it came from; state is
+always read, also when nobody wants it, or a member could wait for ever to be rid of it.
 
-Neighbours: `training.driver` uses it, `execution` provides links and the owner's own member.
+Neighbours: `training.driver` uses it, `coordination.silence` watches, `execution` provides links and the owner's own
+member.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
 
+from fusionai.coordination.silence import Silence
 from fusionai.execution.links import open_job
 from fusionai.execution.local import LocalChannel
 from fusionai.execution.member import Host, JobMember
@@ -19,95 +25,229 @@ from fusionai.execution.outbox import Outbox
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.training.job import TrainingJob
-from fusionai.transport.interface import Channel
+from fusionai.training.deployment import Deployment
+from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
 
-ControlSink = Callable[[PeerId, wire.Message], None]
+MessageSink = Callable[[PeerId, wire.Message], None]
+StateSink = Callable[[PeerId, Envelope], Awaitable[None]]
 LostSink = Callable[[PeerId, str], None]
+
+OPENING_S: Final = 3.0
+"""For both connections to a member, handshakes included."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Both connections to one member and the tasks that read them."""
+
+    peer: PeerId
+    control: Outbox
+    state: Channel
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    arrived_bytes: int = 0
+    over: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return not (self.over or self.control.lost or self.control.channel.closed or self.state.closed)
+
+    def sign_of_life(self) -> bool:
+        """Whether anything has arrived since this was asked last."""
+        arrived = self.control.channel.stats.arrived_bytes + self.state.stats.arrived_bytes
+        known, self.arrived_bytes = self.arrived_bytes, arrived
+        return arrived != known
 
 
 class Connections:
-    """Open with `open`, then `tell` stages; `close` detaches everybody."""
+    """`open` lines as plans need them, `tell` members, `dismiss` who is left out; `close` detaches everybody."""
 
     def __init__(
-        self, job: TrainingJob, host: Host, member: JobMember, *, on_message: ControlSink, on_lost: LostSink
+        self,
+        job: str,
+        host: Host,
+        member: JobMember,
+        *,
+        on_message: MessageSink,
+        on_state: StateSink,
+        on_lost: LostSink,
     ) -> None:
         self._job = job
         self._host = host
         self._member = member
         self._on_message = on_message
+        self._on_state = on_state
         self._on_lost = on_lost
-        self._control: dict[PeerId, Outbox] = {}
-        self._state: dict[PeerId, Channel] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._lines: dict[PeerId, _Line] = {}
+        self._own: list[asyncio.Task[None]] = []
+        self._silence = Silence()
+        self._watching = asyncio.create_task(self._watch(), name="silence of members")
+        self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._pings = 0
 
-    @property
-    def peers(self) -> tuple[PeerId, ...]:
-        """Everybody who holds a stage, the owner included if it does."""
-        return tuple(sorted({PeerId(placement.peer) for placement in self._job.plan.stages}))
+    def is_open(self, peer: PeerId) -> bool:
+        line = self._lines.get(peer)
+        return line is not None and line.alive
 
-    async def open(self, fence: Fence) -> None:
-        """Raises what the first failing member raised."""
-        opening = wire.OpenJob(job=self._job.job, fence=fence, ticket=self._job.tickets.get(self._host.peer, b""))
-        neighbours = self._job.neighbours()
-        self._member.know(neighbours)
-        await asyncio.gather(*(self._open(peer, opening) for peer in self.peers))
-        for neighbour in neighbours:
-            self._member.dial(neighbour, opening)
-
-    async def _open(self, peer: PeerId, opening: wire.OpenJob) -> None:
+    async def open(self, peer: PeerId, deployment: Deployment, fence: wire.Fence) -> bool:
+        """A line to `peer`, a new one unless there is one that lives. False, and told to `on_lost`, without success."""
+        if self.is_open(peer):
+            return True
+        former = self._lines.pop(peer, None)
+        if former is not None:
+            self._end(former)
         if peer == self._host.peer:
-            control, theirs = LocalChannel.pair(peer, "control")
-            state, their_state = LocalChannel.pair(peer, "state")
-            self._start(self._member.serve_control(theirs))
-            self._start(self._member.serve_state(their_state))
+            self._adopt(peer, *self._local())
+            return True
+        opening = wire.OpenJob(job=self._job, fence=fence, ticket=deployment.tickets.get(self._host.peer, b""))
+        addresses = deployment.members.get(peer, ())
+        opened: list[Channel] = []
+        adopted = False
+        try:
+            async with asyncio.timeout(OPENING_S):
+                for stream in ("control", "state"):
+                    opened.append(await open_job(self._host.transport, addresses, peer, stream, opening))
+        except (FusionError, TimeoutError) as error:
+            reason = str(error) or f"it did not open the job within {OPENING_S:g} s"
+            self._on_lost(peer, reason)
+            return False
         else:
-            addresses = self._job.members[peer]
-            control = await open_job(self._host.transport, addresses, peer, "control", opening)
-            state = await open_job(self._host.transport, addresses, peer, "state", opening)
-        self._control[peer] = Outbox(control, lambda reason: self._lost(peer, reason))
-        self._state[peer] = state
-        self._start(self._read(peer, control))
+            control, state = opened
+            self._adopt(peer, control, state)
+            adopted = True
+            return True
+        finally:
+            if not adopted:
+                for channel in opened:
+                    channel.abort()
 
-    async def _read(self, peer: PeerId, channel: Channel) -> None:
+    def _local(self) -> tuple[Channel, Channel]:
+        control, theirs = LocalChannel.pair(self._host.peer, "control")
+        state, their_state = LocalChannel.pair(self._host.peer, "state")
+        for serving in (self._member.serve_control(theirs), self._member.serve_state(their_state)):
+            self._own.append(asyncio.create_task(_run(serving)))
+        return control, state
+
+    def _adopt(self, peer: PeerId, control: Channel, state: Channel) -> None:
+        def failed(reason: str) -> None:
+            self._lose(line, reason)
+
+        line = self._lines[peer] = _Line(peer, Outbox(control, failed), state)
+        line.tasks = [asyncio.create_task(self._read(line, control)), asyncio.create_task(self._read(line, state))]
+        if peer != self._host.peer:
+            self._silence.watch(peer, self._host.clock.now_s())
+
+    async def _read(self, line: _Line, channel: Channel) -> None:
         try:
             while True:
-                self._on_message(peer, (await channel.receive()).message)
+                envelope = await channel.receive()
+                if channel is line.state:
+                    await self._on_state(line.peer, envelope)
+                else:
+                    self._on_message(line.peer, envelope.message)
         except FusionError as error:
-            self._lost(peer, str(error))
+            self._lose(line, str(error))
         except Exception as error:  # whatever was received, the job must not wait for what nobody reads any more
-            log.exception("the control connection to peer %s failed", short(peer))
-            self._lost(peer, f"{type(error).__name__}: {error}")
+            log.exception("a connection to peer %s failed", short(line.peer))
+            self._lose(line, f"{type(error).__name__}: {error}")
+
+    # -------------------------------------------------------------------------------------------------- silence
+
+    async def _watch(self) -> None:
+        while True:
+            now_s = self._host.clock.now_s()
+            for line in list(self._lines.values()):
+                if line.peer == self._host.peer:
+                    continue
+                if line.sign_of_life():
+                    self._silence.heard(line.peer, now_s)
+                self._pings += 1
+                line.control.post(wire.Ping(sequence=self._pings, sent_at_s=now_s))
+            for peer in self._silence.tick(now_s):
+                line = self._lines.get(PeerId(peer))
+                if line is not None:
+                    self._lose(line, f"it has been silent for {self._silence.deadline_s:g} s")
+            await asyncio.sleep(self._silence.ping_s)
+
+    def is_doubtful(self, peer: PeerId) -> bool:
+        """Whether it has not answered for longer than a healthy member takes."""
+        silent = peer in self._silence.watched and self._silence.silent_s(peer) > 2 * self._silence.ping_s
+        return silent and self.is_open(peer)
+
+    # --------------------------------------------------------------------------------------------------- the ends
 
     def tell(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
-        self._control[peer].post(message, tensors)
+        """Dropped for a member without a line: its loss has been told already."""
+        line = self._lines.get(peer)
+        if line is not None:
+            line.control.post(message, tensors)
 
-    def state_channel(self, peer: PeerId) -> Channel:
-        return self._state[peer]
+    async def send_state(self, peer: PeerId, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None:
+        """Raises `TransportError` without a line."""
+        line = self._lines.get(peer)
+        if line is None:
+            raise TransportError(f"there is no connection to peer {short(peer)}.")
+        await line.state.send(message, tensors)
 
-    def _lost(self, peer: PeerId, reason: str) -> None:
-        if not self._closing:
-            self._on_lost(peer, reason)
+    def drop(self, peer: PeerId, reason: str) -> None:
+        """This member breaks the protocol: it counts as lost."""
+        line = self._lines.get(peer)
+        if line is not None:
+            self._lose(line, reason)
 
-    def _start(self, coroutine: Coroutine[object, object, None]) -> None:
-        self._tasks.append(asyncio.create_task(coroutine))
+    def dismiss(self, keep: Iterable[str], fence: wire.Fence) -> None:
+        """The plan needs only these: the others may forget the job."""
+        kept = {*keep, self._host.peer}
+        for peer in [peer for peer in self._lines if peer not in kept]:
+            line = self._lines.pop(peer)
+            self._silence.forget(peer)
+            line.over = True
+            line.control.post(wire.Detach(fence=fence, reason="the plan goes on without this peer"))
+            task = asyncio.create_task(self._see_off(line))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
-    async def close(self, fence: Fence, reason: str) -> None:
+    async def _see_off(self, line: _Line) -> None:
+        await line.control.close()
+        self._end(line)
+
+    def _lose(self, line: _Line, reason: str) -> None:
+        if self._closing or line.over:
+            return
+        self._end(line)
+        if self._lines.get(line.peer) is line:
+            del self._lines[line.peer]
+            self._silence.forget(line.peer)
+        self._on_lost(line.peer, reason)
+
+    def _end(self, line: _Line) -> None:
+        line.over = True
+        line.control.abandon()
+        line.control.channel.abort()
+        line.state.abort()
+        for task in line.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def close(self, fence: wire.Fence, reason: str) -> None:
         """Tell everybody to forget the job, flush, close."""
         self._closing = True
-        for outbox in self._control.values():
-            outbox.post(wire.Detach(fence=fence, reason=reason))
-        for outbox in self._control.values():
-            await outbox.close()
-        for channel in self._state.values():
-            with suppress(TransportError):
-                await channel.close()
-        for task in self._tasks:
+        self._watching.cancel()
+        lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.control.post(wire.Detach(fence=fence, reason=reason))
+        await asyncio.gather(*(self._see_off(line) for line in lines))
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        for task in self._own:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._member.close()
+        tasks = [self._watching, *self._own, *(task for line in lines for task in line.tasks)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(FusionError):
+            await self._member.close()
+
+
+async def _run(serving: Coroutine[object, object, None]) -> None:
+    await serving

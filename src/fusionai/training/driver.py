@@ -1,9 +1,11 @@
 """The driver of a training job: performs what `coordination.driver` commands, feeds it what happens.
 
-The loop is `run`: take an event, let the machine decide, perform its commands. Decides nothing itself.
+The loop is `run`: take an event, let the machine decide, perform its commands. Decides nothing itself, but which
+messages are of the present round: all else is dropped before it becomes an event (recovery rule 1).
 
-Neighbours: `training.connections` reaches the members, `training.checkpoints` collects state, `storage.commits` is the
-journal; `execution` runs the stages, also those of the job owner in this process.
+Neighbours: `training.connections` reaches the members, `training.inbox` turns messages into events,
+`training.checkpoints` collects state, `storage.commits` is the journal; `execution` runs the stages, also those of the
+job owner in this process.
 """
 
 from __future__ import annotations
@@ -16,23 +18,30 @@ from collections.abc import Callable, Coroutine, Sequence
 import msgspec
 import numpy as np
 
-from fusionai.backends.state import state_entries
-from fusionai.coordination import driver as machine
-from fusionai.coordination.driver import DriverCommand, DriverEvent, DriverMachine
-from fusionai.execution.boundary import FEED, LOSS, boundaries
+from fusionai.coordination import driver_commands as commands
+from fusionai.coordination import driver_events as events
+from fusionai.coordination.driver import DriverMachine, DriverPhase
+from fusionai.coordination.driver_commands import DriverCommand, EndJob
+from fusionai.coordination.driver_events import DriverEvent
+from fusionai.execution.boundary import LOSS
 from fusionai.execution.member import Host, JobMember
 from fusionai.execution.state import headers
-from fusionai.ir import schema
-from fusionai.primitives.errors import ExecutionError, FusionError
+from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import HostTensor
+from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
-from fusionai.training import progress
-from fusionai.training.checkpoints import Checkpoints
+from fusionai.training import inbox, progress
+from fusionai.training.checkpoints import Checkpoints, Collection
 from fusionai.training.connections import Connections
+from fusionai.training.deployment import Cut, Deployment, cut, ranges_of, stage_options
+from fusionai.training.faults import FaultLog
+from fusionai.training.feed import forwards
 from fusionai.training.job import Batch, TrainingJob
 from fusionai.training.outputs import Outputs
+from fusionai.training.replanner import Replanner
 from fusionai.training.timeline import Timeline
+from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Mode
 
@@ -40,204 +49,306 @@ log = logging.getLogger(__name__)
 
 Listener = Callable[[progress.Progress], None]
 
+LINK_GRACE_S = 0.2
+"""A lost link is often the first sign of a lost peer, whose own connection says so a moment later."""
+
 
 class Driver:
-    """Use as: `await driver.run()`, then optionally `await driver.infer(...)`, then `await driver.close()`."""
+    """Use as: `await driver.run()`, then optionally `await driver.infer(...)`, then `await driver.close()`.
+
+    `deployment`: the plan to begin with, journalled as the one in force. `saved`: step of the newest complete
+    checkpoint, -1 without any."""
 
     def __init__(
         self,
         job: TrainingJob,
         host: Host,
+        deployment: Deployment,
         *,
         journal: CommitJournal,
         checkpoints: Checkpoints,
-        base: int,
+        saved: int,
+        replanner: Replanner,
         on_progress: Listener,
     ) -> None:
         self._job = job
         self._host = host
         self._journal = journal
         self._checkpoints = checkpoints
+        self._replanner = replanner
         self._on_progress = on_progress
-        self._events: asyncio.Queue[DriverEvent] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._partition = job.partition()
-        self._boundaries = boundaries(self._partition)
-        self._entries = {
-            stage.stage: state_entries(stage.graph, job.options.optimizer) for stage in self._partition.stages
-        }
+        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()
+        """With the fence of the round they belong to; None for those that outlast rounds."""
+        self._round: set[asyncio.Task[None]] = set()
+        """Work of the present round."""
+        self._lasting: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._collection: Collection | None = None
+        self._collected: asyncio.Task[None] | None = None
         self._outputs = Outputs()
         self._timeline = Timeline()
-        self._ended: machine.EndJob | None = None
-        self.fence = Fence(job.plan.version, journal.incarnation, 0)
-        self._member = JobMember(
-            host, job.job, job.owner, self.fence, on_output=self._on_output, on_link_lost=self._on_lost
-        )
-        self._connections = Connections(job, host, self._member, on_message=self._on_message, on_lost=self._on_lost)
+        self._faults = FaultLog(on_progress, host.clock.now_s)
+        self._ended: EndJob | None = None
+        self.deployment = deployment
+        """In force."""
+        self._granted: dict[int, tuple[Deployment, str]] = {}
+        """Newer plan version -> what it is and why, until the machine goes over to it."""
+        self._cut = cut(job, deployment.plan)
+        saved_from = max(0, saved - 1)
         self._machine = DriverMachine(
             shape=job.shape(),
-            fence=self.fence,
+            roles=self._cut.roles(deployment.plan, job.owner),
+            incarnation=journal.incarnation,
             learning_rate=job.learning_rate,
-            journal=tuple(journal.records(base)),
-            base=base,
-            source="import" if base > 0 else "initialise",
+            official=journal.committed,
+            records={record.step: record for record in journal.records(saved_from)},
+            saved=saved,
+        )
+        self.fence = Fence(deployment.plan.version, journal.incarnation, 0)
+        self._member = JobMember(host, job.job, job.owner, self.fence, on_output=self._on_output)
+        self._connections = Connections(
+            job.job,
+            host,
+            self._member,
+            on_message=self._on_message,
+            on_state=self._on_state,
+            on_lost=self._on_lost,
         )
 
     # ------------------------------------------------------------------------------------------------- the loop
 
-    async def run(self) -> machine.EndJob:
-        """Attach, resume, train, save. Raises nothing of the members' making: it is in the result."""
-        await self._connections.open(self.fence)
+    async def run(self) -> EndJob:
+        """Attach, restore, train, save. Raises nothing of the members' making: it is in the result."""
         self._perform_all(self._machine.start())
         while self._ended is None:
-            self._perform_all(self._machine.handle(await self._events.get()))
+            fence, event = await self._events.get()
+            if fence is None or fence == self.fence:
+                self._perform_all(self._machine.handle(event))
+                self._after(event)
+        self._outputs.drop()
         return self._ended
+
+    def _after(self, event: DriverEvent) -> None:
+        calm = self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING, DriverPhase.ENDED)
+        if isinstance(event, events.CheckpointWritten) and event.step > 0 and calm:
+            self._last(asyncio.to_thread(self._checkpoints.prune))
 
     def stop(self, reason: str) -> None:
         """Finish the step under way, save, end."""
-        self._events.put_nowait(machine.StopAsked(reason))
+        self._tell(events.StopAsked(reason), None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a stage has nobody to run it."""
+        return self._machine.phase is DriverPhase.WAITING
+
+    def offer(self, deployment: Deployment, reason: str) -> None:
+        """A newer plan, journalled: gone over to when nothing is under way."""
+        version = deployment.plan.version
+        if version > self.deployment.plan.version:
+            self._granted[version] = (deployment, reason)
+            self._tell(events.PlanGranted(self._cut_of(deployment.plan).roles(deployment.plan, self._job.owner)), None)
+
+    def renew(self, deployment: Deployment) -> None:
+        """New tickets or addresses for the plan in force."""
+        if deployment.plan.version == self.deployment.plan.version:
+            self.deployment = deployment
 
     async def close(self, reason: str = "done") -> None:
-        for task in self._tasks:
+        """Whoever still waits for an inference learns why there is none."""
+        for task in (*self._round, *([] if self._asking is None else [self._asking])):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._collection is not None:
+            self._collection.cancel()
+        await asyncio.gather(*self._round, *self._lasting, return_exceptions=True)
+        self._outputs.fail(reason)
         await self._connections.close(self.fence, reason)
 
-    def _perform_all(self, commands: Sequence[DriverCommand]) -> None:
-        for command in commands:
+    def _tell(self, event: DriverEvent, fence: Fence | None) -> None:
+        self._events.put_nowait((fence, event))
+
+    def _perform_all(self, todo: Sequence[DriverCommand]) -> None:
+        for command in todo:
             try:
                 self._perform(command)
-            except FusionError as error:  # data that can't be read, a link that is gone
-                self._events.put_nowait(machine.CommandFailed(str(error)))
+            except TransportError as error:  # whoever holds the connection says so too, and that is an event
+                log.info("%s: %s", type(command).__name__, error)
+            except FusionError as error:  # data that can't be read
+                self._tell(events.CommandFailed(str(error)), None)
 
     def _perform(self, command: DriverCommand) -> None:
         match command:
-            case machine.SendAttach():
-                self._attach_all()
-            case machine.SendResume():
+            case commands.SendAttach():
+                self._begin_round(command)
+            case commands.PassSnapshot(stage, step, holder, peer):
+                addresses = tuple(self.deployment.members.get(peer, ()))
+                message = wire.PassSnapshot(fence=self.fence, stage=stage, step=step, peer=peer, addresses=addresses)
+                self._connections.tell(PeerId(holder), message)
+            case commands.SendResume():
                 self._resume(command)
-            case machine.SendProbe(step):
+            case commands.SendProbe(step):
                 self._start(self._probe(step))
-            case machine.AnnounceReady(base):
+            case commands.AnnounceReady(base):
                 self._on_progress(progress.JobReady(base))
-            case machine.Feed(step, microbatch):
-                self._feed("train", step, microbatch, self._job.data.microbatch(step, microbatch))
-            case machine.DecideScale(step, norms):
+            case commands.Feed(step, microbatch, only):
+                self._feed("train", step, microbatch, self._job.data.microbatch(step, microbatch), only)
+            case commands.DecideScale(step, norms):
                 self._start(self._decide_scale(step, norms))
-            case machine.JournalCommit(record):
-                self._start(self._journal_commit(record))
-            case machine.SendCommit(record, line, save):
-                for placement in self._job.plan.stages:
-                    self._tell(
-                        placement.stage,
-                        wire.Commit(fence=self.fence, stage=placement.stage, record=record, line=line, save=save),
-                    )
-            case machine.StepCommitted(record, losses, replayed):
-                self._on_progress(self._timeline.step_done(record, losses, replayed, self._tokens_per_step))
-            case machine.WriteCheckpoint(step, ask):
-                self._start(self._write_checkpoint(step, ask=ask))
-            case machine.Evaluate(step):
+            case commands.JournalCommit(record):
+                self._last(self._journal_commit(record))
+            case commands.SendCommit(record, line, save):
+                for stage in self._machine.roles.stages:
+                    self._to(stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=save))
+            case commands.StepCommitted(record, losses, replayed):
+                self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
+                if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
+                    self._faults.committed(record.step)
+            case commands.WriteCheckpoint(step, ask):
+                self._write_checkpoint(step, ask=ask)
+            case commands.Evaluate(step):
                 self._start(self._evaluate(step))
-            case machine.WarnTolerant(_, detail):
+            case commands.AskPlan(without, reason):
+                self._ask_plan(without, reason)
+            case commands.TellFault():
+                self._faults.seen(command)
+            case commands.TellRestored():
+                self._faults.restored(command)
+            case commands.WarnTolerant(_, detail):
                 self._on_progress(progress.Warned(f"not bit-exact, tolerated by the recipe: {detail}"))
-            case machine.EndJob():
+            case commands.EndJob():
                 self._ended = command
+                if command.failed is None:
+                    self._faults.committed(command.steps - 1)
 
-    # ------------------------------------------------------------------------------------------------ performing
+    # ---------------------------------------------------------------------------------------------------- rounds
 
-    def _attach_all(self) -> None:
-        neighbours = self._job.neighbours()
-        for stage, boundary in zip(self._partition.stages, self._boundaries, strict=True):
-            encoded = schema.encode(stage.graph)
-            graph = host_tensor("uint8", (len(encoded),), encoded)
-            peer = self._peer_of(stage.stage)
-            message = wire.Attach(
+    def _begin_round(self, command: commands.SendAttach) -> None:
+        """What was under way for the old fence ends; then everybody in the plan is told of the new one."""
+        self.fence = command.fence
+        for task in self._round:
+            task.cancel()
+        if self._collection is not None:
+            self._collection.cancel()
+        self._outputs.drop()
+        if command.roles.version != self.deployment.plan.version:
+            if self._asking is not None:
+                self._asking.cancel()
+            self.deployment, reason = self._granted[command.roles.version]
+            self._granted = {version: one for version, one in self._granted.items() if version > command.roles.version}
+            self._cut = self._cut_of(self.deployment.plan)
+            self._faults.adopted(self.deployment.plan, reason)
+        members = {*command.roles.places.values(), *command.guards.values(), self._job.owner}
+        self._connections.dismiss(members, self.fence)
+        for member in sorted(members):
+            self._start(self._enlist(PeerId(member), command))
+
+    async def _enlist(self, peer: PeerId, command: commands.SendAttach) -> None:
+        """Its whole part in the job, over connections that live."""
+        if not await self._connections.open(peer, self.deployment, self.fence):
+            return
+        deployment, guards = self.deployment, command.guards
+        neighbours, ticket = deployment.neighbours(), deployment.tickets.get(peer, b"")
+        self._connections.tell(
+            peer,
+            wire.Enlist(
                 fence=self.fence,
                 job=self._job.job,
-                stage=stage.stage,
-                stages=len(self._partition.stages),
-                graph_hash=schema.content_hash(stage.graph),
-                boundary=msgspec.Raw(msgspec.msgpack.encode(boundary)),
-                options=self._job.stage_options(stage.stage),
                 neighbours=neighbours,
-                ticket=self._job.tickets.get(peer, b""),
-                tensors=headers({"graph": graph}),
+                guards=tuple(stage for stage, guard in sorted(guards.items()) if guard == peer),
+                partition=self._cut.name,
+                ticket=ticket,
+            ),
+        )
+        for stage in command.roles.stages_of(peer):
+            guard, part = guards.get(stage, ""), self._cut.stages[stage]
+            self._connections.tell(
+                peer,
+                wire.Attach(
+                    fence=self.fence,
+                    job=self._job.job,
+                    stage=stage,
+                    stages=len(self._cut.stages),
+                    graph_hash=part.graph_hash,
+                    boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
+                    options=stage_options(self._job.options, deployment.plan.stages[stage]),
+                    neighbours=neighbours,
+                    ticket=ticket,
+                    retain=bool(guards),
+                    guard=guard,
+                    guard_addresses=tuple(deployment.members.get(guard, ())),
+                    snapshot_every=command.roles.snapshot_every if guard else 0,
+                    tensors=headers({"graph": part.encoded}),
+                ),
+                (part.encoded,),
             )
-            self._connections.tell(peer, message, (graph,))
 
-    def _resume(self, command: machine.SendResume) -> None:
-        self._tell(
+    def _cut_of(self, plan: Plan) -> Cut:
+        return self._cut if ranges_of(plan) == self._cut.ranges else cut(self._job, plan)
+
+    def _resume(self, command: commands.SendResume) -> None:
+        self._to(
             command.stage,
             wire.Resume(
                 fence=self.fence,
                 stage=command.stage,
                 committed=command.committed,
                 source=command.source,
-                base=command.committed,
-                record=command.record,
+                base=command.base,
+                records=command.records,
+                replaying=tuple(sorted(command.replaying)),
+                snapshot=command.snapshot,
             ),
         )
         self._start(self._push_state(command))
 
-    async def _push_state(self, command: machine.SendResume) -> None:
-        """Send the stage what it can't make itself; nothing at all if it can make everything."""
-        graph = self._partition.stages[command.stage].graph
-        channel = self._connections.state_channel(self._peer_of(command.stage))
-        pending = self._checkpoints.state_for(self._job, graph, base=command.committed, source=command.source)
+    async def _push_state(self, command: commands.SendResume) -> None:
+        """Send the stage what it can't make itself; nothing at all if it makes or has everything."""
+        graph = self._cut.stages[command.stage].graph
+        pending = self._checkpoints.state_for(self._job, graph, base=command.base, source=command.source)
         while (item := await asyncio.to_thread(next, pending, None)) is not None:
             chunk, last = item
             message = wire.StateChunk(
-                fence=self.fence, stage=command.stage, step=command.committed, last=last, tensors=headers(chunk)
+                fence=self.fence, stage=command.stage, step=command.base, last=last, tensors=headers(chunk)
             )
-            await channel.send(message, tuple(chunk.values()))
+            await self._connections.send_state(self._peer_of(command.stage), message, tuple(chunk.values()))
 
-    def _feed(self, mode: Mode, step: int, microbatch: int, batch: Batch) -> None:
-        """Each stage gets exactly the inputs it needs."""
-        for boundary in self._boundaries:
-            for port in boundary.receives:
-                names = port.carried(mode)
-                if port.other != FEED or not names:
-                    continue
-                missing = [name for name in names if name not in batch]
-                if missing:
-                    raise ExecutionError(
-                        f"the model needs inputs {', '.join(missing)}, the data has {', '.join(batch)}."
-                    )
-                tensors = {name: batch[name] for name in names}
-                message = wire.Forward(
-                    fence=self.fence,
-                    mode=mode,
-                    step=step,
-                    replica=0,
-                    microbatch=microbatch,
-                    producer=FEED,
-                    consumer=boundary.stage,
-                    tensors=headers(tensors),
-                )
-                self._member.to_stage(boundary.stage, message, tuple(tensors.values()))
+    # ------------------------------------------------------------------------------------------------ performing
+
+    def _feed(self, mode: Mode, step: int, microbatch: int, batch: Batch, only: frozenset[int] | None = None) -> None:
+        for message, tensors in forwards(self._cut, self.fence, mode, step, microbatch, batch, only=only):
+            self._member.to_stage(message.consumer, message, tensors)
 
     async def _decide_scale(self, step: int, norms: tuple[float, ...]) -> None:
-        limit = float("inf") if self._job.clip_norm is None else self._job.clip_norm
+        fence, limit = self.fence, float("inf") if self._job.clip_norm is None else self._job.clip_norm
         (total_norm, scale), _ = await self._host.compute.run(lambda: self._host.backend.clip_scale(norms, limit))
-        self._events.put_nowait(machine.ScaleDecided(step, total_norm, scale))
+        self._tell(events.ScaleDecided(step, total_norm, scale), fence)
 
     async def _journal_commit(self, record: wire.CommitRecord) -> None:
         await asyncio.to_thread(self._journal.append, record)
-        self._events.put_nowait(machine.CommitJournalled(record))
+        self._tell(events.CommitJournalled(record), None)
 
-    async def _write_checkpoint(self, step: int, *, ask: bool) -> None:
-        started_s = time.monotonic()
+    def _write_checkpoint(self, step: int, *, ask: bool) -> None:
+        stages = {stage: PeerId(peer) for stage, peer in self._machine.roles.places.items()}
+        entries = {stage: self._cut.stages[stage].entries for stage in stages}
+        collection = self._collection = self._checkpoints.collection(step, self.fence, stages, entries)
+        former, started_s = self._collected, time.monotonic()
+
+        async def collect() -> None:
+            if former is not None:
+                await asyncio.wait({former})  # two must not write to one place
+            path = await collection.run()
+            if path is not None:
+                self._on_progress(progress.CheckpointSaved(step, str(path), time.monotonic() - started_s))
+                self._tell(events.CheckpointWritten(step), None)
+
+        self._collected = self._last(collect())
         if ask:
-            for placement in self._job.plan.stages:
-                self._tell(placement.stage, wire.Export(fence=self.fence, stage=placement.stage, step=step))
-        stages = {placement.stage: PeerId(placement.peer) for placement in self._job.plan.stages}
-        path = await self._checkpoints.collect(step, self.fence, stages, self._entries, self._connections.state_channel)
-        self._on_progress(progress.CheckpointSaved(step, str(path), time.monotonic() - started_s))
-        self._events.put_nowait(machine.CheckpointWritten(step))
+            for stage in stages:
+                self._to(stage, wire.Export(fence=self.fence, stage=stage, step=step))
 
     async def _evaluate(self, step: int) -> None:
         """Mean loss over the evaluation part; at most two pipelines' worth of microbatches under way."""
-        window = asyncio.Semaphore(2 * len(self._boundaries))
+        fence, window = self.fence, asyncio.Semaphore(2 * len(self._cut.stages))
 
         async def one(index: int) -> float:
             async with window:
@@ -247,102 +358,155 @@ class Driver:
 
         losses = await asyncio.gather(*(one(index) for index in range(self._job.evaluation_batches)))
         self._on_progress(progress.Evaluated(step, sum(losses) / len(losses)))
-        self._events.put_nowait(machine.EvaluationDone(step))
+        self._tell(events.EvaluationDone(step), fence)
 
     async def _probe(self, step: int) -> None:
         """Invariant 7: nothing is called ready before a microbatch has crossed every stage and come back."""
-        batch = self._job.data.microbatch(min(step, self._job.steps - 1), 0)
+        fence, batch = self.fence, self._job.data.microbatch(min(step, self._job.steps - 1), 0)
         losses: list[float] = []
         for index in range(2):
             waiting = self._outputs.expect("eval", step, index)
             self._feed("eval", step, index, batch)
             losses.append(_scalar((await waiting)[LOSS]))
-        self._events.put_nowait(machine.ProbeAnswered((losses[0], losses[1])))
+        self._tell(events.ProbeAnswered((losses[0], losses[1])), fence)
 
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
         """Job outputs other than the loss (`logits`) for one batch, computed across the pool's stages with the state
-        of the last committed step."""
+        of the last committed step. Raises `ExecutionError` when a stage is lost meanwhile: the job is over, nobody
+        restores it."""
         step, index = self._machine.step, self._outputs.next_inference()
         waiting = self._outputs.expect("infer", step, index)
         self._feed("infer", step, index, batch)
         return await waiting
 
+    def _ask_plan(self, without: frozenset[str], reason: str) -> None:
+        self._faults.asked(reason)
+        if self._asking is not None:
+            self._asking.cancel()
+
+        async def ask() -> None:
+            waiting = lambda reason: self._on_progress(progress.Waiting(reason))  # noqa: E731
+            self.offer(await self._replanner.replacement(self.deployment, without, reason, waiting), reason)
+
+        self._asking = self._last(ask())
+
     # ---------------------------------------------------------------------------------------------- what arrives
 
     def _on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
+        """Never raises: a member that sends what is none counts as lost."""
         if message.fence != self.fence:
             return
-        expected = self._boundaries[message.stage].job_outputs(message.mode)
+        if (wrong := self._take_output(message, tensors)) is not None:
+            self._connections.drop(self._peer_of(message.stage), wrong)
+
+    def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> str | None:
+        """What is wrong with it, if anything."""
+        expected = self._cut.stages[message.stage].boundary.job_outputs(message.mode)
         if set(tensors) != set(expected) or not expected:
-            raise ExecutionError(f"expected outputs {list(expected)} of stage {message.stage}, got {list(tensors)}.")
-        loss = _scalar(tensors[LOSS]) if LOSS in tensors else None
+            return f"expected outputs {list(expected)} of stage {message.stage}, got {list(tensors)}"
+        loss = tensors.get(LOSS)
+        if loss is not None and (loss.dtype, loss.shape) != ("float32", ()):
+            return f"expected a loss as a float32 scalar, got {loss.dtype}{list(loss.shape)}"
         if message.mode != "train":
             if not self._outputs.arrived(message.mode, message.step, message.microbatch, tensors):
-                raise ExecutionError(
-                    f"stage {message.stage} sent an output of {message.mode} microbatch {message.microbatch} of step "
-                    f"{message.step}, which was not fed."
+                return (
+                    f"it sent an output of {message.mode} microbatch {message.microbatch} of step {message.step}, "
+                    "which was not fed"
                 )
         elif loss is not None:
-            self._events.put_nowait(machine.LossArrived(message.step, message.microbatch, loss))
+            self._tell(events.LossArrived(message.step, message.microbatch, _scalar(loss)), self.fence)
+        return None
 
     def _on_message(self, peer: PeerId, message: wire.Message) -> None:
-        stage = getattr(message, "stage", None)
-        if stage is not None and (stage >= len(self._boundaries) or self._peer_of(stage) != peer):
-            self._on_lost(peer, f"it sent a {type(message).__name__} of stage {stage}, which is not its own")
+        match message:
+            case wire.Pong():
+                return
+            case wire.Refused(code=code, reason=reason):
+                self._connections.drop(peer, f"{wire.REFUSAL_SENTENCES[code]} {reason}".strip())
+                return
+            case wire.LinkLost(fence=self.fence):
+                self._start(self._suspect_link(peer, message))
+                return
+            case _:
+                pass
+        if getattr(message, "fence", None) != self.fence:
+            return
+        try:
+            event = inbox.event_of(message, peer, self._machine.roles)
+            inbox.check_numerics(message, self.deployment.plan, self._job.options.takeover)
+        except FusionError as error:
+            self._connections.drop(peer, error.message)
             return
         match message:
-            case wire.Status(fence=self.fence):
+            case wire.Status():
                 self._timeline.clock(message.stage, message.clock_s)
-                self._events.put_nowait(machine.StageReported(message.stage, message.applied, message.prepared))
-            case wire.Ready(fence=self.fence):
-                self._events.put_nowait(machine.StageReady(message.stage, message.applied))
-            case wire.Prepared(fence=self.fence):
+            case wire.Prepared():
                 self._timeline.spans(message.stage, message.spans)
-                self._events.put_nowait(machine.StagePrepared(message.stage, message.step, message.norms))
-            case wire.StageFailed():
-                self._lost(message.stage, f"peer {short(peer)}: {message.reason}")
+            case _:
+                pass
+        if event is not None:
+            self._tell(event, self.fence)
+
+    async def _on_state(self, peer: PeerId, envelope: Envelope) -> None:
+        match envelope.message:
+            case wire.Pong():
+                return
+            case _ if self._collection is not None:
+                await self._collection.take(peer, envelope)
             case _:
                 return
 
-    def _on_lost(self, peer: PeerId, reason: str) -> None:
-        for placement in self._job.plan.stages:
-            if placement.peer == peer:
-                self._lost(placement.stage, f"peer {short(peer)}: {reason}")
+    async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
+        """Told to the machine unless one of the two turns out to be lost: then its loss is what counts."""
+        other, fence = PeerId(message.peer), self.fence
+        while True:
+            await asyncio.sleep(LINK_GRACE_S)
+            if not (self._connections.is_doubtful(reporter) or self._connections.is_doubtful(other)):
+                break
+        if self._connections.is_open(reporter) and self._connections.is_open(other):
+            self._tell(events.LinkBroken(reporter, other, message.reason), fence)
 
-    def _lost(self, stage: int, reason: str) -> None:
-        self._outputs.fail(reason)
-        self._events.put_nowait(machine.StageLost(stage, reason))
+    def _on_lost(self, peer: PeerId, reason: str) -> None:
+        told = f"peer {short(peer)} was lost: {reason}"
+        if self._ended is not None:
+            self._outputs.fail(told)
+        self._tell(events.PeerLost(peer, told), None)
 
     # ---------------------------------------------------------------------------------------------------- details
 
-    def _start(self, work: Coroutine[object, object, None]) -> None:
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Ends with the round."""
+        return self._spawn(work, self._round)
+
+    def _last(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Outlasts the round."""
+        return self._spawn(work, self._lasting)
+
+    def _spawn(self, work: Coroutine[object, object, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
+            except TransportError as error:  # whoever holds the connection says so too, and that is an event
+                log.info("a connection of %s: %s", self._job.job, error)
             except FusionError as error:
-                self._events.put_nowait(machine.CommandFailed(str(error)))
+                self._tell(events.CommandFailed(str(error)), None)
             except Exception as error:  # the job must end with a reason, never wait for a task that is gone
                 log.exception("a command of %s failed", self._job.job)
-                self._events.put_nowait(machine.CommandFailed(f"{type(error).__name__}: {error}"))
+                self._tell(events.CommandFailed(f"{type(error).__name__}: {error}"), None)
 
         task = asyncio.create_task(guarded())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
+        return task
 
-    def _tell(self, stage: int, message: wire.Message) -> None:
+    def _to(self, stage: int, message: wire.Message) -> None:
         self._connections.tell(self._peer_of(stage), message)
 
     def _peer_of(self, stage: int) -> PeerId:
-        return PeerId(self._job.plan.stages[stage].peer)
-
-    @property
-    def _tokens_per_step(self) -> int:
-        return self._job.tokens_per_microbatch * self._job.options.microbatches
+        return PeerId(self._machine.roles.places[stage])
 
 
 def _scalar(tensor: HostTensor) -> float:
-    """A float32 scalar as an exact Python float. Raises `ExecutionError` for anything else."""
-    if tensor.dtype != "float32" or tensor.shape != ():
-        raise ExecutionError(f"expected a loss as a float32 scalar, got {tensor.dtype}{list(tensor.shape)}.")
+    """A float32 scalar as an exact Python float."""
     return float(np.frombuffer(tensor.data, np.float32)[0])

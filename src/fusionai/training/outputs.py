@@ -15,7 +15,7 @@ _Key = tuple[Mode, int, int]
 
 
 class Outputs:
-    """`expect` before feeding, `arrived` when it comes, `fail` when it can't come any more."""
+    """`expect` before feeding, `arrived` when it comes; `drop` when a round ends, `fail` when nothing can come."""
 
     def __init__(self) -> None:
         self._waiting: dict[_Key, asyncio.Future[dict[str, HostTensor]]] = {}
@@ -40,6 +40,12 @@ class Outputs:
         if future is not None and not future.done():
             future.set_result(tensors)
         return future is not None or self._failed is not None
+
+    def drop(self) -> None:
+        """What was fed under an older fence never comes; those who wait for it end with their round."""
+        for future in self._waiting.values():
+            future.cancel()
+        self._waiting.clear()
 
     def fail(self, reason: str) -> None:
         self._failed = self._failed or reason

@@ -1,0 +1,122 @@
+"""A plan made real: who takes part, where they listen, with which tickets. Changes with each plan version.
+
+`Cut` is what follows from a plan's block ranges and is kept while they stay: graphs, boundaries, state entries.
+Decides nothing. Neighbours: `client` gets deployments from the broker, `training.driver` runs them,
+`coordination.roles` is the machine's view of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fusionai.backends.state import StateEntry, state_entries
+from fusionai.coordination.roles import Roles
+from fusionai.execution.boundary import FEED, Boundary, boundaries
+from fusionai.ir import schema
+from fusionai.ir.partition import cut_blocks
+from fusionai.ir.schema import Graph
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.scheduling.types import Plan, StagePlacement
+from fusionai.training.job import TrainingJob
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import StageOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """`plan` carries the broker's version. `members`: where each peer of the plan listens (the owner's own: empty).
+    `tickets`: by peer id; the owner's is the driver's."""
+
+    plan: Plan
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    tickets: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+
+    def neighbours(self) -> tuple[wire.Neighbour, ...]:
+        return tuple(
+            wire.Neighbour(stage=p.stage, peer=p.peer, addresses=self.members.get(p.peer, ())) for p in self.plan.stages
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CutStage:
+    """One stage of a cut. `encoded`: its graph as it travels, named by `graph_hash`."""
+
+    graph: Graph
+    encoded: HostTensor
+    graph_hash: str
+    boundary: Boundary
+    entries: Mapping[str, StateEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`name` differs where stages or their snapshots would."""
+
+    name: str
+    ranges: tuple[tuple[int, int], ...]
+    stages: tuple[CutStage, ...]
+
+    def roles(self, plan: Plan, owner: PeerId) -> Roles:
+        """The machine's view of `plan`, whose block ranges are this cut's."""
+        return Roles(
+            version=plan.version,
+            owner=owner,
+            places={placement.stage: placement.peer for placement in plan.stages},
+            guards={guard.stage: guard.peer for guard in plan.guards},
+            snapshot_every=plan.snapshot_every,
+            feed_window=max(placement.in_flight for placement in plan.stages) + 1,
+            neighbours={number: stage.boundary.others for number, stage in enumerate(self.stages)},
+            fed=frozenset(
+                number
+                for number, stage in enumerate(self.stages)
+                if any(port.other == FEED for port in stage.boundary.receives)
+            ),
+            stateless=frozenset(number for number, stage in enumerate(self.stages) if not stage.entries),
+            partition=self.name,
+        )
+
+
+def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:
+    return tuple(placement.blocks for placement in plan.stages)
+
+
+def cut(job: TrainingJob, plan: Plan) -> Cut:
+    """Raises `GraphError` or `PlanError` where the plan's ranges are no cut of the job's graph."""
+    ranges = ranges_of(plan)
+    partition = cut_blocks(job.graph, ranges)
+    stages: list[CutStage] = []
+    for stage, boundary in zip(partition.stages, boundaries(partition), strict=True):
+        encoded = schema.encode(stage.graph)
+        stages.append(
+            CutStage(
+                graph=stage.graph,
+                encoded=host_tensor("uint8", (len(encoded),), encoded),
+                graph_hash=schema.content_hash(stage.graph),
+                boundary=boundary,
+                entries=state_entries(stage.graph, job.options.optimizer),
+            )
+        )
+    digest = hashlib.sha256(msgspec.msgpack.encode([stage.graph_hash for stage in stages]))
+    return Cut(digest.hexdigest(), ranges, tuple(stages))
+
+
+def stage_options(options: StageOptions, placement: StagePlacement) -> StageOptions:
+    """What the stage of `placement` is told; `options` are the job's."""
+    return msgspec.structs.replace(
+        options, in_flight=placement.in_flight, weight_lag=_weight_lag(placement, options.microbatches)
+    )
+
+
+def _weight_lag(placement: StagePlacement, microbatches: int) -> int:
+    """As many microbatches as are in flight may lag with their weight gradients, if the peer's memory holds them with
+    room to spare (the plan's bytes are predictions). The loss alone has no weights."""
+    if "stage" not in placement.roles:
+        return 0
+    spare_bytes = (placement.memory_limit_bytes - placement.memory_bytes) // 2
+    affordable = spare_bytes // placement.in_flight_bytes if placement.in_flight_bytes > 0 else 0
+    return max(0, min(placement.in_flight, microbatches - 1, affordable))

@@ -1,0 +1,52 @@
+"""From what members say to what the driver's machine hears. Decides whether a member may say it.
+
+A member speaks for its own stages only, and in exact jobs it computes as the plan was promised. Neighbours:
+`training.driver` has checked the fence before; `coordination.driver_events` are the events.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fusionai.coordination import driver_events as events
+from fusionai.coordination.driver_events import DriverEvent
+from fusionai.coordination.roles import Roles
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.scheduling.types import Plan
+from fusionai.wire import messages as wire
+
+
+def event_of(message: wire.Message, peer: PeerId, roles: Roles) -> DriverEvent | None:
+    """None for what is of no interest. Raises `ExecutionError` for a word in another's name."""
+    stage = getattr(message, "stage", None)
+    speaks_for = roles.guards if isinstance(message, wire.SnapshotKept) else roles.places
+    if stage is not None and speaks_for.get(stage) != peer:
+        raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
+    match message:
+        case wire.Enlisted(snapshots=snapshots):
+            return events.MemberEnlisted(peer, frozenset((one.stage, one.step) for one in snapshots))
+        case wire.Status():
+            return events.StageReported(message.stage, message.applied, message.prepared, message.retained_from)
+        case wire.Ready():
+            return events.StageReady(message.stage, message.applied)
+        case wire.Prepared():
+            return events.StagePrepared(message.stage, message.step, message.norms)
+        case wire.SnapshotKept():
+            return events.SnapshotStored(message.stage, message.step, peer)
+        case wire.StageFailed():
+            return events.StageFailed(
+                message.stage, f"peer {short(peer)}: {message.reason}", fatal=message.code == "bad_graph"
+            )
+        case _:
+            return None
+
+
+def check_numerics(message: wire.Message, plan: Plan, takeover: Literal["exact", "tolerant"]) -> None:
+    """Raises `ExecutionError` where a stage's peer computes other bits than the plan was made with and the job does
+    not tolerate that: it was started anew with other settings since."""
+    if not isinstance(message, wire.Status) or takeover != "exact":
+        return
+    promised = plan.stages[message.stage].fingerprint
+    if promised and message.fingerprint and promised != message.fingerprint:
+        raise ExecutionError("it computes other bits than the plan was made with: it was started with other settings.")
