@@ -35,9 +35,9 @@ class ComputeThread:
         keep_freed_memory()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
-    async def run(self, work: Callable[[], T]) -> tuple[T, Timed]:
-        """Run `work` in the compute thread after everything submitted before it."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
+    def run(self, work: Callable[[], T]) -> asyncio.Future[tuple[T, Timed]]:
+        """Run `work` in the compute thread after everything submitted before it. Submitted now, not when awaited."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, Timed]:
         start_s = time.monotonic()

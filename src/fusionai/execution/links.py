@@ -1,19 +1,22 @@
 """The tensor connections of one job member: one per other peer, both directions, dialled by one fixed side.
 
-Decides who dials: the job owner always (its machine may listen to nobody), else the peer with the smaller id. Never
-looks into what is sent.
+Decides who dials: the job owner always (its machine may listen to nobody), else the peer with the smaller id. Decides
+when a link is lost: closed, refused, or silent for too long. Never looks into what is sent and never dials again by
+itself: that is for the next round.
 
-Neighbours: `execution.member` posts and receives; `transport` connects; `transport.tickets` prove the right to.
+Neighbours: `execution.member` posts and receives; `transport` connects; `coordination.silence` counts the silence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from fusionai.execution.outbox import Outbox
+from fusionai.coordination.silence import Silence
+from fusionai.execution.line import Line
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -22,7 +25,8 @@ from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
 
-LINK_TIMEOUT_S = 30.0
+LINK_TIMEOUT_S: Final = 3.5
+"""For dialling, showing the ticket and being let in, all together; and for waiting to be dialled."""
 
 
 def dials(me: PeerId, other: PeerId, owner: PeerId) -> bool:
@@ -35,26 +39,39 @@ def dials(me: PeerId, other: PeerId, owner: PeerId) -> bool:
 async def open_job(
     transport: Transport, addresses: Sequence[str], peer: PeerId, stream: wire.Stream, opening: wire.OpenJob
 ) -> Channel:
-    """Dial a member of a job and show the ticket. Raises `RefusedError`, `TransportError`, `TrustError`."""
-    channel = await transport.dial(addresses, expect=peer, stream=stream)
+    """Dial a member of a job and show the ticket, within `LINK_TIMEOUT_S`.
+
+    Raises `RefusedError`, `TransportError`, `TrustError`."""
+    channel: Channel | None = None
     try:
         async with asyncio.timeout(LINK_TIMEOUT_S):
+            channel = await transport.dial(addresses, expect=peer, stream=stream, timeout_s=LINK_TIMEOUT_S)
             await channel.send(opening)
             answer = (await channel.receive()).message
-    except TimeoutError:
-        await channel.close()
-        raise TransportError(f"peer {short(peer)} did not open job {opening.job} in {LINK_TIMEOUT_S:.0f} s.") from None
+    except BaseException as error:
+        if channel is not None:
+            channel.abort()
+        if isinstance(error, TimeoutError):
+            message = f"peer {short(peer)} did not open job {opening.job} in {LINK_TIMEOUT_S:g} s."
+            raise TransportError(message) from None
+        raise
     if isinstance(answer, wire.Done):
         return channel
-    await channel.close()
+    channel.abort()
     if isinstance(answer, wire.Refused):
         sentence = wire.REFUSAL_SENTENCES[answer.code]
         raise RefusedError(f"peer {short(peer)} refused: {sentence} {answer.reason}".strip(), code=answer.code)
     raise TransportError(f"peer {short(peer)} answered {type(answer).__name__} instead of opening job {opening.job}.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Dialling:
+    opening: wire.OpenJob
+    task: asyncio.Task[None]
+
+
 class Links:
-    """`on_message` gets every envelope from any link; `on_lost` is told of a lost link, at least once."""
+    """`on_message` gets every envelope from any link but signs of life; `on_lost` is told once of each lost link."""
 
     def __init__(
         self,
@@ -62,97 +79,123 @@ class Links:
         *,
         on_message: Callable[[PeerId, Envelope], Awaitable[None]],
         on_lost: Callable[[PeerId, str], None],
+        now_s: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._on_message = on_message
         self._on_lost = on_lost
-        self._outboxes: dict[PeerId, asyncio.Future[Outbox]] = {}
-        self._dialling: set[PeerId] = set()
-        self._dialled: set[asyncio.Task[None]] = set()
+        self._now_s = now_s
+        self._silence = Silence()
+        self._lines: dict[PeerId, Line] = {}
+        self._waiting: dict[PeerId, asyncio.Future[None]] = {}
+        """Resolved when a link to the peer comes up."""
+        self._dialling: dict[PeerId, _Dialling] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that dial and then read; the event loop alone would not keep them alive."""
         self._closing = False
 
     def post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Queue for `peer`; its link must be up (`up`)."""
-        future = self._outboxes.get(peer)
-        if future is None or not future.done():
-            raise TransportError(f"there is no link to peer {short(peer)} yet.")
-        future.result().post(message, tensors)
+        """Queue for `peer`. Raises `TransportError` when there is no usable link (`up` waits for one)."""
+        line = self._lines.get(peer)
+        if line is None or not line.usable:
+            raise TransportError(f"there is no link to peer {short(peer)}.")
+        line.post(message, tensors)
 
     async def up(self, peer: PeerId) -> None:
-        """Wait for the link. Raises `TransportError` after `LINK_TIMEOUT_S`."""
+        """Wait for a usable link. Raises `TransportError` after `LINK_TIMEOUT_S`."""
         try:
-            await asyncio.wait_for(asyncio.shield(self._slot(peer)), LINK_TIMEOUT_S)
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                while (line := self._lines.get(peer)) is None or not line.usable:
+                    await asyncio.shield(self._waiting.setdefault(peer, asyncio.get_running_loop().create_future()))
         except TimeoutError:
-            raise TransportError(f"no link to peer {short(peer)} within {LINK_TIMEOUT_S:.0f} s.") from None
+            raise TransportError(f"no link to peer {short(peer)} within {LINK_TIMEOUT_S:g} s.") from None
+
+    def begin_round(self, peers: Collection[PeerId]) -> None:
+        """Links to anybody else are closed; broken ones may be dialled again."""
+        for peer in [peer for peer in self._lines if peer not in peers]:
+            self._lines.pop(peer).drop()
+            self._silence.forget(peer)
+        for line in self._lines.values():
+            line.posted = False
 
     def dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
-        """Open the link unless it is there or under way."""
-        slot = self._slot(peer)
-        usable = slot.done() and not slot.result().lost
-        if not usable and peer not in self._dialling:
-            self._dialling.add(peer)
-            task = asyncio.create_task(self._dial(peer, addresses, opening))
-            self._dialled.add(task)
-            task.add_done_callback(self._dialled.discard)
+        """Open the link unless it is there. An attempt with another opening (of an earlier round) is given up."""
+        line = self._lines.get(peer)
+        if self._closing or (line is not None and line.usable):
+            return
+        under_way = self._dialling.get(peer)
+        if under_way is not None:
+            if under_way.opening == opening:
+                return
+            under_way.task.cancel()
+        task = asyncio.create_task(self._dial(peer, addresses, opening))
+        self._dialling[peer] = _Dialling(opening, task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
         try:
             channel = await open_job(self._transport, addresses, peer, "tensors", opening)
         except FusionError as error:
-            self._on_lost(peer, str(error))
+            if not self._closing:
+                self._on_lost(peer, str(error))
             return
         finally:
-            self._dialling.discard(peer)
+            present = self._dialling.get(peer)
+            if present is not None and present.task is asyncio.current_task():
+                del self._dialling[peer]
         await self.serve(peer, channel)
 
     async def serve(self, peer: PeerId, channel: Channel) -> None:
         """Adopt an open channel as the link to `peer` and read it until it ends."""
         if self._closing:
             return
-        slot = self._slot(peer)
-        outbox = Outbox(channel, lambda reason: self._lost(peer, reason))
-        former = slot.result() if slot.done() else None
+        line = Line(channel, lambda line, reason: self._lost(peer, line, reason))
+        former = self._lines.get(peer)
+        self._lines[peer] = line
+        self._silence.watch(peer, self._now_s())
+        if (waiting := self._waiting.pop(peer, None)) is not None and not waiting.done():
+            waiting.set_result(None)
         if former is not None:
-            self._outboxes[peer] = slot = asyncio.get_running_loop().create_future()
-        slot.set_result(outbox)
-        if former is not None:
-            # One link per peer. What was queued on the former is lost, and its reader will say so.
-            former.abandon()
-            await former.channel.close()
+            # One link per peer. The other side noticed a loss first; news to ours only if something was on the way.
+            if former.posted:
+                former.lost("another connection took its place")
+            former.drop()
         try:
             while True:
-                await self._on_message(peer, await channel.receive())
+                await self._on_message(peer, await line.receive())
         except FusionError as error:
             reason = str(error)
         except Exception as error:
             # A link that nobody reads any more must be known as lost.
             log.exception("the link to peer %s failed", short(peer))
             reason = f"{type(error).__name__}: {error}"
-        finally:
-            outbox.abandon()
-        await channel.close()
-        self._lost(peer, reason)
+        line.lost(reason)
 
-    def _lost(self, peer: PeerId, reason: str) -> None:
+    def beat(self) -> None:
+        """Call every `Silence.ping_s`: asks all others for a sign of life, ends links that gave none for too long."""
+        now_s = self._now_s()
+        for peer, line in self._lines.items():
+            if line.beat(now_s):
+                self._silence.heard(peer, now_s)
+        for peer in self._silence.tick(now_s):
+            if (line := self._lines.get(PeerId(peer))) is not None:
+                line.lost(f"it has been silent for {self._silence.deadline_s:g} s")
+
+    def _lost(self, peer: PeerId, line: Line, reason: str) -> None:
+        if self._lines.get(peer) is line:
+            del self._lines[peer]
+            self._silence.forget(peer)
         if not self._closing:
             self._on_lost(peer, reason)
-
-    def _slot(self, peer: PeerId) -> asyncio.Future[Outbox]:
-        if peer not in self._outboxes:
-            self._outboxes[peer] = asyncio.get_running_loop().create_future()
-        return self._outboxes[peer]
 
     async def close(self) -> None:
         """What is queued is for nobody any more: nothing is flushed."""
         self._closing = True
-        for task in list(self._dialled):
+        for waiting in self._waiting.values():
+            waiting.cancel()
+        for task in self._tasks:
             task.cancel()
-        for slot in self._outboxes.values():
-            if not slot.done():
-                slot.cancel()
-            elif not slot.cancelled():
-                slot.result().abandon()
-                with suppress(TransportError):
-                    await slot.result().channel.close()
-        await asyncio.gather(*self._dialled, return_exceptions=True)
+        for line in self._lines.values():
+            line.drop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -49,6 +49,9 @@ class LocalChannel:
         return envelope
 
     async def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
         if self._closed:
             return
         self._closed = True

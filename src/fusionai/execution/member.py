@@ -1,54 +1,37 @@
-"""One machine's part in one job: its stages, its links, its connection to the driver.
+"""One machine's part in one job: its stages, its links, the snapshots it keeps, its connection to the driver.
 
 Decides nothing of the job. Checks every message's fence, loads what it is told to run after validating it, and brings
-messages to the right stage. Used by the peer's daemon and, for the job owner's own stages, by the driver's process.
+messages to the right stage. Outlives its driver's connection: the next one takes it over. Used by the peer's daemon
+and, for the job owner's own stages, by the driver's process.
 
-Neighbours: `execution.runtime` runs each stage, `execution.links` moves tensors, `ir.validate` guards the door.
+Neighbours: `execution.runtime` runs each stage, `execution.links` moves tensors, `execution.keeper` snapshots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
-from fusionai.backends.interface import Backend
-from fusionai.execution.boundary import FEED, Boundary
-from fusionai.execution.compute import ComputeThread
+from fusionai.coordination.silence import PING_S
+from fusionai.execution import envelopes
+from fusionai.execution.host import Host
+from fusionai.execution.keeper import Keeper
 from fusionai.execution.links import Links, dials
+from fusionai.execution.loading import load_stage
 from fusionai.execution.outbox import Outbox
+from fusionai.execution.placement import Placement
 from fusionai.execution.runtime import StageRuntime
-from fusionai.ir.schema import Graph, content_hash
-from fusionai.ir.validate import Limits, parse
-from fusionai.primitives.clock import Clock
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.interface import Channel, Envelope, Transport
+from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """What a machine brings to every job it takes part in."""
-
-    peer: PeerId
-    backend: Backend
-    compute: ComputeThread
-    transport: Transport
-    fingerprint: str
-    clock: Clock
-    memory_limit_bytes: int | None = None
-    graph_limits: Limits = field(default_factory=Limits)
-
 
 OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
 LinkLostSink = Callable[[PeerId, str], None]
@@ -56,12 +39,12 @@ LinkLostSink = Callable[[PeerId, str], None]
 MAX_UNREAD: Final = 1024
 """Messages to a driver that does not read them."""
 HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
-"""Tensors a stage may hold for work to come where the provider set no limit."""
+"""Tensors a stage may hold for work to come, and snapshots a member may keep, where the provider set no limit."""
 
 
 class JobMember:
     """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_output` and `on_link_lost` only
-    where the driver lives: job outputs end there."""
+    where the driver lives: job outputs and news of lost links end there, others send theirs on the network."""
 
     def __init__(
         self,
@@ -82,48 +65,97 @@ class JobMember:
         self._host = host
         self._on_output = on_output
         self._on_link_lost = on_link_lost
+        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened)
+        self._enlisted = False
+        """Whether `_placement` came with an `Enlist`."""
         self._failed: dict[int, Fence] = {}
-        self._serving: set[asyncio.Task[object]] = set()
+        self._links_told: set[tuple[Fence, PeerId]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._runtimes: dict[int, StageRuntime] = {}
-        self._neighbours: dict[int, wire.Neighbour] = {}
-        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost)
+        self._attaching = asyncio.Lock()
+        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
+        self._keeper = Keeper(
+            host.transport,
+            self._placement,
+            room_bytes=self._room_bytes,
+            now_s=host.clock.now_s,
+            on_kept=lambda stage, step: self.to_driver(
+                wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step)
+            ),
+            on_refused=self._snapshot_refused,
+        )
         self._driver: Outbox | None = None
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+        self._closed = False
 
     @property
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._runtimes))
 
+    @property
+    def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
+        """Whole ones kept here."""
+        return self._keeper.store.held
+
+    @property
+    def driven(self) -> bool:
+        """Whether a driver's connection is being served."""
+        return self._driver is not None
+
     # ------------------------------------------------------------------------------------------ reading channels
 
-    async def serve_control(self, channel: Channel) -> None:
-        """Obey the driver until it detaches, breaks the protocol or the connection ends."""
-        self._driver = driver = Outbox(channel, lambda reason: log.info("driver of %s lost: %s", self.job, reason))
+    async def serve_control(self, channel: Channel) -> bool:
+        """Obey the driver until it detaches, breaks the protocol or the connection ends. A connection served before is
+        shown out: the driver has come anew.
+
+        True if the job is over for this member; False if it waits for its driver to come back."""
+        driver = Outbox(channel, self._driver_lost)
+        former, self._driver = self._driver, driver
+        if former is not None:
+            former.abandon()
+            former.channel.abort()
         with self._served():
             try:
                 while True:
                     envelope = await channel.receive()
-                    match envelope.message:
-                        case wire.Attach() as attach:
-                            await self._attach(attach, envelope.tensors)
-                        case wire.Detach() as detach:
-                            await self._detach(detach.reason)
-                            return
-                        case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
-                            driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
-                        case wire.Resume() | wire.Commit() | wire.Export() as message:
-                            self._deliver(message, envelope.tensors)
-                        case other:
-                            raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
+                    if isinstance(envelope.message, wire.Detach):
+                        if envelope.message.fence >= self.fence:
+                            await self._detach(envelope.message.reason)
+                            return True
+                        self.stale_dropped += 1
+                    else:
+                        self._obey(envelope, driver)
                     if driver.waiting > MAX_UNREAD:
                         raise ExecutionError(f"the driver of {self.job} does not read its control connection.")
             except ChannelClosed:
-                log.info("the driver of %s closed its connection", self.job)
+                log.info("the connection to the driver of %s ended", self.job)
             except FusionError as error:
                 log.warning("the driver of %s broke the protocol: %s", self.job, error)
                 self._report(error)
+                return self._driver is driver
             finally:
+                if self._driver is driver:
+                    self._driver = None
                 await driver.close()
+        return False
+
+    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
+        """One message of the driver's. Takes no time: what does goes on beside the connection."""
+        match envelope.message:
+            case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+            case wire.Enlist() as enlist:
+                self.to_driver(self.enlist(enlist))
+            case wire.Attach() as attach:
+                self._start(self._attach(attach, envelope.tensors))
+            case wire.PassSnapshot() as order:
+                self._start(self._hand_on(order))
+            case wire.Resume() | wire.Commit() | wire.Export() as message:
+                if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
+                    self._keeper.store.drop_below(message.line)
+                self._deliver(message, envelope.tensors)
+            case other:
+                raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
 
     async def serve_state(self, channel: Channel) -> None:
         """Take state chunks from the driver; what `state` sends leaves on the same connection."""
@@ -134,50 +166,73 @@ class JobMember:
             try:
                 while True:
                     envelope = await channel.receive()
-                    message = envelope.message
-                    if not isinstance(message, wire.StateChunk):
-                        raise ExecutionError(
-                            f"expected a StateChunk on a state connection, got {type(message).__name__}."
-                        )
-                    runtime = self._runtime(message.stage, message.fence)
-                    if runtime is not None:
-                        await runtime.receive_state(message, envelope.tensors)
+                    match envelope.message:
+                        case wire.StateChunk() as message:
+                            await self._take_state(message, envelope.tensors)
+                        case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                            await channel.send(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+                        case other:
+                            raise ExecutionError(
+                                f"expected a StateChunk on a state connection, got {type(other).__name__}."
+                            )
             except ChannelClosed:
                 return
             except FusionError as error:
                 self._report(error)
+
+    async def _take_state(self, message: wire.StateChunk, tensors: dict[str, HostTensor]) -> None:
+        runtime = self._runtime(message.stage, message.fence)
+        if runtime is None:
+            return
+        try:
+            await runtime.receive_state(message, tensors)
+        except FusionError as error:
+            self._report(error, runtime)
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
         """A neighbour dialled this machine."""
         with self._served():
             await self._links.serve(peer, channel)
 
+    async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
+        """Another member brings snapshots."""
+        with self._served():
+            await self._keeper.serve(peer, channel)
+
     @contextmanager
     def _served(self) -> Iterator[None]:
         """The task at work in here ends with this member."""
         task = asyncio.current_task()
         assert task is not None
-        self._serving.add(task)
+        self._tasks.add(task)
         try:
             yield
         finally:
-            self._serving.discard(task)
+            self._tasks.discard(task)
+
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         message = envelope.message
-        sender = _sender(message)
+        sender = envelopes.sender(message)
         if sender is None:
             raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may.")
-        if self._peer_of(sender) != peer:
+        if _fence(message) != self._placement.fence:
+            self.stale_dropped += 1  # of another placement, so who may send what is another question
+            return
+        if self._placement.peer_of(sender) != peer:
             raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
         if isinstance(message, wire.Output):
             self._take_output(message, envelope.tensors)
         else:
             self._deliver(message, envelope.tensors)
 
-    def _deliver(self, message: wire.Message, tensors: dict[str, HostTensor]) -> None:
+    def _deliver(self, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
         """To the stage it is for, if the fence is exactly that stage's."""
-        stage, fence = _receiver(message)
+        stage, fence = envelopes.receiver(message)
         runtime = self._runtime(stage, fence)
         if runtime is None:
             return
@@ -196,115 +251,139 @@ class JobMember:
             return None
         return runtime
 
-    # -------------------------------------------------------------------------------------------------- attaching
+    # ------------------------------------------------------------------------------------- enlisting and attaching
 
-    async def _attach(self, attach: wire.Attach, tensors: dict[str, HostTensor]) -> None:
-        if attach.fence < self.fence:
+    def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
+        """A round begins: adopt its fence and places; stages that live elsewhere now are forgotten, snapshots stay."""
+        if enlist.job != self.job:
+            return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
+        known = self._placement.fence
+        if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
             self.stale_dropped += 1
-            self._refuse(attach, "stale_fence", f"{self.job} is at {self.fence}")
-            return
-        try:
-            runtime = await self._loaded(attach, tensors)
-        except GraphError as error:
-            self._refuse(attach, "bad_graph", str(error))
-        except FusionError as error:
-            self._refuse(attach, "failed", str(error))
-        except Exception as error:  # whatever was received, the driver must not wait for this stage
-            log.exception("stage %d of %s could not be loaded", attach.stage, self.job)
-            self._refuse(attach, "failed", f"{type(error).__name__}: {error}")
-        else:
-            self.fence = attach.fence
-            self._neighbours = {neighbour.stage: neighbour for neighbour in attach.neighbours}
-            runtime.attach(attach.fence)
-            self._dial_neighbours(runtime, attach)
+            return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
+        self._placement = Placement(
+            job=self.job,
+            me=self._host.peer,
+            owner=self.owner,
+            fence=enlist.fence,
+            neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
+            guards=frozenset(enlist.guards),
+            ticket=enlist.ticket,
+        )
+        self.fence = enlist.fence
+        if not self._enlisted:
+            self._enlisted = True
+            self._start(self._beat())
+        places = self._placement.places
+        for stage in [stage for stage in self._runtimes if places.get(stage) != self._host.peer]:
+            self._start(_end(self._runtimes.pop(stage), "the plan places it elsewhere"))
+        self._links.begin_round(self._placement.peers)
+        self._keeper.begin_round(self._placement, enlist.partition)
+        if self.owner == self._host.peer:
+            # The driver's machine feeds and hears every member, whatever stages it has itself.
+            for neighbour in enlist.neighbours:
+                self._dial(neighbour)
+        return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self._keeper.store.held)
 
-    async def _loaded(self, attach: wire.Attach, tensors: dict[str, HostTensor]) -> StageRuntime:
-        """The stage's runtime; the one at hand if this attach describes the same stage, otherwise another."""
+    def admit(self, opened: Fence) -> bool:
+        """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
+        if opened < self.fence:
+            return False
+        self.fence = opened
+        return True
+
+    async def _attach(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> None:
+        """Loads if need be, one stage after the other; later rounds may come meanwhile."""
+        async with self._attaching:
+            try:
+                runtime = await self._loaded(attach, tensors)
+            except GraphError as error:
+                self._refuse(attach, "bad_graph", str(error))
+            except FusionError as error:
+                self._refuse(attach, "failed", str(error))
+            except Exception as error:  # whatever was received, the driver must not wait for this stage
+                log.exception("stage %d of %s could not be loaded", attach.stage, self.job)
+                self._refuse(attach, "failed", f"{type(error).__name__}: {error}")
+            else:
+                if runtime is not None:
+                    runtime.attach(attach)
+                    for stage in runtime.linked_stages:
+                        self._dial(self._placement.neighbours[stage])
+
+    async def _loaded(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
+        """The stage's runtime; the one at hand if this attach describes the same stage, otherwise another. None, and
+        refused, when the attach is not of the present round."""
+        if attach.job != self.job:
+            raise ExecutionError(f"this connection is for job {self.job}, the attach is for {attach.job}.")
+        if not self._is_present(attach):
+            return None
         identity = (attach.graph_hash, bytes(attach.boundary), attach.options)
         present = self._runtimes.get(attach.stage)
         if present is not None and present.identity == identity:
             return present
-        runtime = await self._load(attach, tensors)
-        if present is not None:
-            present.detach("another stage takes its place")
-            await present.close()
+        loaded = await load_stage(
+            self._host, attach, tensors, places=self._placement.places, memory_limit_bytes=self._unused_bytes()
+        )
+        if not self._is_present(attach):
+            return None
+        runtime = StageRuntime(
+            job=self.job,
+            identity=identity,
+            graph=loaded.graph,
+            held_limit_bytes=self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES,
+            boundary=loaded.boundary,
+            options=attach.options,
+            program=loaded.program,
+            compute=self._host.compute,
+            postman=self,
+            fingerprint=self._host.fingerprint,
+            now_s=self._host.clock.now_s,
+        )
+        former = self._runtimes.pop(attach.stage, None)
+        if former is not None:
+            await _end(former, "another stage takes its place")
         self._runtimes[attach.stage] = runtime
         return runtime
 
-    async def _load(self, attach: wire.Attach, tensors: dict[str, HostTensor]) -> StageRuntime:
-        """Validate, then load: nothing received is run before both."""
-        if attach.job != self.job:
-            raise ExecutionError(f"this connection is for job {self.job}, the attach is for {attach.job}.")
-        graph_bytes = tensors.get("graph")
-        if graph_bytes is None:
-            raise GraphError(f"the attach of stage {attach.stage} carries no graph.")
-        try:
-            boundary = msgspec.msgpack.decode(attach.boundary, type=Boundary)
-        except msgspec.MsgspecError as error:
-            raise GraphError(f"the boundary of stage {attach.stage} does not fit its schema: {error}.") from None
-        if boundary.stage != attach.stage:
-            raise GraphError(f"the attach of stage {attach.stage} carries the boundary of stage {boundary.stage}.")
-        places = {neighbour.stage: PeerId(neighbour.peer) for neighbour in attach.neighbours}
-        if places.get(attach.stage) != self._host.peer:
-            raise ExecutionError(f"the plan does not place stage {attach.stage} on this peer.")
-        if unknown := boundary.others - places.keys():
-            raise GraphError(f"stage {attach.stage} exchanges tensors with {sorted(unknown)}, not in its plan.")
-        limit_bytes = self._host.memory_limit_bytes
-        if limit_bytes is not None:
-            limit_bytes -= sum(other.program.resident_bytes for other in self._runtimes.values())
+    def _is_present(self, attach: wire.Attach) -> bool:
+        """Whether this attach belongs to the round that was begun last; refuses it otherwise."""
+        if attach.fence < self.fence:
+            self.stale_dropped += 1
+            self._refuse(attach, "stale_fence", f"{self.job} is at {self.fence}")
+            return False
+        if not self._enlisted or attach.fence != self._placement.fence:
+            self._refuse(attach, "bad_message", f"this member was not enlisted under {attach.fence}")
+            return False
+        return True
 
-        def load() -> StageRuntime:
-            graph: Graph = parse(graph_bytes.data, self._host.graph_limits)
-            if content_hash(graph) != attach.graph_hash:
-                raise GraphError(f"stage {attach.stage}'s graph has another hash than announced.")
-            boundary.check(graph)
-            unsupported = self._host.backend.unsupported(node.op for node in graph.nodes)
-            if unsupported:
-                raise ExecutionError(
-                    f"backend {self._host.backend.name} can't run {', '.join(unsupported)} of stage {attach.stage}."
-                )
-            program = self._host.backend.load(
-                graph,
-                grad_inputs=boundary.grad_inputs,
-                options=attach.options,
-                memory_limit_bytes=limit_bytes,
-            )
-            return StageRuntime(
-                job=self.job,
-                identity=(attach.graph_hash, bytes(attach.boundary), attach.options),
-                graph=graph,
-                held_limit_bytes=self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES,
-                boundary=boundary,
-                options=attach.options,
-                program=program,
-                compute=self._host.compute,
-                postman=self,
-                fingerprint=self._host.fingerprint,
-                now_s=self._host.clock.now_s,
-            )
+    def _unused_bytes(self) -> int | None:
+        """What is lent less what the stages here take. Snapshots do not count: a guard may need their room for the very
+        stage it takes over, and gives up no stage for a snapshot."""
+        if self._host.memory_limit_bytes is None:
+            return None
+        return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
 
-        runtime, _ = await self._host.compute.run(load)
-        return runtime
+    def _room_bytes(self) -> int:
+        """What snapshots may take."""
+        unused_bytes = self._unused_bytes()
+        return HELD_WITHOUT_LIMIT_BYTES if unused_bytes is None else unused_bytes
 
-    def _dial_neighbours(self, runtime: StageRuntime, attach: wire.Attach) -> None:
-        opening = wire.OpenJob(job=self.job, fence=attach.fence, ticket=attach.ticket)
-        for stage in runtime.linked_stages:
-            self.dial(self._neighbours[stage], opening)
-
-    def dial(self, neighbour: wire.Neighbour, opening: wire.OpenJob) -> None:
-        """Open the link to a neighbour if it is this side's turn to."""
+    def _dial(self, neighbour: wire.Neighbour) -> None:
+        """Open the link to a neighbour if it is this side's turn to, and it is not there."""
         other = PeerId(neighbour.peer)
         if other != self._host.peer and dials(self._host.peer, other, self.owner):
-            self._links.dial(other, neighbour.addresses, opening)
+            self._links.dial(other, neighbour.addresses, self._placement.opening)
 
-    def know(self, neighbours: Sequence[wire.Neighbour]) -> None:
-        """Where the job's stages live (the driver tells its own member directly)."""
-        self._neighbours = {neighbour.stage: neighbour for neighbour in neighbours}
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            self._links.beat()
+            self._keeper.beat()
 
     # ------------------------------------------------------------------------------- what runtimes and driver send
 
     def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
-        peer = self._peer_of(stage)
+        peer = self._placement.peer_of(stage)
         if peer == self._host.peer:
             headers = getattr(message, "tensors", ())
             named: dict[str, HostTensor] = {
@@ -312,7 +391,14 @@ class JobMember:
             }
             asyncio.get_running_loop().call_soon(self._deliver, message, named)
             return
-        self._links.post(peer, message, tensors)
+        self._post(peer, message, tensors)
+
+    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
+        """A link that is not there is news for the driver, not the sender's failure."""
+        try:
+            self._links.post(peer, message, tensors)
+        except TransportError as error:
+            self._link_lost(peer, str(error))
 
     def to_driver(self, message: wire.Message) -> None:
         if self._driver is not None:
@@ -324,16 +410,44 @@ class JobMember:
                 message, {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
             )
             return
-        self._links.post(self.owner, message, tensors)
+        self._post(self.owner, message, tensors)
 
     async def state(self, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None:
-        await (await self._state_channel).send(message, tensors)
+        await (await asyncio.shield(self._state_channel)).send(message, tensors)
 
-    async def linked(self, stages: Sequence[int]) -> None:
-        """Wait for the links to these stages and to the driver."""
-        peers = {self._peer_of(stage) for stage in stages} | {self.owner}
-        for peer in sorted(peers - {self._host.peer}):
+    async def linked(self, stages: Sequence[int]) -> bool:
+        peers = {self._placement.peer_of(stage) for stage in stages} | {self.owner}
+        return all([await self._is_linked(peer) for peer in sorted(peers - {self._host.peer})])
+
+    async def _is_linked(self, peer: PeerId) -> bool:
+        fence = self._placement.fence
+        try:
             await self._links.up(peer)
+        except TransportError as error:
+            if fence == self._placement.fence:
+                self._link_lost(peer, str(error))
+            return False
+        return True
+
+    async def to_guard(
+        self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
+    ) -> None:
+        await self._keeper.send(guard, addresses, message, tensors)
+
+    def unguarded(self, guard: PeerId, reason: str) -> None:
+        self.to_driver(wire.LinkLost(fence=self._placement.fence, peer=guard, reason=reason[:4000]))
+
+    async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
+        return await self._keeper.whole(stage, step)
+
+    async def _hand_on(self, order: wire.PassSnapshot) -> None:
+        if order.fence != self._placement.fence:
+            self.stale_dropped += 1
+            return
+        try:
+            await self._keeper.hand_on(order)
+        except FusionError as error:
+            self._link_lost(PeerId(order.peer), f"the snapshot of stage {order.stage} could not be sent: {error}")
 
     def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         if self._on_output is None:
@@ -342,14 +456,28 @@ class JobMember:
 
     # -------------------------------------------------------------------------------------------------- the ends
 
+    def _driver_lost(self, reason: str) -> None:
+        log.info("nothing more reaches the driver of %s: %s", self.job, reason)
+
     def _link_lost(self, peer: PeerId, reason: str) -> None:
+        """Told once per round and peer; no stage fails for it."""
+        fence = self._placement.fence
+        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
+            return
+        self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
+        log.info("link to peer %s lost: %s", short(peer), reason)
         if self._on_link_lost is not None:
             self._on_link_lost(peer, reason)
-        for runtime in self._runtimes.values():
-            self.failed(runtime, "failed", f"link to peer {short(peer)} lost: {reason}")
+        else:
+            self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
 
     def _refuse(self, attach: wire.Attach, code: wire.RefusalCode, reason: str) -> None:
         self.to_driver(wire.StageFailed(fence=attach.fence, stage=attach.stage, code=code, reason=reason[:4000]))
+
+    def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
+        """The driver takes a failure of a stage that runs elsewhere as news of its snapshots."""
+        fence = self._placement.fence
+        self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
 
     def _report(self, error: FusionError, runtime: StageRuntime | None = None) -> None:
         """A message that a stage can't obey fails that stage (or, unaddressed, all stages here)."""
@@ -364,50 +492,29 @@ class JobMember:
             self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
 
     async def _detach(self, reason: str) -> None:
+        self._keeper.store.clear()
         runtimes, self._runtimes = self._runtimes, {}
         for runtime in runtimes.values():
-            runtime.detach(reason)
-            await runtime.close()
+            await _end(runtime, reason)
 
     async def close(self) -> None:
         """End everything that works for this member. Harmless when done before."""
+        self._closed = True
         await self._detach("closed")
         await self._links.close()
-        serving = self._serving - {asyncio.current_task()}
-        for task in serving:
+        await self._keeper.close()
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        if serving:
-            await asyncio.wait(serving)
-
-    def _peer_of(self, stage: int) -> PeerId:
-        if stage == FEED:
-            return self.owner
-        neighbour = self._neighbours.get(stage)
-        if neighbour is None:
-            raise ExecutionError(f"job {self.job} has no stage {stage} in its plan.")
-        return PeerId(neighbour.peer)
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._detach("closed")  # what an attach under way had loaded meanwhile
 
 
-def _receiver(message: wire.Message) -> tuple[int, Fence]:
-    match message:
-        case wire.Forward(consumer=stage, fence=fence) | wire.Backward(producer=stage, fence=fence):
-            return stage, fence
-        case wire.SharedGradient(receiver=stage, fence=fence):
-            return stage, fence
-        case wire.Commit(stage=stage, fence=fence) | wire.Resume(stage=stage, fence=fence):
-            return stage, fence
-        case wire.Export(stage=stage, fence=fence):
-            return stage, fence
-        case _:
-            raise ExecutionError(f"a {type(message).__name__} has no place on a connection between members of a job.")
+async def _end(runtime: StageRuntime, reason: str) -> None:
+    runtime.detach(reason)
+    await runtime.close()
 
 
-def _sender(message: wire.Message) -> int | None:
-    """The stage a tensor message claims to come from."""
-    match message:
-        case wire.Forward(producer=stage) | wire.Backward(consumer=stage) | wire.SharedGradient(sender=stage):
-            return stage
-        case wire.Output(stage=stage):
-            return stage
-        case _:
-            return None
+def _fence(message: wire.Message) -> Fence | None:
+    return getattr(message, "fence", None)

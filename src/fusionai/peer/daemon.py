@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from fusionai.backends.registry import open_backend
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.member import Host
+from fusionai.execution.host import Host
 from fusionai.peer.door import Door
 from fusionai.peer.options import PeerOptions, PeerReady
 from fusionai.peer.profile import make_profile, measured_link
@@ -73,6 +73,7 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
         jobs=lambda: door.jobs,
         on_registered=registered,
         on_leave=leave,
+        on_lost=door.clear,
     )
     keeping = asyncio.create_task(registration.run())
     try:

@@ -1,7 +1,11 @@
 """Who may connect to this peer, and for what. Decides by certificate and ticket, offline; runs nothing itself.
 
 Every connection between members of a job starts with `OpenJob`: a ticket signed by the pool's authority, naming the
-sender's key, the job and the plan version. Control and state connections need the driver's ticket.
+sender's key, the job and the plan version. A control connection needs the driver's ticket; the driver's state
+connection brings and takes states, other members' bring snapshots.
+
+A job whose driver's connection ended is kept for it to come back: for `ORPHANED_S`, or until another job's driver comes
+with a valid ticket, for then the broker has given this machine away.
 
 Neighbours: `execution.member` serves what is let in, `transport.tickets` checks signatures.
 """
@@ -12,7 +16,8 @@ import asyncio
 import logging
 from typing import Final
 
-from fusionai.execution.member import Host, JobMember
+from fusionai.execution.host import Host
+from fusionai.execution.member import JobMember
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.transport.interface import Channel
@@ -23,6 +28,8 @@ from fusionai.wire import messages as wire
 log = logging.getLogger(__name__)
 
 OPENING_TIMEOUT_S: Final = 10.0
+ORPHANED_S: Final = 900.0
+"""How long stages and snapshots wait for their driver."""
 
 
 class Door:
@@ -32,6 +39,9 @@ class Door:
         self._host = host
         self._authority_key = authority_key
         self._members: dict[JobId, JobMember] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._patience: dict[JobId, asyncio.Task[None]] = {}
+        """For each job whose driver's connection ended."""
         self.closing = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -78,45 +88,83 @@ class Door:
                 if member is None:
                     await self._refuse(channel, "unknown_job", "")
                     return
-                if stream == "state" and (ticket.role != "driver" or peer != member.owner):
-                    await self._refuse(channel, "not_authorised", "only the job's driver opens a state connection.")
+                if ticket.role == "driver" and peer != member.owner:
+                    await self._refuse(channel, "not_authorised", "this is another owner's job.")
                     return
                 if opening.fence.plan_version < member.fence.plan_version:
                     await self._refuse(channel, "stale_fence", f"the plan's version is {member.fence.plan_version}.")
                     return
                 await channel.send(wire.Done())
-                if stream == "state":
+                if stream == "tensors":
+                    await member.serve_link(peer, channel)
+                elif ticket.role == "driver":
                     await member.serve_state(channel)
                 else:
-                    await member.serve_link(peer, channel)
+                    await member.serve_snapshots(peer, channel)
 
     async def _serve_driver(
         self, channel: Channel, ticket: Ticket, job: JobId, owner: PeerId, opened: wire.Fence
     ) -> None:
         if ticket.role != "driver":
             await self._refuse(channel, "not_authorised", "only a driver opens a control connection.")
-        elif self.closing:
+            return
+        if busy := [other for other, present in self._members.items() if other != job and present.driven]:
+            await self._refuse(channel, "busy", f"it runs {', '.join(busy)}.")
+            return
+        member = self._members.get(job)
+        if self.closing and member is None:
             await self._refuse(channel, "leaving", "")
-        elif self._members and job not in self._members:
-            await self._refuse(channel, "busy", f"it runs {', '.join(self._members)}.")
-        elif (present := self._members.get(job)) is not None and opened < present.fence:
+        elif member is not None and owner != member.owner:
+            await self._refuse(channel, "not_authorised", "this is another owner's job.")
+        elif member is not None and not member.admit(opened):
             await self._refuse(channel, "stale_fence", "a later start of this job's driver is here.")
         else:
-            while (previous := self._members.pop(job, None)) is not None:
-                await previous.close()  # while one driver waits here, another may have come
-            member = JobMember(self._host, job, owner, opened)
-            self._members[job] = member
-            self.idle.clear()
+            for other in [other for other in self._members if other != job]:
+                self._end(other, "the pool has given this machine to another job")
+            if member is None:
+                member = self._members[job] = JobMember(self._host, job, owner, opened)
+                self.idle.clear()
             log.info("job %s of %s opened", job, short(owner))
-            try:
-                await channel.send(wire.Done())
-                await member.serve_control(channel)
-            finally:
-                await member.close()
-                if self._members.get(job) is member:
-                    del self._members[job]
-                if not self._members:
-                    self.idle.set()
+            await self._serve_member(channel, job, member, opened)
+
+    async def _serve_member(self, channel: Channel, job: JobId, member: JobMember, opened: wire.Fence) -> None:
+        over = False
+        try:
+            await channel.send(wire.Done())
+            if self._members.get(job) is member and opened == member.fence:  # else another came meanwhile
+                self._end_patience(job)
+                over = await member.serve_control(channel)
+        finally:
+            if self._members.get(job) is member and not member.driven:
+                if over or not (member.stages or member.snapshots):
+                    self._end(job, "its driver has no more work here")
+                else:
+                    log.info("job %s waits for its driver", job)
+                    self._end_patience(job)
+                    self._patience[job] = asyncio.create_task(self._wait_for_driver(job))
+
+    async def _wait_for_driver(self, job: JobId) -> None:
+        await asyncio.sleep(ORPHANED_S)
+        del self._patience[job]
+        self._end(job, f"its driver has not come back for {ORPHANED_S:g} s")
+
+    def _end_patience(self, job: JobId) -> None:
+        if (waiting := self._patience.pop(job, None)) is not None:
+            waiting.cancel()
+
+    def clear(self) -> None:
+        """Forget every job, at once: the pool went on without this peer."""
+        for job in list(self._members):
+            self._end(job, "the pool went on without this peer")
+
+    def _end(self, job: JobId, reason: str) -> None:
+        log.info("job %s is over here: %s", job, reason)
+        self._end_patience(job)
+        ending = asyncio.create_task(self._members.pop(job).close())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        if not self._members:
+            self.idle.set()
 
     def _check(self, channel: Channel, opening: wire.OpenJob) -> Ticket:
         if channel.remote.peer is None:
@@ -140,5 +188,6 @@ class Door:
 
     async def close(self) -> None:
         self.closing = True
-        for member in list(self._members.values()):
-            await member.close()
+        for job in list(self._members):
+            self._end(job, "this peer leaves")
+        await asyncio.gather(*self._ending)

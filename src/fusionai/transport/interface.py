@@ -40,6 +40,8 @@ class ChannelStats:
     received_bytes: int = 0
     sent_frames: int = 0
     received_frames: int = 0
+    arrived_bytes: int = 0
+    """Everything read from the network so far, frames not yet whole included: a sign of life."""
 
 
 class Channel(Protocol):
@@ -61,6 +63,10 @@ class Channel(Protocol):
 
     async def close(self) -> None:
         """Flush and close; idempotent."""
+        ...
+
+    def abort(self) -> None:
+        """Drop the connection at once: nothing is flushed, nobody is waited for. Idempotent."""
         ...
 
     @property

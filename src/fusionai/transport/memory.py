@@ -178,6 +178,10 @@ class MemoryChannel(FramedChannel):
         # What is still in transit arrives while the link's delay lets it; nobody waits for that.
         await asyncio.sleep(0)
 
+    def abort(self) -> None:
+        self._closing = True
+        self.cut()
+
     def cut(self) -> None:
         """End both sides at once; what is in transit is lost."""
         for end in (self, self.other):
@@ -200,6 +204,7 @@ class MemoryChannel(FramedChannel):
     def _deliver(self, data: bytes) -> None:
         if self.closed:
             return
+        self.stats.arrived_bytes += len(data)
         try:
             for frame in self._reader.feed(data):
                 self._arrived(frame)

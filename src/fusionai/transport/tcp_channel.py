@@ -107,6 +107,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if not self.closed:
+            self.stats.arrived_bytes += nbytes
             self._reader.advance(nbytes)
             self._drain_reader()
 

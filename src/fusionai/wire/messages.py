@@ -452,6 +452,8 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
     fence: Fence
     stage: Count
     step: Count
+    part: Count
+    """Parts come in order from 0; the last one may be empty. A gap makes the rest worthless."""
     line: Count
     last: bool
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()

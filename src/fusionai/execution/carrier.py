@@ -1,0 +1,89 @@
+"""The state connections that this member dials to others, to give them snapshots. Decides when one is open or dead.
+
+One per receiver, opened when first needed and kept. Sending waits for the network, so that a snapshot never piles up
+in memory. Accepted state connections are the receiver's (`execution.member`).
+
+Neighbours: `execution.member` sends snapshots, `execution.line` keeps the connection alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from fusionai.coordination.silence import Silence
+from fusionai.execution.line import Line
+from fusionai.execution.links import open_job
+from fusionai.primitives.errors import FusionError, TransportError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Transport
+from fusionai.wire import messages as wire
+
+
+class Carrier:
+    """`send` delivers or raises; nothing is tried twice."""
+
+    def __init__(self, transport: Transport, *, now_s: Callable[[], float]) -> None:
+        self._transport = transport
+        self._now_s = now_s
+        self._silence = Silence()
+        self._lines: dict[PeerId, Line] = {}
+        self._opening: dict[PeerId, asyncio.Lock] = {}
+        self._readers: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def send(
+        self,
+        peer: PeerId,
+        addresses: Sequence[str],
+        opening: wire.OpenJob,
+        message: wire.Snapshot,
+        tensors: Sequence[HostTensor],
+    ) -> None:
+        """Returns when the network has taken the message. Raises `RefusedError`, `TransportError`, `TrustError`."""
+        async with self._opening.setdefault(peer, asyncio.Lock()):
+            line = self._lines.get(peer)
+            if line is None or not line.usable:
+                if message.part:
+                    raise TransportError(f"the connection to peer {short(peer)} ended within a snapshot.")
+                line = await self._open(peer, addresses, opening)
+        await line.channel.send(message, tensors)
+
+    async def _open(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> Line:
+        channel = await open_job(self._transport, addresses, peer, "state", opening)
+        if self._closing:
+            channel.abort()
+            raise TransportError(f"the connection to peer {short(peer)} is not wanted any more.")
+        line = self._lines[peer] = Line(channel)
+        self._silence.watch(peer, self._now_s())
+        reader = asyncio.create_task(self._read(line))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        return line
+
+    async def _read(self, line: Line) -> None:
+        """The other side says nothing here but signs of life."""
+        try:
+            message = (await line.receive()).message
+            line.lost(f"it sent a {type(message).__name__}")
+        except FusionError as error:
+            line.lost(str(error))
+
+    def beat(self) -> None:
+        """As `Links.beat`: whoever sends on a dead connection learns of it."""
+        now_s = self._now_s()
+        for peer, line in self._lines.items():
+            if line.usable and line.beat(now_s):
+                self._silence.heard(peer, now_s)
+        for peer in self._silence.tick(now_s):
+            if (line := self._lines.get(PeerId(peer))) is not None:
+                line.lost(f"it has been silent for {self._silence.deadline_s:g} s")
+
+    async def close(self) -> None:
+        self._closing = True
+        for line in self._lines.values():
+            line.drop()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)

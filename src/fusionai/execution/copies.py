@@ -1,0 +1,122 @@
+"""Snapshots on their way from a stage to its guard: copied beside other work, exactly the state of one step.
+
+Decides when bytes are copied: one chunk at a time while the network takes them, and whatever is left right before the
+state changes (copy on apply). At most two snapshots wait; a third takes the place of the one not begun. A snapshot that
+can't be sent is dropped: the next one comes in `snapshot_every` steps.
+
+Neighbours: `execution.runtime` says when, `execution.member` sends, the guard's `execution.snapshots` keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
+
+from fusionai.backends.interface import StageProgram
+from fusionai.execution.compute import ComputeThread
+from fusionai.execution.state import chunks
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.tensors import HostTensor
+
+log = logging.getLogger(__name__)
+
+Chunk = list[tuple[str, HostTensor]]
+SendChunk = Callable[[int, int, Chunk | None], Awaitable[None]]
+"""(step, part, chunk; None: that was all). Raises `FusionError` when the guard can't be reached."""
+MAX_WAITING: Final = 2
+FAILURES_TOLD: Final = 2
+"""Snapshots lost one after the other before somebody is told: the line stands still then."""
+
+
+class StateCopy:
+    """The state of `step`. `take` and `complete` run in the compute thread, so never beside a change of the state."""
+
+    def __init__(self, step: int, program: StageProgram) -> None:
+        self.step = step
+        self._pending: Iterator[Chunk] = chunks(program.export_state(("model", "optimizer")))
+        self._copied: deque[Chunk] = deque()
+
+    def take(self) -> Chunk | None:
+        return self._copied.popleft() if self._copied else next(self._pending, None)
+
+    def complete(self) -> None:
+        """The state is about to change: copy what has not been taken."""
+        self._copied.extend(self._pending)
+
+
+class Copies:
+    """`on_failures` is told why after `FAILURES_TOLD` snapshots in a row did not arrive."""
+
+    def __init__(
+        self,
+        stage: int,
+        program: StageProgram,
+        compute: ComputeThread,
+        send: SendChunk,
+        on_failures: Callable[[str], None],
+    ) -> None:
+        self._stage = stage
+        self._program = program
+        self._compute = compute
+        self._send = send
+        self._on_failures = on_failures
+        self._waiting: deque[StateCopy] = deque()
+        self._failures = 0
+        self._sender: asyncio.Task[None] | None = None
+
+    def begin(self, step: int) -> None:
+        """Send the present state, which is that of `step`."""
+        while len(self._waiting) >= MAX_WAITING:
+            log.warning("stage %d: no snapshot of step %d, earlier ones wait", self._stage, self._waiting.pop().step)
+        self._waiting.append(StateCopy(step, self._program))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._run())
+
+    def complete(self) -> None:
+        """In the compute thread, before the state changes. A copy that can't be made (no memory) is given up."""
+        for copy in list(self._waiting):
+            try:
+                copy.complete()
+            except Exception:  # whatever the reason, the step must not fail for it
+                log.exception("stage %d: no copy of step %d", self._stage, copy.step)
+                self._waiting.remove(copy)
+
+    def abandon(self) -> None:
+        """Their fence is gone: nobody would take the rest."""
+        self._waiting.clear()
+        self._failures = 0
+
+    async def _run(self) -> None:
+        while self._waiting:
+            copy = self._waiting[0]
+            try:
+                await self._send_all(copy)
+                self._failures = 0
+            except FusionError as error:
+                log.warning("stage %d: the snapshot of step %d did not arrive: %s", self._stage, copy.step, error)
+                self._failures += 1
+                if self._failures == FAILURES_TOLD:
+                    self._on_failures(str(error))
+            except Exception:
+                log.exception("stage %d: the snapshot of step %d failed", self._stage, copy.step)
+            if self._waiting and self._waiting[0] is copy:
+                self._waiting.popleft()
+
+    async def _send_all(self, copy: StateCopy) -> None:
+        for part in itertools.count():
+            chunk, _ = await self._compute.run(copy.take)
+            if not self._waiting or self._waiting[0] is not copy:
+                return
+            await self._send(copy.step, part, chunk)
+            if chunk is None:
+                return
+
+    async def close(self) -> None:
+        self.abandon()
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.gather(self._sender, return_exceptions=True)

@@ -1,0 +1,36 @@
+"""For which stage a message between members is, and from which it claims to come. Decides nothing else.
+
+Neighbour: `execution.member`.
+"""
+
+from __future__ import annotations
+
+from fusionai.primitives.errors import ExecutionError
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence
+
+
+def receiver(message: wire.Message) -> tuple[int, Fence]:
+    """Raises `ExecutionError` for a message that is for no stage."""
+    match message:
+        case wire.Forward(consumer=stage, fence=fence) | wire.Backward(producer=stage, fence=fence):
+            return stage, fence
+        case wire.SharedGradient(receiver=stage, fence=fence):
+            return stage, fence
+        case wire.Commit(stage=stage, fence=fence) | wire.Resume(stage=stage, fence=fence):
+            return stage, fence
+        case wire.Export(stage=stage, fence=fence):
+            return stage, fence
+        case _:
+            raise ExecutionError(f"a {type(message).__name__} has no place on a connection between members of a job.")
+
+
+def sender(message: wire.Message) -> int | None:
+    """The stage a tensor message claims to come from."""
+    match message:
+        case wire.Forward(producer=stage) | wire.Backward(consumer=stage) | wire.SharedGradient(sender=stage):
+            return stage
+        case wire.Output(stage=stage):
+            return stage
+        case _:
+            return None

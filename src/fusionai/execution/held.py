@@ -1,0 +1,109 @@
+"""Tensors that have arrived at a stage and wait for the work that uses them, by step: a replay gets many steps at once.
+
+Decides what fits (`execution.arrivals`) and how much may wait. Credit bounds what well-behaved neighbours send; the
+limit bounds the others. Neighbour: `execution.runtime`, which asks its machine whether a tensor is wanted at all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from fusionai.execution.arrivals import Arrivals
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Mode
+
+Tensors = Mapping[str, HostTensor]
+Entries = list[tuple[str, HostTensor]]
+ByConsumer = dict[str, dict[int, HostTensor]]
+"""Value -> consumer stage -> its gradient."""
+
+
+class Held:
+    """`check` raises `ExecutionError` for what does not belong here; `keep` for what is too much."""
+
+    def __init__(self, stage: int, arrivals: Arrivals, limit_bytes: int) -> None:
+        self._stage = stage
+        self._arrivals = arrivals
+        self._limit_bytes = limit_bytes
+        self._inputs: defaultdict[tuple[Mode, int, int], dict[str, HostTensor]] = defaultdict(dict)
+        self._gradients: defaultdict[tuple[int, int], ByConsumer] = defaultdict(lambda: defaultdict(dict))
+        self._partials: defaultdict[int, dict[int, Entries]] = defaultdict(dict)
+        """Step -> sender -> its part of the shared gradients."""
+        self._totals: dict[int, Entries] = {}
+        self._bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches whose inputs wait."""
+        return len(self._inputs)
+
+    def check(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> None:
+        match message:
+            case wire.Forward():
+                self._arrivals.forward(message, tensors)
+            case wire.Backward():
+                self._arrivals.backward(message, tensors)
+            case wire.SharedGradient():
+                self._arrivals.shared(message, tensors)
+
+    def keep(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> None:
+        """What the machine wants: each at most once."""
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if self._bytes + nbytes > self._limit_bytes:
+            raise ExecutionError(
+                f"stage {self._stage} would hold {self._bytes + nbytes} bytes for later work, "
+                f"at most {self._limit_bytes}."
+            )
+        self._bytes += nbytes
+        match message:
+            case wire.Forward():
+                self._inputs[message.mode, message.step, message.microbatch].update(tensors)
+            case wire.Backward():
+                table = self._gradients[message.step, message.microbatch]
+                for value, gradient in tensors.items():
+                    table[value][message.consumer] = gradient
+            case wire.SharedGradient(phase="partial"):
+                self._partials[message.step][message.sender] = list(tensors.items())
+            case wire.SharedGradient():
+                self._totals[message.step] = list(tensors.items())
+
+    def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, HostTensor]:
+        return self._freed(self._inputs.pop((mode, step, microbatch)))
+
+    def take_gradients(self, step: int, microbatch: int) -> ByConsumer:
+        taken = self._gradients.pop((step, microbatch), {})
+        for by_consumer in taken.values():
+            self._bytes -= sum(tensor.nbytes for tensor in by_consumer.values())
+        return taken
+
+    def take_partials(self, step: int) -> list[tuple[int, Entries]]:
+        """(sender, its part), in the order of the stages."""
+        taken = sorted(self._partials.pop(step, {}).items())
+        for _, entries in taken:
+            self._freed(dict(entries))
+        return taken
+
+    def take_total(self, step: int) -> Entries:
+        """Nothing at home, or when this stage's sums are the total already."""
+        return list(self._freed(dict(self._totals.pop(step, []))).items())
+
+    def drop(self, below: int | None = None) -> None:
+        """Everything, or inputs of steps before `below`."""
+        if below is None:
+            for table in (self._inputs, self._gradients, self._partials, self._totals):
+                table.clear()
+            self._bytes = 0
+            return
+        for key in [key for key in self._inputs if key[1] < below]:
+            self._freed(self._inputs.pop(key))
+
+    def _freed(self, tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
+        self._bytes -= sum(tensor.nbytes for tensor in tensors.values())
+        return tensors

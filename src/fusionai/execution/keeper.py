@@ -1,0 +1,149 @@
+"""What a member does with snapshots: takes them in for stages it guards, hands them on, waits for those it needs.
+
+Decides who may give it one: a guarded stage's own peer, and anybody of the job for a stage that is to run here.
+Trouble with snapshots is never a stage's failure.
+
+Neighbours: `execution.member` owns it, `execution.snapshots` stores, `execution.carrier` sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from fusionai.execution.carrier import Carrier
+from fusionai.execution.line import Line
+from fusionai.execution.placement import Placement
+from fusionai.execution.snapshots import SnapshotStore
+from fusionai.execution.state import chunks, headers
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Channel, Transport
+from fusionai.wire import messages as wire
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """`on_kept(stage, step)`: a guarded stage's snapshot is whole. `on_refused(stage, code, reason)`: there is no room
+    for one, or it is not here."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        placement: Placement,
+        *,
+        room_bytes: Callable[[], int],
+        now_s: Callable[[], float],
+        on_kept: Callable[[int, int], None],
+        on_refused: Callable[[int, wire.RefusalCode, str], None],
+    ) -> None:
+        self.store = SnapshotStore(room_bytes)
+        self.stale_dropped = 0
+        self._placement = placement
+        self._carrier = Carrier(transport, now_s=now_s)
+        self._now_s = now_s
+        self._on_kept = on_kept
+        self._on_refused = on_refused
+        self._accepted: set[Line] = set()
+        self._awaited: dict[tuple[int, int], asyncio.Future[Mapping[str, HostTensor]]] = {}
+
+    def begin_round(self, placement: Placement, partition: str) -> None:
+        self._placement = placement
+        self.store.begin_round(partition)
+
+    # -------------------------------------------------------------------------------------------------------- taking
+
+    async def serve(self, peer: PeerId, channel: Channel) -> None:
+        """Read a state connection that another member opened, until it ends."""
+        line = Line(channel)
+        self._accepted.add(line)
+        try:
+            while True:
+                envelope = await line.receive()
+                if not isinstance(envelope.message, wire.Snapshot):
+                    raise ExecutionError(f"expected a Snapshot, got a {type(envelope.message).__name__}.")
+                self._take(peer, envelope.message, envelope.tensors)
+        except ChannelClosed:
+            return
+        except FusionError as error:
+            log.warning("the state connection from peer %s ended: %s", short(peer), error)
+        finally:
+            self._accepted.discard(line)
+            line.drop()
+            self.store.drop_from(peer)
+
+    def _take(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
+        placement, stage, step = self._placement, message.stage, message.step
+        if message.fence != placement.fence:
+            self.stale_dropped += 1
+            return
+        home, guarded = placement.peer_of(stage), stage in placement.guards
+        if home != placement.me and not (guarded and home == peer):
+            raise ExecutionError(f"peer {short(peer)} sent a snapshot of stage {stage}, which is not for this member.")
+        try:
+            if not self.store.take(peer, message, tensors):
+                return
+        except ExecutionError as error:
+            log.warning("%s", error)
+            self._on_refused(stage, "out_of_memory", str(error))
+            return
+        if guarded:
+            self._on_kept(stage, step)
+        waiting = self._awaited.pop((stage, step), None)
+        entries = self.store.whole(stage, step)
+        if waiting is not None and entries is not None and not waiting.done():
+            waiting.set_result(entries)
+
+    async def whole(self, stage: int, step: int) -> Mapping[str, HostTensor]:
+        """The entries, read-only, once the snapshot is here."""
+        entries = self.store.whole(stage, step)
+        if entries is not None:
+            return entries
+        return await asyncio.shield(self._awaited.setdefault((stage, step), asyncio.get_running_loop().create_future()))
+
+    # ------------------------------------------------------------------------------------------------------- sending
+
+    async def send(
+        self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
+    ) -> None:
+        """Raises `RefusedError`, `TransportError`, `TrustError`."""
+        await self._carrier.send(peer, addresses, self._placement.opening, message, tensors)
+
+    async def hand_on(self, order: wire.PassSnapshot) -> None:
+        """Send a snapshot to the stage's new home. Raises like `send`."""
+        entries = self.store.whole(order.stage, order.step)
+        if entries is None:
+            self._on_refused(order.stage, "failed", f"there is no snapshot of step {order.step} here to hand on")
+            return
+        parts: list[dict[str, HostTensor]] = [dict(chunk) for chunk in chunks(entries.items())]
+        for part, named in enumerate([*parts, {}]):
+            if order.fence != self._placement.fence:
+                return
+            message = wire.Snapshot(
+                fence=order.fence,
+                stage=order.stage,
+                step=order.step,
+                part=part,
+                line=0,
+                last=part == len(parts),
+                tensors=headers(named),
+            )
+            await self.send(PeerId(order.peer), order.addresses, message, tuple(named.values()))
+
+    # ---------------------------------------------------------------------------------------------------- life, ends
+
+    def beat(self) -> None:
+        self._carrier.beat()
+        for line in self._accepted:
+            line.beat(self._now_s())
+
+    async def close(self) -> None:
+        self.store.clear()
+        for waiting in self._awaited.values():
+            waiting.cancel()
+        for line in self._accepted:
+            line.drop()
+        await self._carrier.close()

@@ -1,0 +1,74 @@
+"""One open connection between members, kept alive: asks for signs of life, answers those asked of it.
+
+Decides nothing about silence: whoever holds the line tells `coordination.silence` when something has arrived. Half a
+frame is a sign of life too, so a large tensor on a slow link is never taken for a dead peer.
+
+Neighbours: `execution.links` has one line per neighbour, `execution.carrier` one per receiver of snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from fusionai.execution.outbox import Outbox
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Channel, Envelope
+from fusionai.wire import messages as wire
+
+MAX_UNSENT_ANSWERS: Final = 16
+"""Who does not read gets no more answers: liveness needs one."""
+
+
+class Line:
+    """`on_lost`, where there is one, is told once, by whoever notices first; after `drop` it is told nothing."""
+
+    def __init__(self, channel: Channel, on_lost: Callable[[Line, str], None] | None = None) -> None:
+        self.channel = channel
+        self.posted = False
+        """Whether anything but signs of life was sent since the flag was last cleared."""
+        self._told = False
+        self._on_lost = on_lost
+        self._outbox = Outbox(channel, self.lost)
+        self._arrived_bytes = -1
+
+    @property
+    def usable(self) -> bool:
+        return not self._told and not self._outbox.lost and not self.channel.closed
+
+    def post(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        self.posted = True
+        self._outbox.post(message, tensors)
+
+    async def receive(self) -> Envelope:
+        """The next message that is no sign of life. Raises what `Channel.receive` raises."""
+        while True:
+            envelope = await self.channel.receive()
+            match envelope.message:
+                case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                    if self._outbox.waiting < MAX_UNSENT_ANSWERS:
+                        self._outbox.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+                case wire.Pong():
+                    pass
+                case _:
+                    return envelope
+
+    def beat(self, now_s: float) -> bool:
+        """Ask for a sign of life unless something is on its way anyway. True if anything came since the last beat."""
+        if self._outbox.waiting == 0:
+            self._outbox.post(wire.Ping(sequence=0, sent_at_s=now_s))
+        before, self._arrived_bytes = self._arrived_bytes, self.channel.stats.arrived_bytes
+        return self._arrived_bytes != before
+
+    def lost(self, reason: str) -> None:
+        """End the line and say why, unless it has ended before."""
+        if not self._told:
+            self.drop()
+            if self._on_lost is not None:
+                self._on_lost(self, reason)
+
+    def drop(self) -> None:
+        """End the line silently; what is queued is for nobody."""
+        self._told = True
+        self._outbox.abandon()
+        self.channel.abort()

@@ -1,0 +1,50 @@
+"""A member's view of one round: the fence, where every stage lives, what it guards itself. Decides nothing.
+
+Neighbours: made from `Enlist` by `execution.member`; `execution.keeper` reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fusionai.execution.boundary import FEED
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Without stages before the first `Enlist`."""
+
+    job: str
+    me: PeerId
+    owner: PeerId
+    fence: Fence
+    neighbours: dict[int, wire.Neighbour] = field(default_factory=dict[int, wire.Neighbour])
+    guards: frozenset[int] = frozenset()
+    ticket: bytes = b""
+
+    @property
+    def places(self) -> dict[int, PeerId]:
+        return {stage: PeerId(neighbour.peer) for stage, neighbour in self.neighbours.items()}
+
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        """Everybody else who has a stage, and the owner."""
+        return frozenset({*self.places.values(), self.owner} - {self.me})
+
+    @property
+    def opening(self) -> wire.OpenJob:
+        """What this member shows to others."""
+        return wire.OpenJob(job=self.job, fence=self.fence, ticket=self.ticket)
+
+    def peer_of(self, stage: int) -> PeerId:
+        """Raises `ExecutionError` for a stage outside the plan."""
+        if stage == FEED:
+            return self.owner
+        neighbour = self.neighbours.get(stage)
+        if neighbour is None:
+            raise ExecutionError(f"job {self.job} has no stage {stage} in its plan.")
+        return PeerId(neighbour.peer)

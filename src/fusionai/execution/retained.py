@@ -1,0 +1,63 @@
+"""Boundary tensors a stage has sent, kept for a neighbour's replay until the line passes them (recovery rule 10).
+
+Decides the order in which they are sent again: step by step, microbatch by microbatch. Never changes a tensor.
+Neighbour: `execution.runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence
+
+Sent = wire.Forward | wire.Backward | wire.SharedGradient
+_Key = tuple[int, int, int, int]
+"""(step, microbatch, what, receiver), in the order of sending again."""
+AFTER_ALL_MICROBATCHES: Final = 2**62
+
+
+@dataclass(slots=True)
+class Retained:
+    """A step that is run again replaces what it sent before: the same bits."""
+
+    _sent: dict[_Key, tuple[Sent, tuple[HostTensor, ...]]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensors in self._sent.values() for tensor in tensors)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(sorted({step for step, _, _, _ in self._sent}))
+
+    def keep(self, message: Sent, tensors: Sequence[HostTensor]) -> None:
+        self._sent[_key(message)] = (message, tuple(tensors))
+
+    def drop_below(self, line: int) -> None:
+        self._sent = {key: sent for key, sent in self._sent.items() if key[0] >= line}
+
+    def again(
+        self, fence: Fence, to: Collection[int], first: int, below: int
+    ) -> Iterator[tuple[int, Sent, tuple[HostTensor, ...]]]:
+        """(receiver, message under `fence`, tensors) of steps `first` to `below` - 1."""
+        for key in sorted(self._sent):
+            step, _, _, receiver = key
+            if first <= step < below and receiver in to:
+                message, tensors = self._sent[key]
+                yield receiver, msgspec.structs.replace(message, fence=fence), tensors
+
+
+def _key(message: Sent) -> _Key:
+    match message:
+        case wire.Forward():
+            return message.step, message.microbatch, 0, message.consumer
+        case wire.Backward():
+            return message.step, message.microbatch, 1, message.producer
+        case wire.SharedGradient():
+            return message.step, AFTER_ALL_MICROBATCHES, 2 + (message.phase == "total"), message.receiver

@@ -1,0 +1,123 @@
+"""Snapshots of stages that this member keeps, as their guard or as the stage's new home. Decides what may stay.
+
+A snapshot arrives in parts and counts when it is whole. Names, dtypes and shapes can't be known here: bytes and entries
+are bounded, the program that loads it checks the rest. Per stage the two newest stay, none below the line; one that
+arrives under a newer fence with a lower step shows that the job went back: later ones go.
+
+A snapshot there is no room for is refused by `ExecutionError`: it is not acknowledged, and the member tells the driver,
+which strikes the guard out.
+
+Neighbours: `execution.member` feeds it and answers the driver, `execution.runtime` loads from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, SnapshotAt
+
+MAX_ENTRIES: Final = 200_000
+WHOLE_PER_STAGE: Final = 2
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    sender: PeerId
+    fence: Fence
+    stage: int
+    step: int
+    parts: int = 0
+    entries: dict[str, HostTensor] = field(default_factory=dict[str, HostTensor])
+    nbytes: int = 0
+
+    def is_continued_by(self, sender: PeerId, message: wire.Snapshot) -> bool:
+        mine = (self.sender, self.fence, self.step, self.parts)
+        return mine == (sender, message.fence, message.step, message.part)
+
+
+class SnapshotStore:
+    """`room_bytes` says how much all snapshots together may take now."""
+
+    def __init__(self, room_bytes: Callable[[], int]) -> None:
+        self._room_bytes = room_bytes
+        self._whole: dict[tuple[int, int], _Snapshot] = {}
+        self._arriving: dict[int, _Snapshot] = {}
+        self._partition = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(snapshot.nbytes for snapshot in (*self._whole.values(), *self._arriving.values()))
+
+    @property
+    def held(self) -> tuple[SnapshotAt, ...]:
+        """Whole ones, in order."""
+        return tuple(SnapshotAt(stage, step) for stage, step in sorted(self._whole))
+
+    def whole(self, stage: int, step: int) -> Mapping[str, HostTensor] | None:
+        """The entries, read-only: whoever loads them must copy. None when there is no such whole snapshot."""
+        snapshot = self._whole.get((stage, step))
+        return None if snapshot is None else snapshot.entries
+
+    def take(self, sender: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> bool:
+        """One part; True when the snapshot is whole. What was arriving for this stage is dropped when a new one begins.
+
+        Raises `ExecutionError` when there is no room or an entry comes twice: the rest of that snapshot is ignored
+        then, like parts that follow a gap."""
+        self.drop_below(message.line)
+        arriving = self._arriving.pop(message.stage, None)
+        if message.part == 0:
+            arriving = _Snapshot(sender, message.fence, message.stage, message.step)
+        elif arriving is None or not arriving.is_continued_by(sender, message):
+            return False
+        arriving.parts += 1
+        if repeated := arriving.entries.keys() & tensors.keys():
+            raise ExecutionError(f"a snapshot of stage {message.stage} names {min(repeated)} twice.")
+        for name, tensor in tensors.items():
+            arriving.entries[name] = HostTensor(tensor.dtype, tensor.shape, tensor.data.toreadonly())
+            arriving.nbytes += tensor.nbytes
+        needed_bytes, room_bytes = self.nbytes + arriving.nbytes, self._room_bytes()
+        if needed_bytes > room_bytes or len(arriving.entries) > MAX_ENTRIES:
+            raise ExecutionError(
+                f"no room for a snapshot of stage {message.stage}: {needed_bytes} bytes in {len(arriving.entries)} "
+                f"entries, at most {max(0, room_bytes)} bytes in {MAX_ENTRIES}."
+            )
+        if not message.last:
+            self._arriving[message.stage] = arriving
+            return False
+        self._keep(arriving)
+        return True
+
+    def _keep(self, snapshot: _Snapshot) -> None:
+        """The two newest stay, less those of a course of events that was taken back."""
+        others = [other for (stage, _), other in self._whole.items() if stage == snapshot.stage]
+        for other in others:
+            if other.step > snapshot.step and other.fence < snapshot.fence:
+                del self._whole[other.stage, other.step]
+        self._whole[snapshot.stage, snapshot.step] = snapshot
+        steps = sorted(step for stage, step in self._whole if stage == snapshot.stage)
+        for step in steps[:-WHOLE_PER_STAGE]:
+            del self._whole[snapshot.stage, step]
+
+    def begin_round(self, partition: str) -> None:
+        """What was arriving comes under an old fence; snapshots of another cut of the graph are of no use."""
+        self._arriving.clear()
+        if partition != self._partition:
+            self._whole.clear()
+        self._partition = partition
+
+    def drop_from(self, sender: PeerId) -> None:
+        """Its connection ended: what was arriving will never be whole."""
+        self._arriving = {stage: one for stage, one in self._arriving.items() if one.sender != sender}
+
+    def drop_below(self, line: int) -> None:
+        self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[1] >= line}
+
+    def clear(self) -> None:
+        self._whole.clear()
+        self._arriving.clear()
