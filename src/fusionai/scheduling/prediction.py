@@ -48,9 +48,9 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
                 up[sender] += size / costs.profiles[sender].uplink.bandwidth_bytes_per_s
                 down[receiver] += size / costs.profiles[receiver].downlink.bandwidth_bytes_per_s
             causes.append((transfer_s, f"link between stage {one.stage} and stage {other.stage}"))
-    causes += [(seconds, f"compute on {_name(costs, peer)}") for peer, seconds in busy.items()]
-    causes += [(seconds, f"uplink of {_name(costs, peer)}") for peer, seconds in up.items()]
-    causes += [(seconds, f"downlink of {_name(costs, peer)}") for peer, seconds in down.items()]
+    causes += [(seconds, f"compute on {costs.name(peer)}") for peer, seconds in busy.items()]
+    causes += [(seconds, f"uplink of {costs.name(peer)}") for peer, seconds in up.items()]
+    causes += [(seconds, f"downlink of {costs.name(peer)}") for peer, seconds in down.items()]
     transit_s = 0.0
     for index in range(len(stages) - 1, -1, -1):
         transit_s += compute[index] + hop_s[index]
@@ -61,8 +61,3 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
     period_s, cause = max(causes, key=lambda entry: entry[0])
     step_s = (costs.problem.microbatches - 1) * period_s + transit_s
     return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)")
-
-
-def _name(costs: StageCosts, peer: str) -> str:
-    profile = costs.profiles.get(peer)
-    return peer if profile is None or not profile.name else profile.name

@@ -5,8 +5,8 @@ All stages take snapshots on the same steps, so K is one number. Three wishes pu
 - *cheap*: snapshots should cost at most 10 % more. On the link either 10 % of what crosses the stage's cuts anyway
   (K >= 10 * state / boundary bytes per step) or 10 % of the time the link is idle; of the peer's time 10 % for copying
   and encrypting. K at least the slowest of these: `cheap`.
-- *possible*: the same with half of link and time instead of a tenth, and never more than the link can carry
-  (K >= transfer time / step time): `possible` <= `cheap`.
+- *possible*: the same with half of link and time instead of a tenth: `possible` <= `cheap`. Both never ask more of a
+  link than it carries (K >= transfer time / step time, for a guard all its stages together).
 - *short replay*: when a peer is lost, its stand-in replays up to 2K - 1 steps of that stage's compute, without
   bubbles. `brief` is the largest K for which that stays under a second, at least 1.
 
@@ -14,8 +14,8 @@ K = brief, but not below `possible` and not above `cheap` (beyond that nothing i
 above what the memory beside the stages holds: everybody retains what it sent in the last 2K + 1 steps.
 
 Source: the costs of the recovery protocol (docs/recovery.md): state / K of traffic per step, 2K + 1 steps retained,
-2K - 1 replayed. K never decides whether a run is right, only how fast it is: while a snapshot takes longer than it should, the
-feed is held back. Neighbours: `guards` calls this; `stage_costs` has the prices.
+2K - 1 replayed. K never decides whether a run is right, only how fast it is: while a snapshot takes longer than it
+should, the feed is held back. Neighbours: `guards` calls this; `stage_costs` has the prices.
 """
 
 from __future__ import annotations
@@ -97,31 +97,44 @@ def retained_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, every: 
 
 def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]], extra: float) -> tuple[int, str]:
     """Least K at which snapshots cost at most `extra`, and the sentence that says what holds it up."""
-    arriving: defaultdict[str, float] = defaultdict(float)
-    for stage, guard in pairs:
-        if costs.hop(stage.peer, guard).shared:
-            arriving[guard] += costs.state_bytes(stage)
+    step_s = plan.step_time_s
+    arriving_s: defaultdict[str, float] = defaultdict(float)
     worst, why = 1.0, ""
     for stage, guard in pairs:
         state = costs.state_bytes(stage)
         transfer_s = costs.snapshot_s(stage, guard)
-        if arriving[guard] > state:
-            transfer_s = max(transfer_s, arriving[guard] / costs.profiles[guard].downlink.bandwidth_bytes_per_s)
-        boundary = plan.microbatches * costs.sent_bytes(stage)
-        busy_s = boundary / costs.hop(stage.peer, guard).bandwidth_bytes_per_s
-        idle_s = plan.step_time_s - busy_s
+        if costs.hop(stage.peer, guard).shared:
+            arriving_s[guard] += state / costs.profiles[guard].downlink.bandwidth_bytes_per_s
+        boundary = _beside_bytes(plan, costs, stage, guard)
+        idle_s = step_s - (boundary / costs.profiles[stage.peer].uplink.bandwidth_bytes_per_s if boundary > 0 else 0.0)
         by_idle = transfer_s / (extra * idle_s) if idle_s > 0 else inf
         by_traffic = state / (extra * boundary) if boundary > 0 else inf
-        link = max(min(by_idle, by_traffic), transfer_s / plan.step_time_s)
+        link = max(min(by_idle, by_traffic), transfer_s / step_s)
         if link > worst:
             worst = link
             why = f"stage {stage.stage} sends its {format_bytes(state)} over its link in {format_seconds(transfer_s)}"
         copying_s = state / COPY_BYTES_PER_S
-        if copying_s / (extra * plan.step_time_s) > worst:
-            worst = copying_s / (extra * plan.step_time_s)
+        if copying_s / (extra * step_s) > worst:
+            worst = copying_s / (extra * step_s)
             why = f"copying the {format_bytes(state)} of stage {stage.stage} takes {format_seconds(copying_s)}"
+    # A guard has nothing else to receive, but all its stages give their snapshots at once.
+    for guard, seconds in arriving_s.items():
+        if seconds / step_s > worst:
+            worst = seconds / step_s
+            why = f"the snapshots for {costs.name(guard)} take {format_seconds(seconds)} over its link"
     # A hair of rounding must not cost a step.
     return min(ceil(worst * (1 - 1e-9)), MOST_STEPS), why
+
+
+def _beside_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, guard: str) -> float:
+    """What `stage` sends per step over the link that also carries its snapshots."""
+    if not costs.hop(stage.peer, guard).shared:
+        return 0.0
+    sent = 0.0
+    for other in plan.stages:
+        if abs(other.stage - stage.stage) == 1 and costs.hop(stage.peer, other.peer).shared:
+            sent += costs.forward_bytes(stage) if other.stage > stage.stage else costs.gradient_bytes(stage)
+    return plan.microbatches * sent
 
 
 def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
@@ -135,8 +148,7 @@ def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
     for peer, room in free.items():
         if sent[peer] > 0 and floor((room / sent[peer] - 1) / 2) < least:
             least = floor((room / sent[peer] - 1) / 2)
-            profile = costs.profiles.get(peer)
-            holder = peer if profile is None or not profile.name else profile.name
+            holder = costs.name(peer)
     return max(0, least), holder
 
 

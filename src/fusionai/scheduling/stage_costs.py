@@ -96,6 +96,11 @@ class StageCosts:
         """Stages with state outside the job owner's process: what that process holds dies with the writer itself."""
         return stage.peer != plan.feed and self.state_bytes(stage) > 0
 
+    def name(self, peer: str) -> str:
+        """For people: the peer's name, or its id."""
+        profile = self.profiles.get(peer)
+        return peer if profile is None or not profile.name else profile.name
+
     def _positions(self, stage: StagePlacement) -> tuple[int, int]:
         return stage.blocks[0] - self._first, stage.blocks[1] - self._first
 

@@ -125,7 +125,7 @@ def better_plan(watch: Straggling, plan: Plan, problem: Problem, step: int) -> B
     if then_s > (1 - GAIN) * now_s:
         return None
     late = "; ".join(
-        f"stage {stage.stage} on {_name(costs, stage.peer)} computes {slow[stage.peer]:.2g} times slower than planned"
+        f"stage {stage.stage} on {costs.name(stage.peer)} computes {slow[stage.peer]:.2g} times slower than planned"
         for stage in plan.stages
         if stage.stage in watch.stragglers
     )
@@ -154,8 +154,3 @@ def _slowed(peer: PeerProfile, slow: Mapping[str, float]) -> PeerProfile:
         flops_per_s=peer.flops_per_s / factor,
         memory_bandwidth_bytes_per_s=peer.memory_bandwidth_bytes_per_s / factor,
     )
-
-
-def _name(costs: StageCosts, peer: str) -> str:
-    profile = costs.profiles.get(peer)
-    return peer if profile is None or not profile.name else profile.name

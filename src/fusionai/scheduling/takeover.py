@@ -130,7 +130,6 @@ class _Placing:
                     self._give(stage, peer)
 
     def unplaced(self, stage: StagePlacement) -> Unplaced:
-        profile = self.costs.profiles.get(stage.peer)
         refusals = [
             Excluded(peer=peer, reason=reason)
             for peer in self.idle
@@ -140,7 +139,7 @@ class _Placing:
             stage=stage.stage,
             memory_bytes=self._least_bytes(stage),
             fingerprint=self.costs.fingerprint(stage) if self.costs.problem.takeover == "exact" else "",
-            lost_peer=stage.peer if profile is None or not profile.name else profile.name,
+            lost_peer=self.costs.name(stage.peer),
             refusals=tuple(refusals),
         )
 

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.snapshots import MOST_STEPS, snapshot_interval
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
 
 MICROBATCHES = 8
 
@@ -124,14 +124,38 @@ def test_it_is_never_rarer_than_the_most_and_zero_without_guards() -> None:
 
 
 def test_snapshots_of_several_stages_share_the_guards_downlink() -> None:
-    one = posed(state=1_200_000_000, crossing=1_000_000, flops=2e10, bandwidth=2.5e6, spares=1)
-    two = posed(state=1_200_000_000, crossing=1_000_000, flops=2e10, bandwidth=2.5e6, spares=2)
-    shared, apart = plan(one), plan(two)
-    assert {guard.peer for guard in shared.guards} == {"s0"}
-    assert {guard.peer for guard in apart.guards} == {"s0", "s1"}
-    assert shared.step_time_s == apart.step_time_s
-    assert _every(shared, one) == pytest.approx(2 * _every(apart, two), abs=1)
+    sizes = {"state": 600_000_000, "crossing": 1_000_000, "flops": 1e10}
+    fast = Link(bandwidth_bytes_per_s=1e10)
+    problem = posed(**sizes, bandwidth=2.5e6, spares=1)
+    peers = tuple(msgspec.structs.replace(peer, uplink=fast) for peer in problem.peers)
+    # Only the way to the guard is narrow; between the stages everything is fast and on links of its own.
+    links = {f"{one}>{other}": fast for one in ("a", "b", "owner") for other in ("a", "b", "owner") if one != other}
+    problem = msgspec.structs.replace(problem, peers=peers, links=links)
+    found = plan(problem)
+    assert {guard.peer for guard in found.guards} == {"s0"}
+    interval = snapshot_interval(found, problem)
+    sent_s = 600_000_000 / 2.5e6
+    one_stage = sent_s / (0.5 * found.step_time_s)
+    assert interval.every == -(-max(one_stage, 2 * sent_s / found.step_time_s) // 1)
+    assert interval.every > 1
 
 
-def _every(found: Plan, problem: Problem) -> int:
-    return snapshot_interval(found, problem).every
+def test_a_guard_of_many_stages_waits_for_all_of_them() -> None:
+    # Five stages, each with a fast uplink, one guard with a narrow downlink.
+    narrow, fast = Link(bandwidth_bytes_per_s=1e7), Link(bandwidth_bytes_per_s=1e10)
+    base = posed(state=300_000_000, crossing=1000, flops=1e10)
+    example = base.peers[0]
+    peers = tuple(msgspec.structs.replace(example, peer=f"p{n}", uplink=fast, downlink=fast) for n in range(5))
+    guard = msgspec.structs.replace(example, peer="guard", name="the guard", uplink=fast, downlink=narrow)
+    problem = msgspec.structs.replace(
+        base,
+        blocks=(*(msgspec.structs.replace(base.blocks[0], block=n) for n in range(5)), block(5, 0, 0, 1e3)),
+        peers=(*peers, guard),
+        stages=5,
+        required=tuple(peer.peer for peer in peers),
+    )
+    found = plan(problem)
+    assert {entry.peer for entry in found.guards} == {"guard"}
+    interval = snapshot_interval(found, problem)
+    assert interval.every == -(-5 * 30 / found.step_time_s // 1)
+    assert "the snapshots for the guard take 2 min 30 s over its link" in interval.reason
