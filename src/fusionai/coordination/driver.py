@@ -602,11 +602,15 @@ class DriverMachine:
                 return []
 
     def on_link_broken(self, event: DriverEvent) -> list[DriverCommand]:
-        """Once: another round over the same plan. Again before any commit: one of the two has to go."""
+        """Once: another round over the same plan. Again before any commit: one of the two has to go. A guard that a
+        stage's snapshots don't reach is none."""
         assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
-        if not pair <= self._workers() or pair & self._lost:
+        workers = self._workers()
+        if not pair <= workers | set(self._guards.values()) or pair & self._lost:
             return []
+        if event.other not in workers:
+            return self._lose(event.other, "link", event.reason)
         self._link_faults[pair] += 1
         if self._link_faults[pair] > 1:
             return self._lose(self._blamed(pair), "link", event.reason)
@@ -614,7 +618,8 @@ class DriverMachine:
         return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
 
     def _workers(self) -> frozenset[str]:
-        return frozenset(self.roles.places.values())
+        """All that exchange tensors: the driver's own machine feeds and hears the others, whatever its stages."""
+        return frozenset(self.roles.places.values()) | {self.roles.owner}
 
     def _blamed(self, pair: Iterable[str]) -> str:
         """Never the driver's own machine; else who has trouble with most others, else who can be replaced at once."""
