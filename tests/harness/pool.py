@@ -12,31 +12,35 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fusionai.backends.interface import Backend
-from fusionai.coordination.driver import EndJob
+from fusionai.coordination.driver_commands import EndJob
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.member import Host
+from fusionai.execution.host import Host
 from fusionai.ir.schema import Graph
 from fusionai.peer.door import Door
 from fusionai.primitives.clock import SystemClock
+from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.types import Certificate, Plan, StagePlacement
+from fusionai.scheduling.types import Certificate, Guard, Plan, StagePlacement
 from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import CheckpointReader, latest
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
+from fusionai.training.deployment import Cut, Deployment, cut, stage_options
 from fusionai.training.driver import Driver
 from fusionai.training.job import StateSource, TrainingJob
+from fusionai.transport.interface import Accept, Channel, Listener, Transport
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.tickets import Ticket, sign_ticket
-from fusionai.wire.messages import OptimizerSpec, StageOptions
+from fusionai.wire.messages import Message, OptimizerSpec, StageOptions, Stream
 
 OWNER = PeerId("z" * 52)
 JOB = JobId("job-1")
@@ -55,27 +59,49 @@ def array(value: HostTensor) -> np.ndarray:
     return np.frombuffer(value.data, value.dtype).reshape(value.shape)
 
 
-class MemoryPool:
-    """`peers` providers and an owner. Use as an async context."""
+Observer = Callable[[PeerId, PeerId, Message], None]
+"""(sender, receiver, message) -> called before the message leaves; may kill either."""
 
-    def __init__(self, peers: int, backend: Callable[[], Backend], *, share: float = 1.0) -> None:
+
+class MemoryPool:
+    """`peers` providers and an owner. Use as an async context. `on_message` sees all that crosses the network."""
+
+    def __init__(
+        self,
+        peers: int,
+        backend: Callable[[], Backend],
+        *,
+        share: float = 1.0,
+        on_message: Observer = lambda sender, receiver, message: None,
+    ) -> None:
         self.network = MemoryNetwork()
         self.key = Ed25519PrivateKey.generate()
-        self.owner = self._host(OWNER, backend(), 1.0)
-        self.hosts = [self._host(peer_id(number), backend(), share) for number in range(peers)]
+        self.on_message = on_message
+        self._backend = backend
+        self._share = share
+        self.owner = self._host(OWNER, 1.0)
+        self.hosts = [self._host(peer_id(number), share) for number in range(peers)]
         self.doors: list[Door] = []
+        """One for each start of a peer."""
         self.addresses: dict[str, tuple[str, ...]] = {}
+        self.dead: set[PeerId] = set()
+        self.changed = asyncio.Event()
+        """Somebody came (back)."""
+        self.broker_there = asyncio.Event()
+        self.broker_there.set()
+        self.newest_version = 0
 
     @property
     def authority_key(self) -> bytes:
         return self.key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
-    def _host(self, peer: PeerId, backend: Backend, share: float) -> Host:
+    def _host(self, peer: PeerId, share: float) -> Host:
+        transport = ObservedTransport(self.network.transport(peer), peer, lambda *message: self.on_message(*message))
         return Host(
             peer=peer,
-            backend=backend,
+            backend=self._backend(),
             compute=ComputeThread(share),
-            transport=self.network.transport(peer),
+            transport=transport,
             fingerprint="test",
             clock=SystemClock(),
         )
@@ -97,19 +123,133 @@ class MemoryPool:
         peers = {host.peer: self.ticket(host.peer, version=version) for host in self.hosts}
         return {**peers, OWNER: self.ticket(OWNER, version=version, driver=True)}
 
+    def deployment(self, plan: Plan) -> Deployment:
+        """As the broker grants it."""
+        self.newest_version = max(self.newest_version, plan.version)
+        return Deployment(plan=plan, members=dict(self.addresses), tickets=self.tickets(plan.version))
+
+    def kill(self, *peers: PeerId) -> None:
+        """Their processes are gone, with all they had."""
+        for peer in peers:
+            self.dead.add(peer)
+            self.network.disconnect(peer)
+
+    async def revive(self, peer: PeerId) -> None:
+        """A new process of the same machine, which knows nothing."""
+        number = next(number for number, host in enumerate(self.hosts) if host.peer == peer)
+        self.hosts[number] = self._host(peer, self._share)
+        await self._open(self.hosts[number])
+        self.dead.discard(peer)
+        self.changed.set()
+
+    async def _open(self, host: Host) -> None:
+        door = Door(host, self.authority_key)
+        listener = await host.transport.listen(door.accept, host="pool", port=0)
+        self.doors.append(door)
+        self.addresses[host.peer] = listener.addresses
+        self._computes.append(host.compute)
+
     async def __aenter__(self) -> MemoryPool:
+        self._computes = [self.owner.compute]
         for host in self.hosts:
-            door = Door(host, self.authority_key)
-            listener = await host.transport.listen(door.accept, host="pool", port=0)
-            self.doors.append(door)
-            self.addresses[host.peer] = listener.addresses
+            await self._open(host)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         for door in self.doors:
             await door.close()
-        for host in [self.owner, *self.hosts]:
-            host.compute.close()
+        for compute in self._computes:
+            compute.close()
+
+
+class ObservedTransport:
+    """A transport whose channels tell what they are about to send."""
+
+    def __init__(self, inner: Transport, owner: PeerId, on_message: Observer) -> None:
+        self._inner = inner
+        self._owner = owner
+        self._on_message = on_message
+
+    async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> Listener:
+        return await self._inner.listen(
+            lambda channel: accept(self._observed(channel)), host=host, port=port, strangers=strangers
+        )
+
+    async def dial(
+        self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
+    ) -> Channel:
+        return self._observed(await self._inner.dial(addresses, expect=expect, stream=stream, timeout_s=timeout_s))
+
+    def _observed(self, channel: Channel) -> Channel:
+        send, receiver = channel.send, channel.remote.peer or PeerId("")
+
+        async def observed(message: Message, tensors: Sequence[HostTensor] = ()) -> None:
+            self._on_message(self._owner, receiver, message)
+            await send(message, tensors)
+
+        channel.send = observed  # pyright: ignore[reportAttributeAccessIssue]
+        return channel
+
+
+@dataclass
+class HandReplanner:
+    """Makes plans by hand as the broker's pool would: the guard, else whoever is idle, else waits for somebody."""
+
+    pool: MemoryPool
+    journal: CommitJournal
+    asked: list[tuple[frozenset[str], str]] = field(default_factory=list)
+
+    async def replacement(
+        self, present: Deployment, lost: frozenset[str], reason: str, waiting: Callable[[str], None]
+    ) -> Deployment:
+        self.asked.append((lost, reason))
+        while True:
+            await self.pool.broker_there.wait()
+            plan = self._replaced(present.plan, lost)
+            if plan is not None:
+                break
+            waiting(f"for a peer in the place of {', '.join(peer[:8] for peer in sorted(lost))}")
+            self.pool.changed.clear()
+            await self.pool.changed.wait()
+        self.journal.adopt_plan(plan.version, msgspec.json.encode(plan))
+        return self.pool.deployment(plan)
+
+    def _replaced(self, plan: Plan, lost: frozenset[str]) -> Plan | None:
+        guards = {guard.stage: guard.peer for guard in plan.guards if guard.peer not in lost | self.pool.dead}
+        placed = {stage.peer for stage in plan.stages} - lost
+        living = [host.peer for host in self.pool.hosts if host.peer not in self.pool.dead]
+        stages: list[StagePlacement] = []
+        for stage in plan.stages:
+            if stage.peer in lost:
+                idle = [
+                    peer
+                    for peer in living
+                    if peer not in placed and peer not in set(guards.values()) - {guards.get(stage.stage)}
+                ]
+                peer = guards.pop(stage.stage, None) or next(iter(idle), None)
+                if peer is None:
+                    return None
+                placed.add(PeerId(peer))
+                stages.append(msgspec.structs.replace(stage, peer=peer))
+            else:
+                stages.append(stage)
+        kept = tuple(Guard(stage=stage, peer=peer) for stage, peer in sorted(guards.items()) if peer not in placed)
+        return msgspec.structs.replace(
+            plan,
+            version=self.pool.newest_version + 1,
+            stages=tuple(stages),
+            guards=kept,
+            snapshot_every=plan.snapshot_every if kept else 0,
+        )
+
+
+class NoReplanner:
+    """A pool that has nobody else: the job ends with the reason it asked for."""
+
+    async def replacement(
+        self, present: Deployment, lost: frozenset[str], reason: str, waiting: Callable[[str], None]
+    ) -> Deployment:
+        raise ExecutionError(reason)
 
 
 class Data:
@@ -156,7 +296,9 @@ class Job:
     clip_norm: float | None = 1.0
     precision: str = "fp32"
     seed: int = 7
-    retain: bool = False
+    guards: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Stage -> number of the peer that guards it."""
+    snapshot_every: int = 2
     save_base: bool = True
     checkpoint_every: int = 0
     evaluate_every: int = 0
@@ -164,6 +306,8 @@ class Job:
     in_flight: int | None = None
     room: bool = False
     """Whether the plan knows of memory to spare, so that weight gradients may be put off."""
+    replans: bool = False
+    """Whether there is a broker to ask for another plan; otherwise the job ends."""
     version: int = 1
 
     def plan(self) -> Plan:
@@ -178,14 +322,18 @@ class Job:
                 roles=("loss",) if number in self.owned else ("stage",),
                 memory_limit_bytes=2**30 if self.room else 0,
                 in_flight_bytes=1 if self.room else 0,
+                fingerprint=self.pool.owner.fingerprint,
             )
             for number, blocks in enumerate(self.ranges)
         )
+        guards = tuple(Guard(stage=stage, peer=peer_id(number)) for stage, number in sorted(self.guards.items()))
         return Plan(
             version=self.version,
             graph_hash="",
             stages=stages,
             feed=OWNER,
+            guards=guards,
+            snapshot_every=self.snapshot_every if guards else 0,
             microbatches=self.microbatches,
             step_time_s=1.0,
             tokens_per_s=1.0,
@@ -196,14 +344,12 @@ class Job:
         return TrainingJob(
             job=JOB,
             owner=OWNER,
-            plan=self.plan(),
             graph=self.graph,
             options=StageOptions(
                 seed=self.seed,
                 microbatches=self.microbatches,
                 optimizer=self.optimizer,
                 precision=self.precision,  # pyright: ignore[reportArgumentType]
-                retain=self.retain,
             ),
             steps=self.steps,
             learning_rate=self.learning_rate,
@@ -214,14 +360,15 @@ class Job:
             save_base=self.save_base,
             evaluate_every=self.evaluate_every,
             evaluation_batches=self.evaluation_batches,
-            members=self.pool.addresses,
-            tickets=self.pool.tickets(self.version),
         )
+
+    def cut(self) -> Cut:
+        return cut(self.training_job(), self.plan())
 
     def stage_options(self) -> list[StageOptions]:
         """What each stage is told, in stage order."""
         job = self.training_job()
-        return [job.stage_options(number) for number in range(len(self.ranges))]
+        return [stage_options(job.options, placement) for placement in self.plan().stages]
 
     def header(self) -> CheckpointHeader:
         params = self.graph.params.values()
@@ -239,14 +386,17 @@ class Job:
         epilogue: Callable[[Driver], object] | None = None,
         on_event: Callable[[progress.Progress], None] = lambda event: None,
     ) -> Run:
-        """One start of the driver, from the newest checkpoint if there is one. `kill_after`: its process dies once
-        that step is official; `stop_after`: it is asked to stop then. `epilogue` is awaited before the end."""
+        """One start of the driver, from what its journal and the newest checkpoint say. `kill_after`: its process dies
+        once that step is official (or when `die` is called); `stop_after`: it is asked to stop then. `epilogue` is
+        awaited before the end."""
         with CommitJournal(self.directory / "commits.sqlite") as journal:
             journal.start_incarnation()
+            plan = self.plan() if journal.plan is None else msgspec.json.decode(journal.plan.plan, type=Plan)
+            journal.adopt_plan(plan.version, msgspec.json.encode(plan))
             newest = latest(self.directory)
-            base = 0 if newest is None else CheckpointReader(newest).step
+            saved = -1 if newest is None else CheckpointReader(newest).step
             events: list[progress.Progress] = []
-            killed = asyncio.Event()
+            killed = self._dying = asyncio.Event()
 
             def watch(event: progress.Progress) -> None:
                 events.append(event)
@@ -260,11 +410,14 @@ class Job:
             driver = Driver(
                 self.training_job(),
                 self.pool.owner,
+                self.pool.deployment(plan),
                 journal=journal,
                 checkpoints=Checkpoints(self.directory, self.header(), files={}, keep=100),
-                base=base,
+                saved=saved,
+                replanner=HandReplanner(self.pool, journal) if self.replans else NoReplanner(),
                 on_progress=watch,
             )
+            self.driver = driver
             running = asyncio.ensure_future(driver.run())
             dying = asyncio.ensure_future(killed.wait())
             try:
@@ -275,16 +428,21 @@ class Job:
                         self.pool.network.disconnect(OWNER)
                         with suppress(asyncio.CancelledError):
                             await running
-                        return Run(self, None, events, base)
-                    result = Run(self, await running, events, base)
+                        return Run(self, None, events, max(saved, 0))
+                    result = Run(self, await running, events, max(saved, 0))
                     if epilogue is not None:
                         result.extra = await epilogue(driver)  # pyright: ignore[reportGeneralTypeIssues]
                     return result
             except TimeoutError:
-                raise AssertionError(f"the job hangs: {driver._machine.story}") from None
+                raise AssertionError(f"the job hangs: {driver._machine.phase} {driver._machine.story}") from None
             finally:
                 dying.cancel()
                 await driver.close()
+
+    def die(self) -> None:
+        """The driver's process is killed: nothing it would say arrives any more."""
+        self.pool.network.disconnect(OWNER)
+        self._dying.set()
 
 
 @dataclass

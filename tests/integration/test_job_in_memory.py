@@ -16,7 +16,6 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.optimizers import make_optimizer
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource, FactorySource
-from fusionai.execution.boundary import boundaries
 from fusionai.training import progress
 from fusionai.training.driver import Driver
 from fusionai.wire.messages import OptimizerSpec
@@ -347,48 +346,9 @@ def test_a_value_may_skip_stages(tmp_path: Path):
     captured, ranges = classifier(Skips, torch.zeros(2, 6))
     last = len(ranges) - 1
     (done,) = run(tmp_path, captured, ranges=ranges, owned=frozenset({last}), peers=last, data=class_batches((4, 6)))
-    to_last = {port.other for port in boundaries(done.job.training_job().partition())[last - 1].receives}
+    to_last = {port.other for port in done.job.cut().stages[last - 1].boundary.receives}
     assert last >= 4
     assert {0, last - 2} <= to_last, "over the heads of those between"
     model = Skips()
     assert done.losses == pytest.approx(plain(model, done, class_loss), rel=1e-6)
     assert_same_weights(model, done, STEPS, atol=1e-6)
-
-
-# ----------------------------------------------------------------------------------------------------------- retaining
-
-
-def test_what_is_sent_is_kept_until_the_line_passes_it(llama: Captured, tmp_path: Path):
-    kept: dict[int, set[int]] = {stage: set() for stage in range(4)}
-    """stage -> all steps of which it was ever seen to keep something."""
-    at_once: list[int] = []
-
-    async def watched() -> None:
-        async with MemoryPool(4, backend) as pool:
-            job = Job(
-                pool=pool,
-                directory=tmp_path,
-                graph=llama.graph,
-                state=llama.state,
-                ranges=FOUR_AND_LOSS,
-                owned=frozenset({4}),
-                data=DATA,
-                steps=STEPS,
-                microbatches=MICROBATCHES,
-                retain=True,
-            )
-
-            def look(event: progress.Progress) -> None:
-                for door in pool.doors:
-                    for member in door._members.values():
-                        for stage, runtime in member._runtimes.items():
-                            tables = (runtime.retained.activations, runtime.retained.gradients)
-                            steps = {step for table in tables for _, step, _ in table}
-                            kept[stage] |= steps
-                            at_once.append(len(steps))
-
-            await job.run(on_event=look)
-
-    asyncio.run(watched())
-    assert all(steps >= {0, STEPS - 1} for steps in kept.values()), kept
-    assert max(at_once) <= 2, "below the line nothing is kept"

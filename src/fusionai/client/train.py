@@ -37,7 +37,7 @@ from fusionai.client.reporting import Reporting
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import learning_rate
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.member import Host
+from fusionai.execution.host import Host
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, RefusedError
 from fusionai.primitives.ids import JobId, PeerId, short

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.silence import Silence
+from fusionai.execution.host import Host
 from fusionai.execution.links import open_job
 from fusionai.execution.local import LocalChannel
-from fusionai.execution.member import Host, JobMember
+from fusionai.execution.member import JobMember
 from fusionai.execution.outbox import Outbox
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short

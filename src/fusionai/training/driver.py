@@ -24,7 +24,8 @@ from fusionai.coordination.driver import DriverMachine, DriverPhase
 from fusionai.coordination.driver_commands import DriverCommand, EndJob
 from fusionai.coordination.driver_events import DriverEvent
 from fusionai.execution.boundary import LOSS
-from fusionai.execution.member import Host, JobMember
+from fusionai.execution.host import Host
+from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short

@@ -20,6 +20,9 @@ from fusionai.wire import messages as wire
 def event_of(message: wire.Message, peer: PeerId, roles: Roles) -> DriverEvent | None:
     """None for what is of no interest. Raises `ExecutionError` for a word in another's name."""
     stage = getattr(message, "stage", None)
+    if isinstance(message, wire.StageFailed) and roles.guards.get(message.stage) == peer:
+        # A guard has no stage to fail: it has no room for the snapshots of this one.
+        return events.LinkBroken(roles.places[message.stage], peer, message.reason)
     speaks_for = roles.guards if isinstance(message, wire.SnapshotKept) else roles.places
     if stage is not None and speaks_for.get(stage) != peer:
         raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
