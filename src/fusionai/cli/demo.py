@@ -7,6 +7,7 @@ it runs, `cli.run_report` draws the page.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,11 @@ from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.units import format_seconds
 
 if TYPE_CHECKING:
-    from fusionai.client.demo import DemoResult
+    from fusionai.client.demo import DemoOptions, DemoResult
+    from fusionai.client.kills import Kill, Outcome
 
 
 @click.command()
@@ -35,24 +38,43 @@ if TYPE_CHECKING:
     show_default=True,
     help="Takes logs, checkpoint and report; each run makes a folder of its own in it.",
 )
+@click.option(
+    "--kill",
+    "kill_texts",
+    multiple=True,
+    metavar="STEP:STAGE",
+    help="During STEP (from 1), SIGKILL the peer that has STAGE (from 0), or the broker: 7:2, 7:broker. It is started "
+    "again and, if a peer, joins as a spare; without a spare to take over, the job waits for it. May be repeated; "
+    "`none` kills nobody.  [default: two stages and the broker on the way, in a run of at least 8 steps]",
+)
 @json_option
-def demo(steps: int, peers: int, spares: int, device: str, directory: Path, json_file: Path | None) -> None:
+def demo(
+    steps: int,
+    peers: int,
+    spares: int,
+    device: str,
+    directory: Path,
+    kill_texts: tuple[str, ...],
+    json_file: Path | None,
+) -> None:
     """A broker and peers start as processes of their own, join over mutual TLS and train a small Llama-type model on
-    the source text of Python's standard library; plain PyTorch + transformers judge the result. Nothing is downloaded.
+    the source text of Python's standard library; some of them are killed on the way, and others take over. Plain
+    PyTorch + transformers judge the result. Nothing is downloaded.
     """
     from fusionai.cli.run_report import RunStory, write_demo_report
     from fusionai.cli.watch import Watch
     from fusionai.client.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
 
     options = DemoOptions(directory=_fresh(directory), steps=steps, peers=peers, spares=spares, device=device)
+    check(options)  # before the kills, which are numbered by what is checked here
+    options = replace(options, kills=_kills(kill_texts, options))
     check(options)
     _create(options.directory)
     story = RunStory()
-    with Watch("fusion demo", steps) as watch:
+    with Watch("fusion demo", steps, story.faults) as watch:
 
         def seen(event: DemoEvent) -> None:
-            story.see(event)
-            watch(event)
+            watch(event, story.see(event))
 
         result = run_until_stopped(lambda stop: run_demo(options, on_event=seen, stop=stop, now_s=time.monotonic))
     if result is None:
@@ -89,10 +111,39 @@ def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[s
         "completion": result.completion_text,
         "plan": plan,
         "spare_peers": plan.spares,
+        "tokens_per_s_undisturbed": result.tokens_per_s_undisturbed,
+        "kills": [_kill_figures(kill) for kill in result.kills],
+        "lost_steps": result.lost_steps,
         "report": report,
         "wall_s": result.wall_s,
         "ok": result.ok,
     }
+
+
+def _kill_figures(outcome: Outcome) -> dict[str, object]:
+    """`takeover`: who has the stage afterwards; `exact`: whether its numerics promise the same bits."""
+    return {
+        "step": outcome.kill.step,
+        "stage": outcome.kill.stage,
+        "detected_s": outcome.detected_s,
+        "recovered_s": outcome.recovered_s,
+        "peer": outcome.name,
+        "takeover": outcome.takeover,
+        "exact": outcome.exact,
+    }
+
+
+def _kills(texts: tuple[str, ...], options: DemoOptions) -> tuple[Kill, ...]:
+    """Raises `UsageError` for what can't be read."""
+    from fusionai.client.kills import parse_kill, usual_kills
+
+    if not texts:
+        return usual_kills(steps=options.steps, peers=options.peers, spares=options.spares)
+    if "none" in texts:
+        if len(texts) > 1:
+            raise UsageError("--kill none stands alone: it kills nobody.")
+        return ()
+    return tuple(parse_kill(text) for text in texts)
 
 
 def _show(result: DemoResult, report: Path) -> None:
@@ -110,11 +161,14 @@ def _show(result: DemoResult, report: Path) -> None:
             ["evaluation loss", f"{result.evaluation_loss:.6f}", f"{result.checkpoint_loss:.6f} (its checkpoint)"],
             ["logits of the next token", logits, ""],
             ["greedy completion", f"{len(result.completion.tokens)} tokens", _same(result.generation_equal)],
+            *([["committed steps lost", str(result.lost_steps), ""]] if result.kills else []),
             ["processes", f"{len(plan.stages) - 1} stages + {len(plan.spares)} spares", "1"],
         ],
         title="FusionAI demo",
         right=(1, 2),
     )
+    if result.kills:
+        _show_kills(result)
     console.line("Completion across the pool's stages:")
     shown = result.completion_text.rstrip()
     for line in shown.splitlines():
@@ -124,6 +178,28 @@ def _show(result: DemoResult, report: Path) -> None:
     console.line(f"checkpoint (Hugging Face layout): {result.training.checkpoint}")
     console.line(f"report: {report}")
     console.line(f"{'Everything agrees' if result.ok else 'SOMETHING DIFFERS'}; {result.wall_s:.0f} s in all.")
+
+
+def _show_kills(result: DemoResult) -> None:
+    console.table(
+        ["step", "killed", "noticed after", "recovered after", "taken over by"],
+        [
+            [
+                str(one.kill.step),
+                one.name if one.kill.stage == "broker" else f"{one.name} (stage {one.kill.stage})",
+                "nobody noticed" if one.detected_s is None else format_seconds(one.detected_s),
+                "NEVER" if one.recovered_s is None else format_seconds(one.recovered_s),
+                "started again" if one.takeover is None else one.takeover + _exactness(one.exact),
+            ]
+            for one in result.kills
+        ],
+        title="Killed on the way",
+        right=(0, 2, 3),
+    )
+
+
+def _exactness(exact: bool | None) -> str:
+    return {True: " (exact)", False: " (tolerant)", None: ""}[exact]
 
 
 def _difference(largest: float) -> str:

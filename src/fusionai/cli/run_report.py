@@ -1,4 +1,5 @@
-"""The HTML report of a run, filled from what the run said. Decides which step is drawn and what is called what.
+"""The HTML report of a run, filled from what the run said. Decides which step is drawn and what is called what; gives
+out what there is to say about faults on the way.
 
 Neighbours: `cli.train` and `cli.demo` collect with it, `dashboard.report` draws.
 """
@@ -6,46 +7,102 @@ Neighbours: `cli.train` and `cli.demo` collect with it, `dashboard.report` draws
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from fusionai.client.demo import PROMPT, DemoResult
-from fusionai.client.train import Planned, RunEvent, TrainingResult
+from fusionai.cli.tenures import BROKER, Tenures
+from fusionai.client.demo import PROMPT, DemoEvent, DemoResult
+from fusionai.client.fault_story import Episode, FaultStory, stages_in_words
+from fusionai.client.kills import Killed, Returned
+from fusionai.client.train import Noted, Planned, TrainingResult
 from fusionai.corpus.recipe import Recipe
 from fusionai.dashboard.report import write_report
-from fusionai.dashboard.report_data import ReportData, StepSpans
+from fusionai.dashboard.report_data import Fault, ReportData, StepSpans
 from fusionai.training import progress
 
 
 @dataclass(slots=True)
 class RunStory:
-    """Collects events; `data` is None until there is a plan and a step."""
+    """Collects events; `data` is None until there is a plan and a step. The story begins with the first plan."""
 
+    now_s: Callable[[], float] = time.monotonic
     planned: Planned | None = None
     steps: list[progress.StepDone] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)
+    faults: FaultStory = field(default_factory=FaultStory)
+    commits: list[tuple[float, int]] = field(default_factory=list)
+    tenures: Tenures = field(default_factory=Tenures)
+    began_s: float = 0.0
 
-    def see(self, event: RunEvent) -> None:
+    def __post_init__(self) -> None:
+        self.began_s = self.now_s()
+
+    def see(self, event: DemoEvent) -> tuple[str, ...]:
+        """What there is to say about faults now."""
         match event:
             case Planned():
                 self.planned = event
-            case progress.StepDone():
+                self.began_s = self.now_s()
+                self.faults.begin(event.plan, event.members)
+                self.tenures.plan(event.plan, 0.0)
+                self.tenures.broker(0.0)
+                return ()
+            case Noted():
+                return ()
+            case Killed(kill=kill, name=name, peer=peer):
+                if peer:
+                    self.faults.know({peer: name})
+                    self.faults.kill(peer)
+                self.tenures.lost(peer, self._at_s())
+                who = f"{name} (stage {kill.stage})" if peer else "the broker"
+                return (f"step {kill.step}: SIGKILL for {who}",)
+            case Returned(name=name, peer=peer):
+                self.tenures.back(peer, self._at_s())
+                if peer:
+                    return (f"{name} is started again and joins the pool",)
+                self.tenures.broker(self._at_s())
+                return ("the broker is started again; all its members are registered",)
+            case _:
+                self._collect(event)
+                return self.faults.see(event, self._at_s())
+
+    def _collect(self, event: progress.Progress) -> None:
+        match event:
+            case progress.StepDone(replayed=False):
                 self.steps.append(event)
+                self.commits.append((self._at_s(), event.record.step + 1))
             case progress.Evaluated(step=step, loss=loss):
                 self.evaluations.append((step, loss))
+            case progress.PlanChanged(plan=plan):
+                self.tenures.plan(plan, self._at_s())
+            case progress.FaultSeen(kind="peer" | "guard", peer=peer):
+                self.tenures.lost(peer, self._at_s())
+            case progress.BrokerAway():
+                self.tenures.lost(BROKER, self._at_s())
+            case progress.BrokerBack():
+                self.tenures.back(BROKER, self._at_s())
+                self.tenures.broker(self._at_s())
             case _:
                 pass
+
+    def _ordinary_step(self) -> progress.StepDone:
+        """The middle one by time: a step with a fault in it would tell little of the others."""
+        return sorted(self.steps, key=lambda step: step.step_s)[len(self.steps) // 2]
+
+    def _at_s(self) -> float:
+        return self.now_s() - self.began_s
 
     def data(self, recipe: Recipe, result: TrainingResult) -> ReportData | None:
         if self.planned is None or not self.steps:
             return None
         captured = self.planned.prepared.captured
-        middle = self.steps[len(self.steps) // 2]
+        middle = self._ordinary_step()
         per_step = self.planned.prepared.tokens_per_microbatch * self.planned.plan.microbatches
-        timed = self.steps[1:] or self.steps
+        (first_s, first), (last_s, last) = self.commits[0], self.commits[-1]
+        per_s = 1.0 / self.steps[0].step_s if first == last else (last - first) / (last_s - first_s)
         return ReportData(
             title=f"Training of {recipe.job.name}",
             job=result.job,
@@ -54,15 +111,34 @@ class RunStory:
             model_params=captured.n_parameters,
             steps=result.steps,
             losses=result.losses,
-            tokens_per_s=len(timed) * per_step / sum(step.step_s for step in timed),
-            wall_s=time.monotonic() - self.began_s,
+            tokens_per_s=per_step * per_s,
+            wall_s=self._at_s(),
             plan=self.planned.plan,
             pool=self.planned.members,
             checkpoint=None if result.checkpoint is None else str(result.checkpoint),
             evaluations=tuple(self.evaluations),
             timed_step=StepSpans(step=middle.record.step + 1, spans=middle.spans),
+            faults=tuple(self._fault(episode) for episode in self.faults.episodes),
+            commits=tuple(self.commits),
+            tenures=self.tenures.until(self._at_s()),
             configuration=configuration(recipe),
             status="done" if result.stopped is None else "stopped",
+        )
+
+    def _fault(self, episode: Episode) -> Fault:
+        who = self.faults.name(episode.peer) if episode.peer else "the broker"
+        if episode.stages:
+            held = "guarding " if episode.kind == "guard" else ""
+            who += f", {held}{stages_in_words(episode.stages)}"
+        return Fault(
+            step=episode.step,
+            at_s=episode.seen_s,
+            who=who,
+            peer=episode.peer,
+            what="killed" if episode.killed else episode.reason.rstrip("."),
+            outcome=self.faults.outcome(episode),
+            over_s=episode.over_s,
+            recovery_s=episode.recovered_s,
         )
 
 
@@ -99,6 +175,7 @@ def write_demo_report(story: RunStory, recipe: Recipe, result: DemoResult, path:
             tokens_per_s_reference=result.reference.tokens_per_s,
             checkpoint_loss_diff=result.checkpoint_loss_diff,
             generation_equal=result.generation_equal,
+            lost_steps=result.lost_steps if result.kills else None,
             generation_prompt=PROMPT,
             generation_text=result.completion_text.removeprefix(PROMPT),
         ),

@@ -43,11 +43,10 @@ def train(
     console.note(loaded.describe())
     options = TrainOptions(home=home, invitation=invitation, device=device, threads=threads)
     story = RunStory()
-    with Watch(loaded.job.name, loaded.job.steps) as watch:
+    with Watch(loaded.job.name, loaded.job.steps, story.faults) as watch:
 
         def seen(event: RunEvent) -> None:
-            story.see(event)
-            watch(event)
+            watch(event, story.see(event))
 
         result = run_until_stopped(lambda stop: run(loaded, options, on_event=seen, stop=stop))
     state = "done" if result.stopped is None else f"stopped ({result.stopped}); the same command resumes"
@@ -56,8 +55,8 @@ def train(
         console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
     if result.checkpoint is not None:
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
-    data = story.data(loaded, result) if loaded.output.report else None
-    if data is not None:
+    data = story.data(loaded, result)
+    if data is not None and loaded.output.report:
         write_report(data, result.directory / "report.html")
         console.line(f"report: {result.directory / 'report.html'}")
     if json_file is not None:
@@ -72,6 +71,7 @@ def train(
                 "evaluations": [{"step": step, "loss": loss} for step, loss in story.evaluations],
                 "checkpoint": result.checkpoint,
                 "directory": result.directory,
+                "faults": () if data is None else data.faults,
                 "plan": None if story.planned is None else story.planned.plan,
             },
         )

@@ -6,13 +6,17 @@ Decides what each event means for each of them; draws nothing itself. Neighbours
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
 
 from fusionai.cli import console
-from fusionai.client.train import Noted, Planned, RunEvent
-from fusionai.dashboard.live import StepUpdate, TrainingView
+from fusionai.client.demo import DemoEvent
+from fusionai.client.fault_story import FaultStory
+from fusionai.client.kills import Killed, Returned
+from fusionai.client.train import Noted, Planned
+from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.primitives.units import format_count, format_seconds
 from fusionai.scheduling.types import Plan
 from fusionai.training import progress
@@ -20,11 +24,13 @@ from fusionai.training.progress import StepDone
 
 
 class Watch:
-    """Callable with every event; a context manager that leaves the terminal as it was."""
+    """Callable with every event and what there is to say about faults; a context manager that leaves the terminal as it
+    was. `faults` has been fed already."""
 
-    def __init__(self, title: str, total_steps: int) -> None:
+    def __init__(self, title: str, total_steps: int, faults: FaultStory) -> None:
         self._title = title
         self._total_steps = total_steps
+        self._faults = faults
         self._view: TrainingView | None = None
         self._plan: Plan | None = None
 
@@ -36,7 +42,7 @@ class Watch:
     ) -> None:
         self.close()
 
-    def __call__(self, event: RunEvent) -> None:
+    def __call__(self, event: DemoEvent, said: Sequence[str] = ()) -> None:
         match event:
             case Noted(text=text):
                 self.say(text)
@@ -44,6 +50,9 @@ class Watch:
                 self._planned(event)
             case progress.JobReady(base=base):
                 self.say(f"ready at step {base}: a probe has crossed every stage and come back right")
+            case StepDone(replayed=True):
+                if self._view is not None:
+                    self._view.replayed(event.record.step + 1)
             case StepDone():
                 self._step(event)
             case progress.Evaluated(step=step, loss=loss):
@@ -52,6 +61,37 @@ class Watch:
                 self.say(f"checkpoint of step {step} in {format_seconds(seconds)}: {path}")
             case progress.Warned(text=text):
                 self.say(f"warning: {text}")
+            case progress.PlanChanged():
+                self._plan_changed(event)
+            case _:  # of faults, whose words come with the event
+                pass
+        if said:
+            self._tell_faults(event, [console.printable(text) for text in said])
+
+    def _tell_faults(self, event: DemoEvent, said: list[str]) -> None:
+        if self._view is None:
+            for text in said:
+                self.say(text)
+            return
+        lines = [
+            FaultLine(
+                text=console.printable(f"step {episode.step}: {self._faults.sentence(episode)}"),
+                over=episode.over_s is not None,
+            )
+            for episode in self._faults.episodes
+        ]
+        if isinstance(event, Killed | Returned | progress.Waiting):  # no part of the time line
+            self._view.faults(lines, ())
+            for text in said:
+                self._view.note(text)
+        else:
+            self._view.faults(lines, said)
+
+    def _plan_changed(self, event: progress.PlanChanged) -> None:
+        self._plan = event.plan
+        if self._view is not None:
+            # After a fault, the fault's own line has the reason.
+            self._view.plan_changed(event.plan, "" if self._faults.open() else event.reason.rstrip("."))
 
     def say(self, text: str) -> None:
         if self._view is None:

@@ -1,10 +1,10 @@
 """The whole story on one machine: a pool, a real model, real text, and the proof that nothing was lost on the way.
 
-The loop is `run_demo`: start the pool, train across it, complete a prompt across it, run the plain reference, compare.
-Decides the demo's model and its unequal machines. Downloads nothing.
+The loop is `run_demo`: start the pool, train across it while some of its processes are killed, complete a prompt across
+it, run the plain reference, compare. Decides the demo's model and its unequal machines. Downloads nothing.
 
-Neighbours: `client.local_pool` starts the processes, `client.train` trains, `client.reference_run` is the judge;
-`cli.demo` shows it.
+Neighbours: `client.local_pool` starts the processes, `client.kills` kills some, `client.train` trains,
+`client.reference_run` is the judge; `cli.demo` shows it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from fusionai.client.completion import Completion, greedy
+from fusionai.client.kills import Kill, Outcome, StrikeEvent, Striker, check_kills
 from fusionai.client.local_pool import LocalPeer, LocalPool
 from fusionai.client.preparation import Prepared
 from fusionai.client.reference_run import PlainTraining, ReferenceRun
@@ -40,13 +42,15 @@ NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """`peers` active stages and `spares` besides them. `directory` takes homes, logs, checkpoint and report."""
+    """`peers` active stages and `spares` besides them. `directory` takes homes, logs, checkpoint and report.
+    `kills`: which process dies when."""
 
     directory: Path
     steps: int = 50
     peers: int = 4
     spares: int = 2
     device: str = "cpu"
+    kills: tuple[Kill, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,11 @@ class DemoResult:
     completion_reference: Completion
     completion_text: str
     wall_s: float
+    trained_s: float
+    """From the first commit to the last, faults and all."""
+    kills: tuple[Outcome, ...] = ()
+    lost_steps: int = 0
+    """Commits journalled at a kill that were missing or different at the end."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -89,18 +98,36 @@ class DemoResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all steps but the first, which warms caches up (over the first if it is the only one)."""
-        timed = self.steps[1:] or self.steps
-        per_step = self.planned.prepared.tokens_per_microbatch * self.planned.plan.microbatches
-        return len(timed) * per_step / sum(step.step_s for step in timed)
+        """Over all steps but the first, which warms caches up (over the first if it is the only one); with all that
+        was lost and done again."""
+        committed = len(self.losses)
+        if committed == 1:
+            return self._tokens_per_step / self.steps[0].step_s
+        return (committed - 1) * self._tokens_per_step / self.trained_s
+
+    @property
+    def tokens_per_s_undisturbed(self) -> float:
+        """Of the middle one of all steps by time: what the pool does while nothing happens."""
+        return self._tokens_per_step / median(step.step_s for step in self.steps[1:] or self.steps)
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.planned.prepared.tokens_per_microbatch * self.planned.plan.microbatches
 
     @property
     def ok(self) -> bool:
-        """Bit-equal losses, a checkpoint that transformers loads to the same loss, the same completion."""
-        return self.max_abs_loss_diff == 0.0 and self.checkpoint_loss_diff == 0.0 and self.generation_equal
+        """Bit-equal losses, a checkpoint that transformers loads to the same loss, the same completion; whatever was
+        killed is recovered, and no committed step was lost."""
+        return (
+            self.max_abs_loss_diff == 0.0
+            and self.checkpoint_loss_diff == 0.0
+            and self.generation_equal
+            and self.lost_steps == 0
+            and all(kill.recovered_s is not None for kill in self.kills)
+        )
 
 
-DemoEvent = RunEvent
+DemoEvent = RunEvent | StrikeEvent
 
 
 async def run_demo(
@@ -139,7 +166,7 @@ async def _tell_story(
     """`in_training` is set while the job can be stopped in order."""
     started_s = now_s()
     recipe = demo_recipe(options)
-    seen = _Seen(on_event)
+    seen = _Seen(on_event, now_s)
     pool_directory = options.directory / "pool"
     pool_directory.mkdir(parents=True, exist_ok=True)
     count = options.peers + options.spares
@@ -150,19 +177,26 @@ async def _tell_story(
         if options.device == "cpu" and options.peers > cores:
             on_event(Noted(f"{options.peers} stages share {cores} cores; the plan predicts as if each had its own"))
         in_training.set()
-        training = await train(
-            recipe,
-            TrainOptions(
-                home=pool_directory / "owner",
-                invitation=pool.invitation,
-                device=options.device,
-                threads=1,
-                save_base=True,
-                epilogue=seen.complete,
-            ),
-            on_event=seen,
-            stop=stop,
-        )
+        striker = Striker(options.kills, pool, options.directory / "job", on_event=on_event, now_s=now_s)
+        seen.listeners.append(striker.see)
+        try:
+            training = await train(
+                recipe,
+                TrainOptions(
+                    home=pool_directory / "owner",
+                    invitation=pool.invitation,
+                    device=options.device,
+                    threads=1,
+                    save_base=True,
+                    epilogue=seen.complete,
+                ),
+                on_event=seen,
+                stop=stop,
+            )
+            if training.stopped is None:
+                await striker.close()
+        finally:
+            await striker.drop()
     if training.stopped is not None or stop.is_set():
         return None
     in_training.clear()
@@ -186,6 +220,9 @@ async def _tell_story(
         completion_reference=completion_reference,
         completion_text=seen.source.tokenizer.decode([*seen.prompt, *seen.completion.tokens]),
         wall_s=now_s() - started_s,
+        trained_s=seen.trained_s,
+        kills=tuple(striker.outcomes),
+        lost_steps=striker.lost_steps(),
         notes=tuple(seen.notes),
     )
 
@@ -207,6 +244,7 @@ def check(options: DemoOptions) -> None:
         )
     if options.steps < 1:
         raise UsageError(f"--steps is {options.steps}: at least one step is needed.")
+    check_kills(options.kills, steps=options.steps, peers=options.peers)
 
 
 def demo_peers(count: int, device: str) -> list[LocalPeer]:
@@ -271,8 +309,10 @@ def demo_recipe(options: DemoOptions) -> Recipe:
 class _Seen:
     """Collects what the run says, passes it on."""
 
-    def __init__(self, on_event: Callable[[DemoEvent], None]) -> None:
-        self._on_event = on_event
+    def __init__(self, on_event: Callable[[DemoEvent], None], now_s: Callable[[], float]) -> None:
+        self.listeners: list[Callable[[RunEvent], None]] = [on_event]
+        self._now_s = now_s
+        self._committed_s: list[float] = []
         self.planned: Planned | None = None
         self.source: TokenSource | None = None
         self.steps: list[progress.StepDone] = []
@@ -287,21 +327,27 @@ class _Seen:
                 self.planned = event
                 if isinstance(event.prepared.source, TokenSource):
                     self.source = event.prepared.source
-            case progress.StepDone():
+            case progress.StepDone(replayed=False):
                 self.steps.append(event)
+                self._committed_s.append(self._now_s())
             case progress.Evaluated(loss=loss):
                 self.evaluation_loss = loss
             case Noted(text=text) | progress.Warned(text=text):
                 self.notes.append(text)
             case _:
                 pass
-        self._on_event(event)
+        for listener in self.listeners:
+            listener(event)
+
+    @property
+    def trained_s(self) -> float:
+        return self._committed_s[-1] - self._committed_s[0]
 
     async def complete(self, driver: Driver, prepared: Prepared) -> None:
         """A completion across the stages, before they are let go."""
         if not isinstance(prepared.source, TokenSource):
             return
-        self._on_event(Noted("completing a prompt across the pool's stages"))
+        self(Noted("completing a prompt across the pool's stages"))
         tokenizer = prepared.source.tokenizer
         self.prompt = tuple(tokenizer.encode(PROMPT))
         self.completion = await greedy(driver, self.prompt, COMPLETION_TOKENS, end_id=tokenizer.end_id)

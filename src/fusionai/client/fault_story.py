@@ -91,7 +91,8 @@ class FaultStory:
             case progress.Waiting(reason=reason):
                 return self._wait(reason)
             case progress.PlanChanged():
-                return self._plan_changed(event)
+                self._plan_changed(event)
+                return ()
             case progress.Restored():
                 self._restored(event)
                 return ()
@@ -148,21 +149,17 @@ class FaultStory:
             "`fusion invite` lets another machine join, `fusion pool` shows who is there, Ctrl-C stops in order",
         )
 
-    def _plan_changed(self, event: progress.PlanChanged) -> tuple[str, ...]:
+    def _plan_changed(self, event: progress.PlanChanged) -> None:
         former, self._plan = self._plan, event.plan
-        open_ = self.open()
         places = {stage.stage: stage for stage in event.plan.stages}
         before = {} if former is None else {stage.stage: stage for stage in former.stages}
-        for episode in open_:
+        for episode in self.open():
             for stage in episode.stages:
                 if stage in places and (places[stage].peer != episode.peer or self._waiting):
                     episode.takeover[stage] = places[stage].peer
                     same = stage in before and bool(places[stage].fingerprint)
                     same = same and places[stage].fingerprint == before[stage].fingerprint
                     episode.exact = same and episode.exact is not False
-        if open_:
-            return ()
-        return (f"step {self._step + 1}: plan version {event.plan.version} is in force ({event.reason.rstrip('.')})",)
 
     def _restored(self, event: progress.Restored) -> None:
         for episode in self.open():
@@ -214,7 +211,7 @@ class FaultStory:
         kept = {peer: [stage for stage, taker in episode.takeover.items() if taker == peer] for peer in takers}
         who = [
             f"{self.name(peer)} {'is back and goes on' if peer == episode.peer else 'takes over'}"
-            + (f" {_stages(kept[peer])}" if len(takers) > 1 else "")
+            + (f" {stages_in_words(kept[peer])}" if len(takers) > 1 else "")
             for peer in takers
         ]
         exactness = {True: "", False: " (other numerics: tolerant, not bit-exact)", None: ""}[episode.exact]
@@ -228,7 +225,7 @@ class FaultStory:
         return f"from its snapshot of step {episode.base}" if episode.base else "from the initial weights"
 
     def _what(self, episode: Episode) -> str:
-        name, stages = self.name(episode.peer) if episode.peer else "", _stages(episode.stages)
+        name, stages = self.name(episode.peer) if episode.peer else "", stages_in_words(episode.stages)
         reason = episode.reason.rstrip(".")
         match episode.kind:
             case "peer" if episode.killed:
@@ -246,7 +243,7 @@ class FaultStory:
                 return "the broker was away"
 
 
-def _stages(stages: Sequence[int]) -> str:
+def stages_in_words(stages: Sequence[int]) -> str:
     if not stages:
         return ""
     return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(str(stage) for stage in sorted(stages))}"

@@ -105,6 +105,9 @@ class LocalPool:
         """Of the newest process of this name (a peer's, or `BROKER`), living or not."""
         return self._child(name).process.pid
 
+    def lives(self, name: str) -> bool:
+        return self._child(name).lives
+
     async def kill(self, name: str) -> None:
         """SIGKILL; returns when the process is gone. Raises `FusionError` if it was gone already."""
         child = self._child(name)

@@ -25,6 +25,7 @@ from fusionai.scheduling.types import PeerProfile, Plan, StagePlacement
 
 _REFRESHES_PER_S: Final = 4
 _NOTES_SHOWN: Final = 5
+_FAULTS_SHOWN: Final = 6
 _RECENT_STEPS: Final = 20
 _BUSY_BAR_CELLS: Final = 8
 _WIDE_CELLS: Final = 100
@@ -44,6 +45,14 @@ class StepUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     step_s: float
     stage_busy: tuple[float, ...] = ()
     """Part of the step each stage computed, 0 to 1, in order of the plan's stages; empty if unknown."""
+
+
+class FaultLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A fault in the view's time line."""
+
+    text: str
+    over: bool
+    """The job is past it."""
 
 
 class TrainingView:
@@ -73,6 +82,8 @@ class TrainingView:
         """Largest difference from the reference so far, and its step."""
         self._last: StepUpdate | None = None
         self._notes: list[str] = []
+        self._faults: tuple[FaultLine, ...] = ()
+        self._replaying: int | None = None
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(
@@ -100,13 +111,29 @@ class TrainingView:
                 self._worst = (difference, update.step)
         self._step_s = [*self._step_s[1 - _RECENT_STEPS :], update.step_s]
         self._last = update
+        self._replaying = None
         if self._live is None:
             self._line(self._step_line(update))
 
-    def plan_changed(self, plan: Plan) -> None:
-        """Show another plan from now on."""
+    def replayed(self, step: int) -> None:
+        """A committed step was computed again, with the same result: `step` as in `StepUpdate`."""
+        self._replaying = step
+        if self._live is None:
+            self._line(f"step {step}/{self._total_steps}  computed again from its record")
+
+    def plan_changed(self, plan: Plan, reason: str = "") -> None:
+        """Show another plan from now on; `reason` in a few words."""
         self._plan = plan
-        self.note(f"plan version {plan.version}: {self._pool_line()}")
+        why = f" ({reason})" if reason else ""
+        if self._live is None:
+            self._line(f"another plan{why}: {self._pool_line()}")
+
+    def faults(self, lines: Sequence[FaultLine], said: Sequence[str]) -> None:
+        """The time line of faults, oldest first, as a whole; `said`: what is new in it, for a log."""
+        self._faults = tuple(lines)
+        if self._live is None:
+            for text in said:
+                self._line(text)
 
     def note(self, text: str) -> None:
         """Show an event in one line, e.g. that a spare took over."""
@@ -165,6 +192,7 @@ class TrainingView:
         parts: list[RenderableType] = [self._stage_table(), self._progress()]
         if self._losses:
             parts.append(self._loss_line())
+        parts.extend(self._fault_line(fault) for fault in self._faults[-_FAULTS_SHOWN:])
         parts.extend(Text(f"- {note}", style="yellow") for note in self._notes)
         return Panel(
             Group(*parts),
@@ -174,6 +202,10 @@ class TrainingView:
             subtitle_align="left",
             border_style="cyan",
         )
+
+    def _fault_line(self, fault: FaultLine) -> Text:
+        sign = ("+" if fault.over else "!") if self._ascii else ("✓" if fault.over else "✗")
+        return Text(f"{sign} {fault.text}", style="green" if fault.over else "bold red")
 
     def _stage_table(self) -> Table:
         table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
@@ -209,6 +241,8 @@ class TrainingView:
         row.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=max(1, self._total_steps), completed=done)
         speed = "starting" if last is None else f"{last.tokens_per_s:,.0f} tokens/s  ETA {self._eta()}"
+        if self._replaying is not None:
+            speed = f"computing step {self._replaying} again"
         row.add_row(f"step [bold]{done}[/]/{self._total_steps}", bar, speed)
         return Group("", row)
 

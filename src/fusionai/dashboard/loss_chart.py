@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fusionai.dashboard.svg import APPLY, BACKWARD, FORWARD, MUTED, chart_style, inline_svg, quiet
+from fusionai.dashboard.svg import APPLY, BACKWARD, FORWARD, MUTED, badges, chart_style, inline_svg, quiet
 
 
 def loss_chart(
-    losses: Sequence[float], reference: Sequence[float] | None, evaluations: Sequence[tuple[int, float]]
+    losses: Sequence[float],
+    reference: Sequence[float] | None,
+    evaluations: Sequence[tuple[int, float]],
+    faults: Sequence[int] = (),
 ) -> str:
-    """SVG. Two panels with a reference: both curves, and pool less reference on a scale of its own."""
+    """SVG. Two panels with a reference: both curves, and pool less reference on a scale of its own. `faults`: the step
+    of each, marked with its number."""
     with chart_style():
         figure = Figure(figsize=(9.2, 4.6 if reference is not None else 3.4), layout="constrained")
         if reference is None:
@@ -42,6 +46,7 @@ def loss_chart(
             top.plot(
                 eval_steps, eval_losses, color=APPLY, marker="D", linewidth=1, markersize=5, label="evaluation split"
             )
+        badges(top, faults, 0.02 * len(losses))
         top.set_ylabel("loss")
         top.legend(frameon=False, loc="upper right")
         lowest = bottom or top

@@ -1,7 +1,7 @@
 """A job's report: one HTML file that needs nothing else. Decides what is said; `report.html.jinja` how it looks.
 
 Never links to anything outside the file, so that it can be mailed or archived. Neighbours: `report_data` (what goes
-in), `loss_chart` and `gantt_chart` (pictures).
+in), `loss_chart`, `gantt_chart` and `fault_chart` (pictures).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fusionai.dashboard.fault_chart import fault_chart
 from fusionai.dashboard.gantt_chart import gantt_chart
 from fusionai.dashboard.loss_chart import loss_chart
 from fusionai.dashboard.report_data import ReportData
@@ -37,6 +38,8 @@ def render_report(data: ReportData) -> str:
     gantt = None
     if data.timed_step is not None:
         gantt = gantt_chart(data.timed_step.spans, {s.stage: f"{s.stage}  {names(s.peer)}" for s in data.plan.stages})
+    fault_steps = [fault.step for fault in data.faults]
+    faults = fault_chart(data.losses, data.commits, data.faults, data.tenures, names)
     return environment.get_template(_TEMPLATE).render(
         data=data,
         name=names,
@@ -47,8 +50,11 @@ def render_report(data: ReportData) -> str:
         blocks=_blocks,
         bandwidth=_bandwidth,
         members=_members(data),
-        loss_svg=Markup(loss_chart(data.losses, data.losses_reference, data.evaluations)) if data.losses else None,
+        loss_svg=Markup(loss_chart(data.losses, data.losses_reference, data.evaluations, fault_steps))
+        if data.losses
+        else None,
         gantt_svg=None if gantt is None else Markup(gantt),
+        faults_svg=None if faults is None else Markup(faults),
     )
 
 
@@ -106,9 +112,12 @@ def _verdict(data: ReportData) -> Verdict:
         return Verdict(None, f"{steps} trained; no reference run to compare with.")
     if difference > 0:
         return Verdict(False, f"The pool's loss differs from one process by up to {difference:.3g} within {steps}.")
+    if data.lost_steps:
+        return Verdict(False, f"{steps} equal bit for bit, but {data.lost_steps} committed ones were lost on the way.")
     if data.checkpoint_loss_diff or data.generation_equal is False:
         return Verdict(False, f"{steps} equal bit for bit, but the exported model behaves differently; see below.")
-    return Verdict(True, f"{steps}: the pool's loss equals one process bit for bit.")
+    through = f", through {len(data.faults)} {'fault' if len(data.faults) == 1 else 'faults'}" if data.faults else ""
+    return Verdict(True, f"{steps}: the pool's loss equals one process bit for bit{through}.")
 
 
 def _facts(data: ReportData) -> list[Fact]:
@@ -136,6 +145,10 @@ def _facts(data: ReportData) -> list[Fact]:
     difference = max_abs_difference(data)
     if difference is not None:
         facts.append(Fact("largest difference of the loss", _exact(difference), difference == 0))
+    if data.faults:
+        facts.append(Fact("faults", _faults(data)))
+    if data.lost_steps is not None:
+        facts.append(Fact("committed steps lost", str(data.lost_steps), data.lost_steps == 0))
     if data.checkpoint is not None:
         facts.append(Fact("checkpoint", data.checkpoint))
     if data.checkpoint_loss_diff is not None:
@@ -149,6 +162,15 @@ def _facts(data: ReportData) -> list[Fact]:
     if data.wall_s is not None:
         facts.append(Fact("time", format_seconds(data.wall_s)))
     return facts
+
+
+def _faults(data: ReportData) -> str:
+    """How many, and how long the job stood still."""
+    waits = [fault.recovery_s for fault in data.faults if fault.recovery_s is not None and fault.peer]
+    if not waits:
+        return f"{len(data.faults)}; the job never stood still"
+    longest = f", {format_seconds(max(waits))} at the longest" if len(waits) > 1 else ""
+    return f"{len(data.faults)}; the job stood still for {format_seconds(sum(waits))} in all{longest}"
 
 
 class _Names:

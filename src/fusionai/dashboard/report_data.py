@@ -26,15 +26,32 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Something went wrong, and what became of it."""
 
     step: int
+    """The step under way, from 1."""
     at_s: float
     """Since the start of the run."""
-    peer: str
-    stage: int | None = None
+    who: str
+    """In a few words: `laptop, stage 2`, `the broker`."""
+    peer: str = ""
+    """Whose row of the time line has the mark; empty for the broker's."""
     what: str
-    """In a few words: `killed`, `left in order`, `link lost`."""
+    """In a few words: `killed`, `connection lost`."""
     outcome: str
-    """In a few words: `spare xyz took over, exact`."""
+    """In a few words: `spare xyz took over from its snapshot of step 11, exact`."""
+    over_s: float | None = None
+    """When the job was past it, since the start of the run; None: never."""
     recovery_s: float | None = None
+    """How long the job stood still; None where nothing did, or it never went on."""
+
+
+class Tenure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a peer did from one moment to another, since the start of the run. The broker's peer is empty."""
+
+    peer: str
+    part: Literal["stage", "guard", "away"]
+    """`guard`: keeps snapshots of the stage. `away`: not in the pool."""
+    stage: int | None = None
+    from_s: float
+    to_s: float
 
 
 class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,6 +86,11 @@ class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """(step, loss on the evaluation split)."""
     timed_step: StepSpans | None = None
     faults: tuple[Fault, ...] = ()
+    commits: tuple[tuple[float, int], ...] = ()
+    """(seconds since the start of the run, step from 1), in order; for the time line."""
+    tenures: tuple[Tenure, ...] = ()
+    lost_steps: int | None = None
+    """Committed steps missing or different after the faults; None where nobody compared."""
     configuration: dict[str, str] = {}
     """What was asked for, name -> value, in the order to show."""
     status: Literal["done", "stopped", "failed"] = "done"

@@ -1,13 +1,14 @@
 """Figures as inline SVG that follows the page's theme. Decides colours by role; draws no data.
 
 Charts are drawn in stand-in colours which become CSS variables, so that one SVG suits a light and a dark page. Text
-stays text. Neighbours: `loss_chart` and `gantt_chart` draw, `report` places the result.
+stays text. Neighbours: `loss_chart`, `gantt_chart` and `fault_chart` draw, `report` places the
+result.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from typing import Final
@@ -25,6 +26,7 @@ APPLY: Final = "#060606"
 SEND: Final = "#070707"
 ON_BAR: Final = "#080808"
 WEIGHTS: Final = "#090909"
+FAULT: Final = "#0a0a0a"
 _VARIABLES: Final = {
     INK: "--ink",
     MUTED: "--muted",
@@ -35,6 +37,7 @@ _VARIABLES: Final = {
     SEND: "--grey",
     ON_BAR: "--on-bar",
     WEIGHTS: "--amber",
+    FAULT: "--red",
 }
 
 
@@ -65,6 +68,32 @@ def quiet(axes: Axes) -> None:
     axes.tick_params(length=0)
     axes.grid(True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def badges(axes: Axes, places: Sequence[float], nearest: float) -> None:
+    """Number the faults at these places, from 1, on the upper edge, each with a line down through the axes. Those
+    closer together than `nearest` share a badge."""
+    groups: list[tuple[float, list[int]]] = []
+    for number, x in sorted(enumerate(places, start=1), key=lambda one: one[1]):
+        if groups and x - groups[-1][0] <= nearest:
+            groups[-1][1].append(number)
+        else:
+            groups.append((x, [number]))
+    for x, numbers in groups:
+        axes.axvline(x, color=FAULT, linewidth=1.0, linestyle=(0, (2, 2)), alpha=0.8, zorder=1)
+        axes.text(
+            x,
+            1.0,
+            ",".join(str(number) for number in numbers),
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="center",
+            color=ON_BAR,
+            fontsize=8.5,
+            fontweight="bold",
+            zorder=6,
+            bbox={"boxstyle": "round,pad=0.25,rounding_size=0.7", "facecolor": FAULT, "edgecolor": "none"},
+        )
 
 
 def inline_svg(figure: Figure, name: str) -> str:

@@ -1,0 +1,63 @@
+"""Who held which stage, guarded one or was away, from when to when: the rows of the report's time line.
+
+Decides what ends a tenure: another plan, or a peer's loss. Neighbours: `cli.run_report` feeds it,
+`dashboard.fault_chart` draws the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fusionai.dashboard.report_data import Tenure
+from fusionai.scheduling.types import Plan
+
+_Part = Literal["stage", "guard", "away"]
+BROKER = ""
+
+
+@dataclass(slots=True)
+class Tenures:
+    """All times are seconds since the start of the run, in order."""
+
+    _open: dict[tuple[str, _Part, int | None], float] = field(default_factory=dict)
+    _ended: list[Tenure] = field(default_factory=list)
+
+    def plan(self, plan: Plan, at_s: float) -> None:
+        """In force from now on. The job owner's own part (the loss) has no row."""
+        wanted: set[tuple[str, _Part, int | None]] = {
+            (stage.peer, "stage", stage.stage) for stage in plan.stages if "stage" in stage.roles
+        }
+        wanted |= {(guard.peer, "guard", guard.stage) for guard in plan.guards}
+        for key in [key for key in self._open if key[1] != "away" and key[0] != BROKER and key not in wanted]:
+            self._end(key, at_s)
+        for key in wanted:
+            self.back(key[0], at_s)
+            self._open.setdefault(key, at_s)
+
+    def broker(self, at_s: float) -> None:
+        """There is one, from now on."""
+        self._open.setdefault((BROKER, "stage", None), at_s)
+
+    def lost(self, peer: str, at_s: float) -> None:
+        """It holds nothing from now on, and is away until it is back or in a plan."""
+        for key in [key for key in self._open if key[0] == peer and key[1] != "away"]:
+            self._end(key, at_s)
+        self._open.setdefault((peer, "away", None), at_s)
+
+    def back(self, peer: str, at_s: float) -> None:
+        if (peer, "away", None) in self._open:
+            self._end((peer, "away", None), at_s)
+
+    def until(self, end_s: float) -> tuple[Tenure, ...]:
+        """All of them, those still going on up to `end_s`, in order of their beginnings."""
+        going = [self._tenure(key, since_s, end_s) for key, since_s in self._open.items()]
+        return tuple(sorted((*self._ended, *going), key=lambda one: (one.from_s, one.peer, one.part, one.stage or 0)))
+
+    def _end(self, key: tuple[str, _Part, int | None], at_s: float) -> None:
+        self._ended.append(self._tenure(key, self._open.pop(key), at_s))
+
+    @staticmethod
+    def _tenure(key: tuple[str, _Part, int | None], from_s: float, to_s: float) -> Tenure:
+        peer, part, stage = key
+        return Tenure(peer=peer, part=part, stage=stage, from_s=from_s, to_s=max(from_s, to_s))

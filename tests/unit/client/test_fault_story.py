@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import pytest
+
+from fusionai.client.fault_story import FaultStory
+from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.training import progress
+from fusionai.wire.messages import CommitRecord, Fence
+
+NAMES = {letter * 52: name for letter, name in zip("abcd", ("tower", "laptop", "attic", "heron"), strict=True)}
+TOWER, LAPTOP, ATTIC, HERON = NAMES
+
+
+def plan(version: int, *peers: str, guards: dict[int, str] | None = None, odd: str = "") -> Plan:
+    """`odd`: the peer with other numerics."""
+    return Plan(
+        version=version,
+        graph_hash="g",
+        stages=tuple(
+            StagePlacement(stage=i, peer=p, blocks=(i, i + 1), fingerprint="y" if p == odd else "x")
+            for i, p in enumerate(peers)
+        ),
+        feed=peers[0],
+        guards=tuple(Guard(stage=stage, peer=peer) for stage, peer in (guards or {}).items()),
+        microbatches=4,
+        step_time_s=1.0,
+        tokens_per_s=1.0,
+        certificate=Certificate(method="m", exact=True, bound_tokens_per_s=1.0, optimality_gap=0.0),
+    )
+
+
+def committed(step: int, *, replayed: bool = False) -> progress.StepDone:
+    record = CommitRecord(
+        step=step,
+        scale=1.0,
+        learning_rate=1e-3,
+        total_norm=1.0,
+        norms_hash="h",
+        data_cursor=0,
+        fence=Fence(1, 1, 1),
+        loss=2.0,
+    )
+    return progress.StepDone(record, (2.0,), 1.0, 100.0, replayed, {})
+
+
+@pytest.fixture
+def story() -> FaultStory:
+    told = FaultStory()
+    members = [PeerProfile(peer=peer, name=name, flops_per_s=1.0, memory_bytes=1) for peer, name in NAMES.items()]
+    told.begin(plan(1, TOWER, LAPTOP, guards={1: ATTIC}), members)
+    told.see(committed(10), 0.0)
+    return told
+
+
+def lost(peer: str = LAPTOP, kind: str = "peer", stages: tuple[int, ...] = (1,)) -> progress.FaultSeen:
+    return progress.FaultSeen(kind, peer, stages, 11, "connection closed.")  # type: ignore[arg-type]
+
+
+def test_a_takeover_is_told_in_a_line(story: FaultStory) -> None:
+    assert story.see(lost(), 5.0) == ("step 12: laptop is lost (stage 1): connection closed",)
+    assert story.see(progress.PlanChanged(plan(2, TOWER, ATTIC), "x"), 5.1) == ()
+    assert story.see(progress.Restored(11, 10, (1,), False), 5.2) == ()
+    assert story.see(committed(10, replayed=True), 5.5) == ()
+    assert story.see(committed(11), 6.5) == ()
+    assert story.see(progress.Recovered(11, 1.5), 6.5) == (
+        "step 12: laptop is lost (stage 1): connection closed; attic takes over from its snapshot of step 10; "
+        "1.5 s later step 12 is committed",
+    )
+    (episode,) = story.episodes
+    assert (episode.exact, episode.takeover, episode.over_s, episode.recovered_s) == (True, {1: ATTIC}, 6.5, 1.5)
+
+
+def test_what_was_killed_on_purpose_is_called_killed_once(story: FaultStory) -> None:
+    story.kill(LAPTOP)
+    assert story.see(lost(), 5.0) == ("step 12: laptop was killed (stage 1)",)
+    story.see(progress.Recovered(11, 1.0), 6.0)
+    assert "is lost" in story.see(lost(), 7.0)[0]
+
+
+def test_other_numerics_are_said(story: FaultStory) -> None:
+    story.see(lost(), 5.0)
+    story.see(progress.PlanChanged(plan(2, TOWER, ATTIC, odd=ATTIC), "x"), 5.1)
+    story.see(progress.Restored(11, 10, (1,), False), 5.2)
+    assert "tolerant, not bit-exact" in story.see(progress.Recovered(11, 1.0), 6.0)[0]
+    assert story.episodes[0].exact is False
+
+
+def test_a_lost_guard_stops_nothing(story: FaultStory) -> None:
+    assert story.see(lost(ATTIC, "guard", ()), 5.0) == (
+        "step 12: attic, which guarded stage 1, is lost: connection closed; the job goes on",
+    )
+    assert story.open() == []
+    assert story.episodes[0].stages == (1,)
+    assert story.see(progress.Recovered(11, 1.0), 6.0) == ()
+
+
+def test_two_at_once_are_two_faults_of_one_recovery(story: FaultStory) -> None:
+    story.see(lost(TOWER, stages=(0,)), 5.0)
+    story.see(lost(LAPTOP), 5.5)
+    story.see(progress.PlanChanged(plan(2, HERON, ATTIC), "x"), 5.6)
+    story.see(progress.Restored(11, 10, (0, 1), False), 5.7)
+    first, second = story.see(progress.Recovered(11, 2.0), 7.0)
+    assert "heron takes over from its snapshot of step 10; 2 s later" in first
+    assert "attic takes over from its snapshot of step 10; 1.5 s later" in second
+
+
+def test_a_broken_link_that_was_a_death_is_one_fault(story: FaultStory) -> None:
+    assert story.see(lost(kind="link"), 5.0) == (
+        "step 12: the connection to laptop broke (stage 1): connection closed",
+    )
+    assert story.see(lost(), 5.2) == ("step 12: laptop is lost (stage 1): connection closed",)
+    assert [episode.kind for episode in story.episodes] == ["peer"]
+
+
+def test_a_broken_link_alone_costs_no_state(story: FaultStory) -> None:
+    story.see(lost(kind="link"), 5.0)
+    assert "every stage kept its state; 1 s later" in story.see(progress.Recovered(11, 1.0), 6.0)[0]
+
+
+def test_a_rollback_and_the_initial_weights_are_called_so(story: FaultStory) -> None:
+    story.see(lost(), 5.0)
+    story.see(progress.Restored(11, 8, (0, 1), True), 5.2)
+    assert "with all stages from the checkpoint of step 8" in story.see(progress.Recovered(11, 9.0), 14.0)[0]
+    story.see(lost(), 20.0)
+    story.see(progress.Restored(11, 0, (1,), False), 20.2)
+    assert "from the initial weights" in story.see(progress.Recovered(11, 9.0), 29.0)[0]
+
+
+def test_waiting_says_for_what_and_what_to_do_once(story: FaultStory) -> None:
+    story.see(lost(), 5.0)
+    (line,) = story.see(progress.Waiting("no peer stands by for stage 1"), 5.2)
+    assert "the job waits: no peer stands by for stage 1" in line
+    assert "`fusion invite`" in line
+    assert story.see(progress.Waiting("no peer stands by for stage 1"), 6.2) == ()
+    story.see(progress.PlanChanged(plan(2, TOWER, LAPTOP), "x"), 9.0)
+    story.see(progress.Restored(11, 8, (1,), True), 9.2)
+    assert "laptop is back and goes on with all stages from the checkpoint of step 8" in story.sentence(
+        story.episodes[0]
+    )
+    story.see(committed(11), 10.0)
+    assert story.see(progress.Waiting("no peer stands by for stage 1"), 11.0) != ()
+
+
+def test_the_broker_goes_and_comes(story: FaultStory) -> None:
+    (away,) = story.see(progress.BrokerAway("connection refused"), 5.0)
+    assert away == "step 12: the broker can't be reached (connection refused); the job goes on without it"
+    assert story.open() == []
+    assert story.see(progress.BrokerBack(), 7.5) == ("the broker is back after 2.5 s",)
+    (episode,) = story.episodes
+    assert (episode.kind, episode.recovered_s) == ("broker", 2.5)
+
+
+def test_a_stranger_is_called_by_its_key(story: FaultStory) -> None:
+    assert story.name("z" * 52).startswith("z")
+    story.know({"z" * 52: "newcomer"})
+    assert story.name("z" * 52) == "newcomer"
