@@ -8,10 +8,13 @@ summed in another order or taken from another attempt changes whatever follows.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from fusionai.coordination.driver import JobShape, norms_hash
+from fusionai.coordination.roles import Roles
 from fusionai.coordination.stage import StageShape
 
 FEED = -1
@@ -40,6 +43,8 @@ class Topology:
     edges: frozenset[tuple[int, int]]
     fed: frozenset[int]
     tied: tuple[int, ...] = ()
+    stateless: frozenset[int] = frozenset()
+    """Stages without parameters: their state never changes and they have no norms."""
     checkpoint_every: int = 0
     save_base: bool = False
     evaluate_every: int = 0
@@ -75,10 +80,8 @@ class Topology:
 
     def job_shape(self) -> JobShape:
         return JobShape(
-            stages=tuple(range(self.stages)),
             steps=self.steps,
             microbatches=self.microbatches,
-            feed_window=self.feed_window,
             canonical_order=tuple(f"p{stage}" for stage in range(self.stages)),
             checkpoint_every=self.checkpoint_every,
             save_base=self.save_base,
@@ -86,7 +89,43 @@ class Topology:
         )
 
 
-def random_topology(choose: random.Random) -> Topology:
+    def neighbours(self, stage: int) -> frozenset[int]:
+        around = {producer for producer, consumer in self.edges if consumer == stage} | self.consumers(stage)
+        return frozenset(around | (set(self.tied) - {stage} if stage in self.tied else set[int]()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Who does what: a plan, less all that only a planner needs. `cut` names the partition."""
+
+    places: Mapping[int, str]
+    guards: Mapping[int, str] = field(default_factory=dict[int, str])
+    snapshot_every: int = 0
+    cut: str = "a"
+
+    @property
+    def members(self) -> frozenset[str]:
+        return frozenset(self.places.values()) | frozenset(self.guards.values())
+
+    def encoded(self) -> bytes:
+        return json.dumps([dict(self.places), dict(self.guards), self.snapshot_every, self.cut]).encode()
+
+    def roles(self, topology: Topology, version: int, owner: str) -> Roles:
+        return Roles(
+            version=version,
+            owner=owner,
+            places=self.places,
+            guards=self.guards,
+            snapshot_every=self.snapshot_every,
+            feed_window=topology.feed_window,
+            neighbours={stage: topology.neighbours(stage) for stage in range(topology.stages)},
+            fed=topology.fed,
+            stateless=topology.stateless,
+            partition=self.cut,
+        )
+
+
+def random_topology(choose: random.Random, most_steps: int = 5, most_microbatches: int = 6) -> Topology:
     """One to five stages in a chain, with skips over neighbours, tied ends, checkpoints and evaluations or not."""
     stages = choose.randint(1, 5)
     edges = {(stage, stage + 1) for stage in range(stages - 1)}
@@ -98,16 +137,20 @@ def random_topology(choose: random.Random) -> Topology:
     tied: tuple[int, ...] = ()
     if stages > 1 and choose.random() < 0.4:
         tied = tuple(sorted(choose.sample(range(stages), choose.randint(2, min(3, stages)))))
+    stateless: frozenset[int] = frozenset()
+    if stages > 1 and stages - 1 not in tied and choose.random() < 0.6:
+        stateless = frozenset({stages - 1})
     evaluating = choose.random() < 0.4
     return Topology(
         stages=stages,
-        steps=choose.randint(1, 5),
-        microbatches=choose.randint(1, 6),
+        steps=choose.randint(1, most_steps),
+        microbatches=choose.randint(1, most_microbatches),
         in_flight=tuple(choose.randint(1, 4) for _ in range(stages)),
         weight_lag=tuple(choose.choice((0, 0, 1, 2, 9)) for _ in range(stages)),
         edges=frozenset(edges),
         fed=frozenset(fed),
         tied=tied,
+        stateless=stateless,
         checkpoint_every=choose.choice((0, 0, 1, 2, 3)),
         save_base=choose.random() < 0.3,
         evaluate_every=choose.randint(1, 3) if evaluating else 0,
@@ -167,12 +210,13 @@ def shared_total(parts: dict[int, str]) -> str:
     return digest("total", sorted(parts.items()))
 
 
-def norm_of(stage: int, total: str, shared: str) -> dict[str, float]:
-    return {f"p{stage}": number(digest("norm", total, shared))}
+def norm_of(topology: Topology, stage: int, total: str, shared: str) -> dict[str, float]:
+    return {} if stage in topology.stateless else {f"p{stage}": number(digest("norm", total, shared))}
 
 
-def applied(state: str, total: str, shared: str, scale: float, rate: float) -> str:
-    return digest("state", state, total, shared, scale, rate)
+def applied(topology: Topology, stage: int, state: str, sums: tuple[str, str], scale: float, rate: float) -> str:
+    """`sums`: the stage's own and the shared ones."""
+    return state if stage in topology.stateless else digest("state", state, *sums, scale, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +260,10 @@ def reference(topology: Topology) -> Result:
         shared = [total if stage in topology.tied else "" for stage in range(topology.stages)]
         norms: dict[str, float] = {}
         for stage in range(topology.stages):
-            norms |= norm_of(stage, sums[stage], shared[stage])
-        _, scale = clip(tuple(norms[f"p{stage}"] for stage in range(topology.stages)))
+            norms |= norm_of(topology, stage, sums[stage], shared[stage])
+        _, scale = clip(tuple(norms.values()))
         states = [
-            applied(states[stage], sums[stage], shared[stage], scale, learning_rate(step))
+            applied(topology, stage, states[stage], (sums[stage], shared[stage]), scale, learning_rate(step))
             for stage in range(topology.stages)
         ]
         history.append(tuple(states))

@@ -1,454 +1,97 @@
 """A whole training job on the shipped machines, in virtual time and without a tensor, with faults where a test wants.
 
-The shells here perform the machines' commands as `execution` and `training` do. After every event the invariants are
-checked: no stage ahead of the journal, each step applied once and on exactly its sums, credit kept, nothing held,
-retained or in transit beyond its bound.
+The shells perform the machines' commands as `execution`, `training` and `broker` do. After every event the invariants
+are checked: no stage ahead of the journal, each step applied once and on exactly its sums, every state that of a run
+without faults, credit kept, nothing held, retained, guarded or in transit beyond its bound; nobody goes back to a
+checkpoint while a snapshot could do; and the job ends.
 
-Neighbours: `harness.topology` says what a job computes, `harness.network` moves time; `tests/property` runs it.
+Neighbours: `harness.topology` says what a job computes, `harness.network` moves time, `harness.course` makes up faults;
+`harness.virtual_*` are the processes; `tests/property` runs it.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from fusionai.coordination import driver as driving
-from fusionai.coordination import stage as staging
-from fusionai.coordination.driver import DriverMachine
-from fusionai.coordination.stage import StageMachine, Work
-from fusionai.wire.messages import CommitRecord, Fence, Mode
+from fusionai.coordination import driver_commands as commands
+from fusionai.coordination import driver_events as events
+from fusionai.coordination.driver import DriverPhase
+from fusionai.coordination.events import Fact
+from fusionai.wire.messages import CommitRecord
 from harness import topology as model
-from harness.network import Network, Stream
-from harness.topology import FEED, Topology
+from harness.network import Network, Process, Stream
+from harness.topology import Layout, Topology
+from harness.virtual_broker import BEAT_S, BROKER, OWNER, Broker
+from harness.virtual_driver import Driver
+from harness.virtual_member import Member
 
-PLAN_VERSION = 1
-EVENTS_AT_MOST = 200_000
-OWNER = "driver"
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """`sender` and `receiver` are stages, or `FEED`."""
-
-    kind: Literal["forward", "backward", "partial", "total"]
-    mode: Mode
-    step: int
-    microbatch: int
-    sender: int
-    value: str
+EVENTS_AT_MOST = 300_000
+LONGEST_S = 800.0
+"""Virtual. A job that takes longer hangs; longer than a member's rest and every lease."""
+LEFT_S = 5.0
+"""A process told to leave that still holds a part of a job goes after this long."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Of one stage, in either direction."""
+@dataclass(slots=True, eq=False)
+class Trigger:
+    """An action at the n-th event of a phase of the driver."""
 
-    stage: int
-    step: int
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    mode: Mode
-    step: int
-    microbatch: int
-    loss: float
-
-
-@dataclass(slots=True)
-class Stage:
-    """One stage in one process: what `execution.runtime` does, with digests for tensors."""
-
-    world: World
-    process: int
-    number: int
-    machine: StageMachine
-    value: str = ""
-    step: int = -1
-    held: dict[tuple[Mode, int, int], dict[int, str]] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], dict[int, str]] = field(default_factory=dict)
-    contexts: dict[int, str] = field(default_factory=dict)
-    put_off: deque[tuple[int, str, dict[int, str]]] = field(default_factory=deque)
-    """(microbatch, context, gradients) whose weight gradients wait."""
-    sums: str = ""
-    counted: list[tuple[int, int]] = field(default_factory=list)
-    """(step, microbatch) of everything in `sums`, in order."""
-    parts: dict[int, str] = field(default_factory=dict)
-    shared: str = ""
-    waiting_state: State | None = None
-    retained: dict[tuple[str, int, int, int], str] = field(default_factory=dict)
-    """(kind, to, step, microbatch) -> what was sent."""
-
-    # ---------------------------------------------------------------------------------------------------- arriving
-
-    def receive(self, fence: Fence, message: object) -> None:
-        if isinstance(message, staging.Attached):
-            self.handle(message)
-        elif not self.machine.accepts(fence):
-            self.world.stale += 1
-        else:
-            self._take(message)
-
-    def _take(self, message: object) -> None:
-        match message:
-            case State():
-                self.waiting_state = message
-            case Tensor(kind="forward", mode=mode, step=step, microbatch=microbatch, sender=sender, value=value):
-                arrived = staging.ForwardArrived(mode, step, microbatch, sender)
-                if self.machine.wants(arrived):
-                    self.held.setdefault((mode, step, microbatch), {})[sender] = value
-                self.handle(arrived)
-            case Tensor(kind="backward", step=step, microbatch=microbatch, sender=sender, value=value):
-                returned = staging.BackwardArrived(step, microbatch, sender)
-                if self.machine.wants(returned):
-                    self.gradients.setdefault((step, microbatch), {})[sender] = value
-                self.handle(returned)
-            case Tensor(kind="partial" | "total" as phase, step=step, sender=sender, value=value):
-                part = staging.SharedArrived(step, sender, phase)
-                if self.machine.wants(part):
-                    if phase == "partial":
-                        self.parts[sender] = value
-                    else:
-                        self.shared = value
-                self.handle(part)
-            case event:
-                self.handle(event)  # pyright: ignore[reportArgumentType]
-        self._offer_state()
-
-    def _offer_state(self) -> None:
-        """A state may overtake the resume that asks for it: it waits."""
-        if self.waiting_state is not None and self.machine.expects_state:
-            state, self.waiting_state = self.waiting_state, None
-            self.value, self.step = state.value, state.step
-            self.handle(staging.StateArrived(state.step))
-
-    def handle(self, event: staging.StageEvent) -> None:
-        for command in self.machine.handle(event):
-            self.perform(command)
-
-    # --------------------------------------------------------------------------------------------------- performing
-
-    def perform(self, command: staging.StageCommand) -> None:
-        match command:
-            case staging.Compute(work=work):
-                self.world.network.after(self.world.network.work_s(), lambda: self.finish(work))
-            case staging.ReportStatus(applied=applied, prepared=prepared):
-                self.tell(driving.StageReported(self.number, applied, prepared))
-            case staging.ReportReady(applied=applied):
-                assert applied == self.step, "says it is where it is not"
-                self.tell(driving.StageReady(self.number, applied))
-            case staging.ReportPrepared(step=step):
-                self.tell(driving.StagePrepared(self.number, step, model.norm_of(self.number, self.sums, self.shared)))
-            case staging.ReportApplied():
-                pass
-            case staging.DropSums():
-                self.clear_step()
-            case staging.DropHeld(below=below):
-                self.held = {key: held for key, held in self.held.items() if below is not None and key[1] >= below}
-            case staging.DropRetained(line=line):
-                self.retained = {key: sent for key, sent in self.retained.items() if key[2] >= line}
-            case staging.Refuse(reason=reason):
-                # An attach of a driver that died may arrive after that of the next.
-                assert "already obeys" in reason, reason
-
-    def clear_step(self) -> None:
-        self.sums, self.shared = "", ""
-        self.counted.clear()
-        self.contexts.clear()
-        self.put_off.clear()
-        self.gradients.clear()
-        self.parts.clear()
-
-    def finish(self, work: Work) -> None:
-        """The compute thread is done: what it made goes out under the fence it began with."""
-        if not self.alive:
-            return
-        match work.kind:
-            case "initialise":
-                self.value, self.step = model.first_state(self.number), 0
-            case "forward":
-                self.forward(work)
-            case "backward":
-                self.backward(work)
-            case "weights":
-                self.weigh(work)
-            case "share":
-                self.to_stage(self.topology.tied[0], "partial", work, model.shared_part(self.sums))
-            case "total":
-                parts = {**self.parts, self.number: model.shared_part(self.sums)}
-                assert sorted(parts) == sorted(self.topology.tied), "every part once"
-                self.shared = model.shared_total(parts)
-                for stage in self.parts:
-                    self.to_stage(stage, "total", work, self.shared)
-            case "norms":
-                pass
-            case "apply":
-                self.apply(work)
-            case "export":
-                assert work.step == self.step
-                self.send("state", State(self.number, self.step, self.value))
-        self.handle(staging.WorkDone(work))
-        self._offer_state()
-
-    def forward(self, work: Work) -> None:
-        assert work.step == self.step, "on exactly its state"
-        inputs = self.held.pop((work.mode, work.step, work.microbatch))
-        assert inputs.keys() == self.topology.producers(self.number)
-        context = model.run_forward(self.number, self.value, inputs)
-        if work.mode == "train":
-            self.contexts[work.microbatch] = context
-        for consumer in self.topology.consumers(self.number):
-            self.to_stage(consumer, "forward", work, model.output_for(context, consumer))
-        if self.number == self.topology.last:
-            self.send("tensors", Output(work.mode, work.step, work.microbatch, model.loss_of(context)))
-
-    def backward(self, work: Work) -> None:
-        gradients = self.gradients.pop((work.step, work.microbatch), {})
-        assert gradients.keys() == self.topology.consumers(self.number)
-        context = self.contexts.pop(work.microbatch)
-        self.put_off.append((work.microbatch, context, gradients))
-        if self.machine.shape.weight_lag == 0:
-            self.weigh(work)
-        for producer in self.topology.producers(self.number) - {FEED}:
-            self.to_stage(producer, "backward", work, model.gradient_for(context, gradients, producer))
-
-    def weigh(self, work: Work) -> None:
-        """The microbatch's part of the sums, perhaps long after its backward."""
-        microbatch, context, gradients = self.put_off.popleft()
-        assert microbatch == work.microbatch, "in their order"
-        self.sums = model.summed(self.sums, context, gradients)
-        self.counted.append((work.step, microbatch))
-
-    def apply(self, work: Work) -> None:
-        record = work.record
-        assert record is not None
-        assert record.step == work.step == self.step, "applied twice, or out of order"
-        assert record in self.world.journal, "applied before it was journalled"
-        assert self.counted == [(self.step, m) for m in range(self.topology.microbatches)], "sums are not the step's"
-        self.value = model.applied(self.value, self.sums, self.shared, record.scale, record.learning_rate)
-        self.step += 1
-        self.clear_step()
-
-    # ------------------------------------------------------------------------------------------------------ sending
-
-    def to_stage(
-        self, stage: int, kind: Literal["forward", "backward", "partial", "total"], work: Work, value: str
-    ) -> None:
-        message = Tensor(kind, work.mode, work.step, work.microbatch, self.number, value)
-        if work.mode == "train" and kind in ("forward", "backward"):
-            self.retained[kind, stage, work.step, work.microbatch] = value
-        self.world.to_stage(self.process, self.fence, stage, "tensors", message)
-
-    def tell(self, event: object) -> None:
-        self.send("control", event)
-
-    def send(self, stream: Stream, message: object) -> None:
-        self.world.to_driver(self.process, self.fence, stream, message)
-
-    @property
-    def fence(self) -> Fence:
-        assert self.machine.fence is not None
-        return self.machine.fence
-
-    @property
-    def topology(self) -> Topology:
-        return self.world.topology
-
-    @property
-    def alive(self) -> bool:
-        return self.world.stages[self.number] is self
-
-    def check(self) -> None:
-        assert self.machine.in_flight <= self.machine.shape.in_flight, "credit"
-        assert self.step <= len(self.world.journal), "ahead of the journal"
-        window = self.topology.feed_window
-        trained = sum(mode == "train" for mode, _, _ in self.held)
-        assert trained <= window, f"{trained} microbatches held, {window} may be under way"
-        assert len(self.held) - trained <= self.topology.evaluations
-        assert len(self.gradients) <= self.machine.shape.in_flight
-        assert len(self.contexts) <= self.machine.shape.in_flight
-        most = self.machine.shape.in_flight + self.machine.shape.weight_lag
-        assert len(self.contexts) + len(self.put_off) <= most, "contexts beyond credit and what may be put off"
-        steps = {step for _, _, step, _ in self.retained}
-        assert all(step >= self.machine.line for step in steps), "kept below the line"
-        assert len(steps) <= 2, f"retained steps {sorted(steps)}"
-
-
-class Driver:
-    """One start of the driver: what `training.driver` does."""
-
-    def __init__(self, world: World, incarnation: int) -> None:
-        self.world = world
-        self.fence = Fence(PLAN_VERSION, incarnation, 0)
-        self.base = max(world.checkpoints, default=0)
-        self.ended: driving.EndJob | None = None
-        self.collected: dict[int, dict[int, str]] = {}
-        self.writing: int | None = None
-        self.evaluated: dict[int, dict[int, float]] = {}
-        self.unfed: deque[int] = deque()
-        """Evaluation batches waiting for their turn."""
-        self.machine = DriverMachine(
-            shape=world.topology.job_shape(),
-            fence=self.fence,
-            learning_rate=model.learning_rate,
-            journal=tuple(world.journal[self.base :]),
-            base=self.base,
-            source="import" if self.base else "initialise",
-        )
-
-    def start(self) -> None:
-        self._perform_all(self.machine.start())
-
-    def receive(self, fence: Fence, message: object) -> None:
-        if fence != self.fence:
-            self.world.stale += 1
-            return
-        match message:
-            case State():
-                self._collect(message)
-            case Output(mode="train", step=step, microbatch=microbatch, loss=loss):
-                self.handle(driving.LossArrived(step, microbatch, loss))
-            case Output(step=step, microbatch=index, loss=loss):
-                self._evaluated(step, index, loss)
-            case event:
-                self.handle(event)
-
-    def handle(self, event: object) -> None:
-        if self.ended is None and self.alive:
-            self._perform_all(self.machine.handle(event))  # pyright: ignore[reportArgumentType]
-
-    @property
-    def alive(self) -> bool:
-        return self.world.driver is self
-
-    def _perform_all(self, commands: list[driving.DriverCommand]) -> None:
-        for command in commands:
-            self._perform(command)
-
-    def _perform(self, command: driving.DriverCommand) -> None:
-        match command:
-            case driving.SendAttach(fence=fence):
-                self._to_all(staging.Attached(fence))
-            case driving.SendResume(stage=stage, committed=committed, source=source, record=record):
-                self._send(stage, "control", staging.Resumed(committed, source, committed, record))
-                if source == "import":
-                    state = State(stage, self.base, self.world.checkpoints[self.base][stage])
-                    self._send(stage, "state", state)
-            case driving.SendProbe():
-                self._later(lambda: self.handle(driving.ProbeAnswered((1.0, 1.0))))
-            case driving.AnnounceReady(base=base):
-                steps = {stage.step for stage in self.world.stages if stage.machine.accepts(self.fence)}
-                assert steps <= {base}, f"ready at {base} while stages are at {steps}"
-            case driving.Feed(step=step, microbatch=microbatch):
-                self._feed("train", step, microbatch)
-            case driving.DecideScale(step=step, norms=norms):
-                total, scale = model.clip(norms)
-                self._later(lambda: self.handle(driving.ScaleDecided(step, total, scale)))
-            case driving.JournalCommit(record=record):
-                self._later(lambda: self._journal(record))
-            case driving.SendCommit(record=record, line=line, save=save):
-                assert record in self.world.journal, "sent before it was journalled"
-                self._to_all(staging.Committed(record, line, save))
-            case driving.WriteCheckpoint(step=step, ask=ask):
-                assert self.writing is None, "one checkpoint at a time: there is one reader of a stage's state"
-                self.writing = step
-                if ask:
-                    self._to_all(staging.ExportAsked(step))
-                self._complete(step)
-            case driving.Evaluate(step=step):
-                self.evaluated[step] = {}
-                self.unfed = deque(range(self.world.topology.evaluations))
-                for _ in range(2):
-                    self._feed_evaluation(step)
-            case driving.EndJob():
-                self.ended = command
-            case driving.StepCommitted(record=record, losses=losses):
-                assert losses == self.world.expected.steps[record.step].losses
-            case driving.WarnTolerant():
-                raise AssertionError(command.detail)
-
-    def _later(self, action: Callable[[], None]) -> None:
-        """What the driver's own disk and backend answer; a driver that died meanwhile answers nothing."""
-        self.world.network.after(self.world.network.work_s(), lambda: action() if self.alive else None)
-
-    def _journal(self, record: CommitRecord) -> None:
-        if self.ended is not None:
-            return
-        assert record.step == len(self.world.journal), "each step once, in order"
-        self.world.journal.append(record)
-        # The process may die right here: what is on disk is official, and nobody was told.
-        self._later(lambda: self.handle(driving.CommitJournalled(record)))
-
-    def _feed(self, mode: Mode, step: int, microbatch: int) -> None:
-        for stage in sorted(self.world.topology.fed):
-            value = model.fed_value(mode, step, microbatch)
-            self._send(stage, "tensors", Tensor("forward", mode, step, microbatch, FEED, value))
-
-    def _feed_evaluation(self, step: int) -> None:
-        if self.unfed:
-            self._feed("eval", step, self.unfed.popleft())
-
-    def _evaluated(self, step: int, index: int, loss: float) -> None:
-        assert loss == self.world.expected.evaluations[step][index], "evaluated another state"
-        self.evaluated[step][index] = loss
-        self._feed_evaluation(step)
-        if len(self.evaluated[step]) == self.world.topology.evaluations:
-            self.handle(driving.EvaluationDone(step))
-
-    def _collect(self, state: State) -> None:
-        assert state.value == self.world.expected.states[state.step][state.stage]
-        states = self.collected.setdefault(state.step, {})
-        assert state.stage not in states, "one state of a stage per checkpoint"
-        states[state.stage] = state.value
-        self._complete(state.step)
-
-    def _complete(self, step: int) -> None:
-        states = self.collected.get(step, {})
-        if len(states) == self.world.topology.stages:
-            self._later(lambda: self._write(step, states))
-
-    def _write(self, step: int, states: dict[int, str]) -> None:
-        if self.ended is None:
-            self.world.checkpoints[step] = states
-            self.writing = None
-            self.handle(driving.CheckpointWritten(step))
-
-    def _to_all(self, event: object) -> None:
-        for stage in range(self.world.topology.stages):
-            self._send(stage, "control", event)
-
-    def _send(self, stage: int, stream: Stream, message: object) -> None:
-        self.world.to_stage((OWNER, self.fence.incarnation), self.fence, stage, stream, message)
+    phase: DriverPhase
+    countdown: int
+    action: Callable[[], None]
 
 
 class World:
-    """Journal and checkpoints outlive processes. `place[stage]` is the process that holds it; a lost one is replaced
-    by a spare while there is any, afterwards by its own restart."""
+    """Journal, checkpoints, plan and the broker's facts outlive processes. `peers`: machines that lend themselves."""
 
-    def __init__(self, topology: Topology, seed: int, *, spares: int = 0) -> None:
+    def __init__(
+        self, topology: Topology, layout: Layout, seed: int, *, spares: tuple[str, ...] = (), any_order: bool = False
+    ) -> None:
         self.topology = topology
         self.expected = model.reference(topology)
         self.choose = random.Random(seed)
-        self.network = Network(self.choose)
+        self.network = Network(self.choose, any_order=any_order)
+        self.snapshot_every = layout.snapshot_every
+        self.improving = True
+        """Whether the driver looks for better plans by itself."""
         self.journal: list[CommitRecord] = []
         self.checkpoints: dict[int, dict[int, str]] = {}
+        self.facts: list[Fact] = []
+        self.incarnation = 0
         self.stale = 0
         """Messages dropped for their fence."""
-        self.spares = deque(range(topology.stages, topology.stages + spares))
-        self._processes = topology.stages + spares
-        self.stages = [self._new_stage(number, number) for number in range(topology.stages)]
-        self.incarnations = 0
-        self.forgetful = self.choose.random() < 0.5
-        """Whether a stage's process lets go of its state when another driver comes."""
+        self.told: Counter[str] = Counter()
+        self.struck: Counter[tuple[str, str]] = Counter()
+        """(fault, driver's phase)."""
+        self.most_retained = 0
+        self.triggers: list[Trigger] = []
+        self.made_to_fail = False
+        self._processes = 0
+        self._lost_since: set[str] = set()
+        """Whom the driver has lost since all was well."""
+        self._covered: dict[int, str] = {}
+        """Stage -> guard that had a snapshot of it when all was well last."""
+        self.members: dict[str, Member] = {}
+        self.broker = self._new_broker()
+        self.broker.enrol(OWNER)
+        self.peers = tuple(sorted((layout.members - {OWNER}) | set(spares)))
+        for peer in self.peers:
+            self.broker.enrol(peer)
+            self.boot(peer)
+            self.broker.register(self.members[peer].process)
+        owner = self._new_process(OWNER)
+        version = self.broker.mint(owner, layout)
+        assert version is not None
+        self.plan: tuple[int, Layout] = (version, layout)
         self.driver = self._new_driver()
         self.driver.start()
 
     # ------------------------------------------------------------------------------------------------------ running
 
-    def run(self) -> driving.EndJob:
+    def run(self) -> commands.EndJob:
         """Until the job is done, driver after driver. Raises `AssertionError` where anything goes wrong."""
         for _ in range(EVENTS_AT_MOST):
             ended = self.driver.ended
@@ -456,18 +99,30 @@ class World:
                 if ended.failed is None and ended.stopped is None:
                     self._check_result()
                     return ended
-                assert ended.failed is None or "was lost" in ended.failed, ended.failed
+                assert ended.failed is None or self.made_to_fail, ended.failed
                 self.restart_driver()
             assert self.network.advance(), f"nothing can happen any more: {self.stories()}"
+            assert self.network.now_s < LONGEST_S, f"it hangs: {self.stories()}"
             self._check()
-        raise AssertionError("the job did not come to an end")
+            self._pull()
+        raise AssertionError(f"the job did not come to an end: {self.stories()}")
+
+    def _pull(self) -> None:
+        phase = self.driver.phase
+        for trigger in [trigger for trigger in self.triggers if trigger.phase is phase]:
+            trigger.countdown -= 1
+            if trigger.countdown <= 0:
+                self.triggers.remove(trigger)
+                trigger.action()
 
     def _check(self) -> None:
-        for stage in self.stages:
-            stage.check()
-        # A tensor per microbatch under way and direction, a few words of control: never more on one channel.
-        bound = 2 * self.topology.feed_window + 2 * self.topology.evaluations + 8
-        assert all(count <= bound for count in self.network.in_transit.values()), self.network.in_transit
+        for member in self.members.values():
+            member.check()
+        topology = self.topology
+        # A tensor per microbatch under way and direction, what a replay streams, a few words of control: never more.
+        replayed = (2 * self.snapshot_every + 1) * topology.microbatches * 3
+        bound = 2 * topology.feed_window + 2 * topology.evaluations + replayed + 30
+        assert self.network.ever_in_transit <= bound, f"{self.network.ever_in_transit} on one channel, not {bound}"
 
     def _check_result(self) -> None:
         steps = [(record.loss, record.scale, record.norms_hash) for record in self.journal]
@@ -475,56 +130,155 @@ class World:
         assert [record.step for record in self.journal] == list(range(self.topology.steps))
         final = self.expected.states[self.topology.steps]
         assert self.checkpoints[self.topology.steps] == dict(enumerate(final))
-        attached = [stage for stage in self.stages if stage.machine.accepts(self.driver.fence)]
-        assert all(stage.value == final[stage.number] for stage in attached)
+        for member in self.members.values():
+            for stage in member.stages.values():
+                if stage.machine.accepts(self.driver.fence):
+                    assert stage.value == final[stage.number]
 
     def stories(self) -> str:
-        lines = [f"driver: {self.driver.machine.story[-6:]}"]
-        lines += [f"stage {stage.number}: {stage.machine.story[-6:]}" for stage in self.stages]
+        machine = self.driver.machine
+        lines = [f"{self.network.now_s:.2f} s, driver {machine.phase} at {machine.step}, line {machine.line}:"]
+        lines += [f"  {line}" for line in machine.story[-12:]]
+        lines += [f"  {self.driver.layout}, {self.driver.fence}, without {self.driver.without}, {self.driver.ended}"]
+        for member in self.members.values():
+            lines.append(f"{member.process} alive={member.process.alive} {member.fence} {sorted(member.snapshots)}")
+            for stage in member.stages.values():
+                lines.append(f"  stage {stage.number} {stage.machine.phase} {stage.machine.fence}: {stage.step}")
+                lines += [f"    {line}" for line in stage.machine.story[-6:]]
         return "\n".join(lines)
+
+    # -------------------------------------------------------------------------------------------- what drivers tell
+
+    def before_event(self, driver: Driver, event: object) -> None:
+        machine = driver.machine
+        if machine.phase is DriverPhase.RUNNING:
+            self._covered = {
+                stage: guard
+                for stage, guard in driver.layout.guards.items()
+                if any(held == stage for held, _ in self.members[guard].snapshots)
+                and any(step <= machine.step for held, step in self.members[guard].snapshots if held == stage)
+            }
+            self._lost_since = set()
+        if isinstance(event, events.PeerLost):
+            self._lost_since.add(event.peer)
+
+    def check_ready(self, driver: Driver, base: int) -> None:
+        for member in self.members.values():
+            for stage in member.stages.values():
+                if stage.machine.accepts(driver.fence):
+                    assert stage.step == base, f"ready at {base} while stage {stage.number} is at {stage.step}"
+
+    def check_restored(self, driver: Driver, told: commands.TellRestored) -> None:
+        kind = "kept all" if not told.restored else "rolled back" if told.rollback else "replayed"
+        if told.restored and not told.rollback and told.base == told.committed:
+            kind = "loaded"
+        self.told[f"restored: {kind}"] += 1
 
     # ------------------------------------------------------------------------------------------------------- faults
 
     def restart_driver(self) -> None:
         """The driver's process dies (or has ended) and starts again with what is on its disk."""
+        self.network.kill(self.driver.process, silently=False)
         self.driver = self._new_driver()
-        if self.forgetful:
-            for number, stage in enumerate(self.stages):
-                self.stages[number] = self._new_stage(number, stage.process)
         self.driver.start()
 
     def stop(self, reason: str) -> None:
-        self.driver.handle(driving.StopAsked(reason))
+        self.driver.handle(events.StopAsked(reason))
 
-    def kill_stage(self, number: int) -> None:
-        """Its process is gone with all it held; the driver notices the broken connection after a while."""
-        if self.spares:
-            process = self.spares.popleft()
-        else:
-            process, self._processes = self._processes, self._processes + 1
-        self.stages[number] = self._new_stage(number, process)
-        driver = self.driver
-        lost = driving.StageLost(number, "its connection broke")
-        self.network.after(self.network.work_s(), lambda: driver.handle(lost))
+    def kill(self, peer: str, *, silently: bool = False, back_after_s: float | None = None) -> None:
+        """A member's process, with all it held; its machine may start another."""
+        process = self.members[peer].process
+        self.network.kill(process, silently=silently)
+        if back_after_s is not None:
+            self.network.after(back_after_s, lambda: self.boot(peer) if self._is(peer, process) else None)
 
-    # ------------------------------------------------------------------------------------------------------- letters
+    def _is(self, peer: str, process: Process) -> bool:
+        return self.members[peer].process is process
 
-    def to_stage(self, sender: object, fence: Fence, number: int, stream: Stream, message: object) -> None:
-        target = self.stages[number]
+    def restart_broker(self, away_s: float) -> None:
+        self.network.kill(self.broker.process, silently=False)
 
-        def deliver() -> None:
-            if self.stages[number] is target:
-                target.receive(fence, message)
+        def start() -> None:
+            if not self.broker.process.alive:
+                self.broker = self._new_broker()
 
-        self.network.send((sender, target.process, stream), deliver)
+        self.network.after(away_s, start)
 
-    def to_driver(self, sender: int, fence: Fence, stream: Stream, message: object) -> None:
-        target = self.driver
-        self.network.send((sender, (OWNER, target.fence.incarnation), stream), lambda: target.receive(fence, message))
+    def freeze(self, process: Process, for_s: float) -> None:
+        process.frozen = True
+        self.network.after(for_s, lambda: self.network.wake(process))
 
-    def _new_stage(self, number: int, process: int) -> Stage:
-        return Stage(self, process, number, StageMachine(self.topology.stage_shape(number)))
+    def told_to_leave(self, connection: int) -> None:
+        """It goes when it holds no part of a job any more, at the latest after a while."""
+        member = next((m for m in self.members.values() if m.process.number == connection), None)
+        if member is None:
+            return
+        process = member.process
+
+        def leave(left_s: float) -> None:
+            if process.alive and (left_s <= 0 or not member.holds_anything):
+                self.network.kill(process, silently=False)
+            elif process.alive:
+                self.network.after(0.5, lambda: leave(left_s - 0.5))
+
+        leave(LEFT_S)
+
+    # ----------------------------------------------------------------------------------------------------- processes
+
+    def boot(self, peer: str) -> None:
+        """A new process of this machine, which registers and beats."""
+        process = self._new_process(peer)
+        member = self.members[peer] = Member(self, process)
+
+        def lost_link(far: Process, stream: Stream) -> None:
+            if stream != "control":
+                member.link_lost(far)
+
+        process.lost_link = lost_link
+        self.network.timer(process, 0.5, member.tick)
+        self._beat(member, registered=False)
+
+    def _beat(self, member: Member, *, registered: bool) -> None:
+        """Each answer sets the next beat; without one the broker is asked again."""
+        broker, process, network = self.broker, member.process, self.network
+        answered = [False]
+
+        def ask() -> None:
+            broker.process.lost_link = lambda far, stream: self.broker.disconnected(far)
+            if registered:
+                kept = broker.beat(process, holds=member.holds_anything)
+            else:
+                kept = broker.register(process)
+            network.send(broker.process, process, "control", lambda: answer(kept))
+
+        def answer(kept: bool) -> None:
+            answered[0] = True
+            if not kept:
+                member.clear()
+            network.timer(process, BEAT_S if kept else 0.1, lambda: self._beat(member, registered=kept))
+
+        def give_up() -> None:
+            if not answered[0]:
+                answered[0] = True
+                self._beat(member, registered=registered)
+
+        network.send(process, broker.process, "control", ask)
+        network.timer(process, 2 * BEAT_S, give_up)
+
+    def _new_process(self, name: str) -> Process:
+        self._processes += 1
+        return Process(name, self._processes)
+
+    def _new_broker(self) -> Broker:
+        broker = Broker(self, self._new_process(BROKER), self.facts)
+        self.network.timer(broker.process, 1.0, broker.tick)
+        return broker
 
     def _new_driver(self) -> Driver:
-        self.incarnations += 1
-        return Driver(self, self.incarnations)
+        self.incarnation += 1
+        process = self._new_process(OWNER)
+        member = self.members[OWNER] = Member(self, process)
+        driver = Driver(self, process, member)
+        process.lost_link = driver.lost_link
+        self.network.timer(process, 0.5, member.tick)
+        return driver

@@ -1,0 +1,171 @@
+"""The broker on its shipped decisions: a desk, and facts that outlive it. What `broker.service` does for one job.
+
+Neighbours: `harness.virtual_driver` asks it for plans, the members' processes beat; `coordination.decisions` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fusionai.coordination import decisions
+from fusionai.coordination.desk import Desk, DeskRules, recovered
+from fusionai.coordination.events import Fact, Placement
+from fusionai.coordination.pool import Pool, replay
+from fusionai.coordination.requests import (
+    Answer,
+    AskLeave,
+    Beat,
+    Certify,
+    Disconnected,
+    Enrol,
+    HandOut,
+    Invite,
+    IssueTickets,
+    Notify,
+    Register,
+    ReportJob,
+    Request,
+    RequestJob,
+    Stalled,
+    Tick,
+)
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.wire.messages import LeaveNotice, Refused
+from harness.network import Process
+from harness.topology import Layout
+
+if TYPE_CHECKING:
+    from harness.world import World
+
+JOB = JobId("job")
+OWNER = "owner"
+BROKER = "broker"
+BEAT_S = 3.0
+STALLED_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Broker:
+    """One start of the broker's process. `facts` are on its disk."""
+
+    world: World
+    process: Process
+    facts: list[Fact]
+    desk: Desk = field(init=False)
+    at_s: float = 0.0
+    """When it last did something."""
+
+    def __post_init__(self) -> None:
+        # Short rests, or courses would take long for machines that flap.
+        rules = DeskRules(pool="pool", broker=PeerId(BROKER), rest_s=20.0)
+        pool = replay(self.facts, Pool())
+        self.desk = recovered(rules, pool, self.world.network.now_s)
+        self.at_s = self.world.network.now_s
+
+    def ask(self, request: Request) -> tuple[object, ...]:
+        """What it commands. Nothing is answered before its facts are on the disk."""
+        now_s = self.world.network.now_s
+        for one in (Stalled(), request) if now_s - self.at_s > STALLED_S else (request,):
+            decision = decisions.handle(self.desk, one, now_s=now_s, wall_s=now_s)
+            self.facts += decision.facts
+            self.desk = decision.desk
+        self.at_s = now_s
+        for command in decision.commands:
+            if isinstance(command, Notify) and isinstance(command.message, LeaveNotice):
+                self.world.told_to_leave(command.connection)
+        return decision.commands
+
+    def tick(self) -> None:
+        self.ask(Tick())
+        self.world.network.timer(self.process, 1.0, self.tick)
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def enrol(self, peer: str) -> None:
+        digest = f"invitation of {peer}"
+        (handed,) = self.ask(Invite(PeerId(BROKER), digest, 1, 1e6))
+        assert isinstance(handed, HandOut), handed
+        purpose = "owner" if peer == OWNER else "provider"
+        (certified,) = self.ask(Enrol(digest, PeerId(peer), purpose))
+        assert isinstance(certified, Certify), certified
+
+    def register(self, process: Process) -> bool:
+        self.ask(Register(PeerId(process.name), process.number, process.number, b"", ()))
+        return True
+
+    def beat(self, process: Process, *, holds: bool) -> bool:
+        """False: clear and register again."""
+        jobs = (JOB,) if holds else ()
+        answers = self.ask(Beat(PeerId(process.name), process.number, process.number, jobs))
+        return not any(isinstance(one, Answer) and isinstance(one.message, Refused) for one in answers)
+
+    def leave(self, process: Process) -> None:
+        self.ask(AskLeave(PeerId(process.name), process.number, drain=True))
+
+    def disconnected(self, process: Process) -> None:
+        self.ask(Disconnected(process.number))
+
+    def report(self, process: Process, step: int, *, done: bool) -> None:
+        self.ask(ReportJob(PeerId(OWNER), process.number, JOB, "done" if done else "running", step, ""))
+
+    def candidates(self) -> frozenset[str]:
+        """Machines that a plan of this job may have."""
+        wall_s = self.world.network.now_s
+        return frozenset(
+            str(member.peer)
+            for member in self.desk.pool.members.values()
+            if self.desk.reachable(member)
+            and (member.job == JOB or (member.phase == "idle" and not self.desk.rest_left_s(member, wall_s)))
+        )
+
+    def draining(self) -> frozenset[str]:
+        return frozenset(str(member.peer) for member in self.desk.pool.members.values() if member.phase == "draining")
+
+    def mint(self, process: Process, layout: Layout) -> int | None:
+        """The new plan's version; None when the broker refuses it."""
+        members = tuple(
+            Placement(
+                peer,
+                tuple(stage for stage, at in sorted(layout.places.items()) if at == peer),
+                tuple(stage for stage, at in sorted(layout.guards.items()) if at == peer),
+            )
+            for peer in sorted(layout.members - {OWNER})
+        )
+        request = RequestJob(PeerId(OWNER), process.number, JOB, "a job", 0, layout.encoded(), 0, members)
+        for command in self.ask(request):
+            if isinstance(command, IssueTickets):
+                return command.version
+        return None
+
+
+def stand_in(
+    layout: Layout, lost: frozenset[str], candidates: frozenset[str], stateless: frozenset[int], pick: Callable[[int], int]
+) -> Layout | None:
+    """The plan without `lost`, as `scheduling.takeover` makes it less memory and speed: a guard first, then an idle
+    machine, then one that works already, then a lost one that is back. None: nobody can be found."""
+    places, guards = dict(layout.places), {s: g for s, g in layout.guards.items() if g not in lost | frozenset()}
+    for stage, peer in sorted(layout.places.items()):
+        if peer not in lost:
+            continue
+        working = set(places.values()) - lost - {OWNER}
+        idle = sorted(candidates - lost - working - set(guards.values()))
+        others = sorted((candidates & working) - lost)
+        choices = (
+            ([guards[stage]] if stage in guards else [])
+            or idle
+            or sorted((candidates - lost) & set(guards.values()))
+            or others
+            or sorted(candidates & lost)
+        )
+        if not choices:
+            return None
+        places[stage] = choices[pick(len(choices))]
+    working = set(places.values())
+    guards = {stage: guard for stage, guard in guards.items() if guard not in working}
+    spares = sorted((candidates - working - lost) | set(guards.values()))
+    for stage in sorted(places):
+        if spares and stage not in guards and stage not in stateless and places[stage] != OWNER:
+            guards[stage] = spares[pick(len(spares))]
+    return Layout(places=places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut)
