@@ -145,13 +145,33 @@ class Stand:
         await channel.send(wire.OpenJob(job=job, fence=fence, ticket=ticket))
         return channel, (await receive(channel)).message
 
+    @property
+    def neighbours(self) -> tuple[wire.Neighbour, ...]:
+        """The plan: stage 0 at the peer under test."""
+        places = ((0, self.peer), (1, NEIGHBOUR), (2, OWNER))
+        return tuple(
+            wire.Neighbour(stage=stage, peer=peer, addresses=self.listener.addresses if stage == 1 else ())
+            for stage, peer in places
+        )
+
+    def enlist(self, **changes: Any) -> wire.Enlist:
+        """A good one but for `changes`."""
+        fence: Fence = changes.get("fence", FENCE)
+        fields: dict[str, Any] = {
+            "fence": fence,
+            "job": JOB,
+            "neighbours": self.neighbours,
+            "partition": "a cut",
+            "ticket": self.pool.ticket(self.peer, version=fence.plan_version),
+        }
+        return wire.Enlist(**{**fields, **changes})
+
     def attach(
         self, *, tensors: dict[str, HostTensor] | None = None, **changes: Any
     ) -> tuple[wire.Attach, dict[str, HostTensor]]:
         """A good attach of stage 0 but for `changes`."""
         encoded = schema.encode(self.partition.stages[0].graph)
         carried = {"graph": host_tensor("uint8", (len(encoded),), encoded)} if tensors is None else tensors
-        places = ((0, self.peer), (1, NEIGHBOUR), (2, OWNER))
         fields: dict[str, Any] = {
             "fence": FENCE,
             "job": JOB,
@@ -160,22 +180,38 @@ class Stand:
             "graph_hash": schema.content_hash(self.partition.stages[0].graph),
             "boundary": msgspec.Raw(msgspec.msgpack.encode(self.boundaries[0])),
             "options": StageOptions(microbatches=MICROBATCHES, in_flight=2, optimizer=OptimizerSpec()),
-            "neighbours": tuple(
-                wire.Neighbour(stage=stage, peer=peer, addresses=self.listener.addresses if stage == 1 else ())
-                for stage, peer in places
-            ),
+            "neighbours": self.neighbours,
             "ticket": self.pool.ticket(self.peer),
             "tensors": headers(carried),
         }
         return wire.Attach(**{**fields, **changes}), carried
 
     async def attached(self, **changes: Any) -> tuple[Channel, wire.Message]:
-        """A control connection on which stage 0 was attached, and the answer to that."""
+        """A control connection on which the peer was enlisted and stage 0 attached, and the answer to the latter."""
         control, answer = await self.open()
         assert isinstance(answer, wire.Done)
+        await self.enlisted(control)
+        return control, await self.attach_on(control, **changes)
+
+    async def enlisted(self, control: Channel, **changes: Any) -> wire.Enlisted:
+        """Begin a round."""
+        await control.send(self.enlist(**changes))
+        answer = (await receive(control)).message
+        assert isinstance(answer, wire.Enlisted), answer
+        return answer
+
+    async def attach_on(self, control: Channel, **changes: Any) -> wire.Message:
+        """The answer to an attach of stage 0."""
         message, carried = self.attach(**changes)
         await control.send(message, tuple(carried.values()))
-        return control, (await receive(control)).message
+        return (await receive(control)).message
+
+    async def round(self, control: Channel, fence: Fence, **changes: Any) -> wire.Status:
+        """Enlist and attach under a later fence."""
+        await self.enlisted(control, fence=fence)
+        status = await self.attach_on(control, fence=fence, **changes)
+        assert isinstance(status, wire.Status), status
+        return status
 
     async def running(self) -> Running:
         """Stage 0 initialised, linked and ready for step 0."""
@@ -222,6 +258,12 @@ class Running:
 
     async def commit(self, step: int = 0, **changes: Any) -> None:
         await self.control.send(commit(step, **changes))
+
+    async def link_lost(self) -> wire.LinkLost:
+        """What the driver is told next must be that a link was lost."""
+        message = (await receive(self.control)).message
+        assert isinstance(message, wire.LinkLost), message
+        return message
 
     async def failure(self) -> wire.StageFailed:
         """What the driver is told next must be that the stage failed."""

@@ -113,7 +113,7 @@ class JobMember:
         former, self._driver = self._driver, driver
         if former is not None:
             former.abandon()
-            former.channel.abort()
+            self._start(former.channel.close())
         with self._served():
             try:
                 while True:

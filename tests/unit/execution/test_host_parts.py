@@ -16,6 +16,7 @@ from fusionai.execution.links import Links, dials
 from fusionai.execution.local import LocalChannel
 from fusionai.execution.outbox import Outbox
 from fusionai.execution.state import CHUNK_BYTES, chunks
+from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, TransportError, WireError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Envelope
@@ -155,14 +156,19 @@ def test_a_link_whose_reader_has_a_bug_is_lost_and_can_be_dialled_again():
             raise ZeroDivisionError("a bug")
 
         listener = await network.transport(OTHER).listen(accept, host="there", port=0)  # pyright: ignore
-        links = Links(network.transport(ME), on_message=broken, on_lost=lambda peer, reason: lost.append(reason))
+        links = Links(
+            network.transport(ME),
+            on_message=broken,
+            on_lost=lambda peer, reason: lost.append(reason),
+            now_s=VirtualClock().now_s,
+        )
         opening = wire.OpenJob(job="job-1", fence=wire.Fence(1, 1, 0), ticket=b"")
         with pytest.raises(TransportError, match="no link"):
             links.post(OTHER, ping(0), ())
         links.dial(OTHER, listener.addresses, opening)
         links.dial(OTHER, listener.addresses, opening)
         channel = await opened.get()
-        await channel.send(ping(1))  # pyright: ignore
+        await channel.send(wire.Done())  # pyright: ignore
         with pytest.raises(ChannelClosed):
             await channel.receive()  # pyright: ignore
         assert lost == ["ZeroDivisionError: a bug"]

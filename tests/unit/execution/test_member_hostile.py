@@ -156,13 +156,14 @@ def test_stages_of_one_member_share_what_its_machine_lends():
     big = layers(width=512)
 
     async def body(stand: Stand) -> None:
-        control, answer = await stand.attached()
-        assert isinstance(answer, wire.Status), answer
+        control, _ = await stand.open()
         places = tuple(wire.Neighbour(stage=stage, peer=stand.peer, addresses=()) for stage in (0, 1, 2))
+        await stand.enlisted(control, neighbours=places)
+        answer = await stand.attach_on(control)
+        assert isinstance(answer, wire.Status), answer
         graph = stand.partition.stages[1].graph
         message, carried = stand.attach(
             stage=1,
-            neighbours=places,
             boundary=msgspec.Raw(msgspec.msgpack.encode(stand.boundaries[1])),
             **hashed(graph),
         )
@@ -178,10 +179,7 @@ def test_another_stage_under_the_same_number_is_loaded_anew():
     async def body(running: Running) -> None:
         stand, fence = running.stand, Fence(2, 1, 0)
         other = stage_graph(layers(width=8))
-        message, carried = stand.attach(fence=fence, **hashed(other))
-        await running.control.send(message, tuple(carried.values()))
-        status = (await receive(running.control)).message
-        assert isinstance(status, wire.Status)
+        status = await stand.round(running.control, fence, **hashed(other))
         assert (status.fence, status.applied) == (fence, -1), "no state of the former stage"
         assert stand.member._runtimes[0].identity[0] == schema.content_hash(other)
 
@@ -192,10 +190,7 @@ def test_the_same_stage_keeps_its_state_over_an_attach():
     async def body(running: Running) -> None:
         fence = Fence(1, 2, 0)
         await running.prepared()
-        message, carried = running.stand.attach(fence=fence)
-        await running.control.send(message, tuple(carried.values()))
-        status = (await receive(running.control)).message
-        assert isinstance(status, wire.Status)
+        status = await running.stand.round(running.control, fence)
         assert (status.applied, status.prepared) == (0, 0)
 
     with_running(body)
@@ -294,8 +289,8 @@ def test_what_no_work_can_use_takes_no_memory(name: str):
         assert isinstance((await receive(running.control)).message, wire.Prepared)
         runtime = running.stand.member._runtimes[0]
         assert runtime.dropped == 20
-        assert not runtime._held
-        assert not runtime._gradients
+        assert runtime.held.nbytes == 0
+        assert runtime.held.microbatches == 0
 
     with_running(body)
 
@@ -343,10 +338,13 @@ DRIVERS_ONLY: list[wire.Message] = [
     wire.Resume(fence=FENCE, stage=0, committed=0, source="initialise"),
     wire.Export(fence=FENCE, stage=0, step=0),
     wire.Detach(fence=FENCE),
+    wire.Enlist(fence=Fence(9, 9, 9), job="job-1", neighbours=(), ticket=b""),
+    wire.PassSnapshot(fence=FENCE, stage=0, step=0, peer=NEIGHBOUR, addresses=()),
+    wire.Snapshot(fence=FENCE, stage=0, step=0, part=0, line=0, last=True),
     wire.Done(),
     wire.Hello(),
     wire.PoolQuery(),
-    wire.Status(fence=FENCE, stage=0, applied=0, prepared=0, fingerprint="", clock_s=0.0),
+    wire.Status(fence=FENCE, stage=0, applied=0, prepared=0, retained_from=0, fingerprint="", clock_s=0.0),
     wire.StageFailed(fence=FENCE, stage=0, code="failed", reason=""),
 ]
 
@@ -355,9 +353,9 @@ DRIVERS_ONLY: list[wire.Message] = [
 def test_a_neighbour_that_plays_the_driver_loses_its_link_and_the_driver_hears_of_it(message: wire.Message):
     async def body(running: Running) -> None:
         await running.neighbour.send(message)
-        failed = await running.failure()
-        assert "link to peer" in failed.reason
-        assert "only the driver may" in failed.reason
+        lost = await running.link_lost()
+        assert (lost.fence, lost.peer) == (FENCE, NEIGHBOUR)
+        assert "only the driver may" in lost.reason
         assert running.stand.member._runtimes[0]._machine.applied == 0, "nothing was obeyed"
         assert await running.alive()
 
@@ -391,8 +389,8 @@ def test_whoever_sends_as_another_stage_loses_its_link(sent: Sent):
 
     async def body(running: Running) -> None:
         await running.neighbour.send(message, tuple(carried.values()))
-        failed = await running.failure()
-        assert "not its own" in failed.reason or "has no stage" in failed.reason
+        lost = await running.link_lost()
+        assert "not its own" in lost.reason or "has no stage" in lost.reason
         assert await running.alive()
 
     with_running(body)
@@ -404,7 +402,7 @@ def test_an_output_where_no_driver_is_ends_the_link():
             fence=FENCE, mode="train", step=0, replica=0, microbatch=0, stage=1, tensors=headers({"loss": rows()})
         )
         await running.neighbour.send(message, (rows(),))
-        assert "no driver is" in (await running.failure()).reason
+        assert "no driver is" in (await running.link_lost()).reason
 
     with_running(body)
 
@@ -428,30 +426,52 @@ def test_a_flood_of_nonsense_is_reported_once():
             await running.feed.send(message, tuple(carried.values()))
         await running.failure()
         await running.feed.send(wire.Done())
-        assert await running.alive(), "no second report stands before the answer"
+        assert (await running.link_lost()).peer == OWNER
+        assert await running.alive(), "no second report of either stands before the answer"
 
     with_running(body)
 
 
-def test_a_lost_link_in_the_middle_of_a_step_is_reported():
+def test_a_lost_link_in_the_middle_of_a_step_is_reported_once_and_fails_no_stage():
     async def body(running: Running) -> None:
         await running.feed_microbatch(0)
         await running.neighbour.close()
-        failed = await running.failure()
-        assert (failed.stage, failed.fence) == (0, FENCE)
-        assert f"link to peer {NEIGHBOUR[:8]} lost" in failed.reason
+        lost = await running.link_lost()
+        assert (lost.peer, lost.fence) == (NEIGHBOUR, FENCE)
+        message, carried = forward(microbatch=1)
+        await running.feed.send(message, tuple(carried.values()))
+        while running.stand.member._runtimes[0]._machine.in_flight < 2:
+            await asyncio.sleep(0)
+        assert await running.alive(), "what can't be sent is no second report"
 
     with_running(body)
 
 
 def test_a_peer_has_one_link_and_opening_another_ends_the_former_with_a_report():
     async def body(running: Running) -> None:
-        second, answer = await running.stand.open("tensors")
+        await running.feed_microbatch(0)
+        second, answer = await running.stand.open("tensors", as_peer=NEIGHBOUR)
         assert isinstance(answer, wire.Done)
-        assert f"link to peer {OWNER[:8]} lost" in (await running.failure()).reason
+        lost = await running.link_lost()
+        assert (lost.peer, "took its place" in lost.reason) == (NEIGHBOUR, True)
         with pytest.raises(TransportError):
-            await receive(running.feed)
+            await receive(running.neighbour)
         assert not second.closed
+        assert await running.alive()
+
+    with_running(body)
+
+
+def test_a_link_opened_anew_before_anything_was_sent_on_the_former_is_no_loss():
+    async def body(running: Running) -> None:
+        second, answer = await running.stand.open("tensors", as_peer=NEIGHBOUR)
+        assert isinstance(answer, wire.Done)
+        with pytest.raises(TransportError):
+            await receive(running.neighbour)
+        message, carried = forward()
+        await running.feed.send(message, tuple(carried.values()))
+        assert isinstance((await receive(second)).message, wire.Forward)
+        assert await running.alive()
 
     with_running(body)
 
@@ -461,7 +481,7 @@ def test_a_neighbour_that_refuses_the_link_is_reported_at_once():
         await stand.listener.close()
         control, _ = await stand.attached()
         message = (await receive(control)).message
-        assert isinstance(message, wire.StageFailed)
+        assert isinstance(message, wire.LinkLost)
         assert "nobody answered" in message.reason
 
     with_stand(body)
@@ -475,7 +495,7 @@ def test_what_waits_for_later_work_is_bounded_in_bytes(monkeypatch: pytest.Monke
             message, carried = forward(mode="eval", step=1, microbatch=index)
             await running.feed.send(message, tuple(carried.values()))
         assert "for later work" in (await running.failure()).reason
-        assert len(running.stand.member._runtimes[0]._held) == 3
+        assert running.stand.member._runtimes[0].held.microbatches == 3
 
     with_running(body)
 
@@ -566,12 +586,14 @@ def test_a_driver_that_never_reads_is_shown_out(monkeypatch: pytest.MonkeyPatch)
     with_stand(body)
 
 
-def test_a_driver_that_goes_while_its_state_is_awaited_leaves_nothing_behind():
+def test_a_driver_that_goes_for_good_while_its_state_is_awaited_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.peer.door.ORPHANED_S", 0.05)
+
     async def body(stand: Stand) -> None:
         control, _ = await stand.attached()
         state, _ = await stand.open("state")
         await stand.open("tensors")
-        await control.send(wire.Resume(fence=FENCE, stage=0, committed=8, source="import"))
+        await control.send(wire.Resume(fence=FENCE, stage=0, committed=8, source="import", base=8))
         chunk = {"model/layer0.weight": tensor(np.ones((4, 4), np.float32))}
         message = wire.StateChunk(fence=FENCE, stage=0, step=8, last=False, tensors=headers(chunk))
         await state.send(message, tuple(chunk.values()))
@@ -611,7 +633,7 @@ def test_a_state_that_is_not_the_stages_own_is_refused(name: str):
         control, _ = await stand.attached()
         state, _ = await stand.open("state")
         await stand.open("tensors")
-        await control.send(wire.Resume(fence=FENCE, stage=0, committed=8, source="import"))
+        await control.send(wire.Resume(fence=FENCE, stage=0, committed=8, source="import", base=8))
         fields: dict[str, Any] = {"fence": FENCE, "stage": 0, "step": 8, "last": True, **changes}
         await state.send(wire.StateChunk(**fields, tensors=headers(entries)), tuple(entries.values()))
         message = (await receive(control)).message
@@ -631,7 +653,7 @@ def test_a_state_may_overtake_the_resume_that_asks_for_it():
         await state.send(message, tuple(entries.values()))
         await control.send(wire.Ping(sequence=1, sent_at_s=0.0))
         assert isinstance((await receive(control)).message, wire.Pong)
-        await control.send(wire.Resume(fence=FENCE, stage=0, committed=8, source="import"))
+        await control.send(wire.Resume(fence=FENCE, stage=0, committed=8, source="import", base=8))
         assert (await receive(control)).message == wire.Ready(fence=FENCE, stage=0, applied=8)
 
     with_stand(body)

@@ -12,7 +12,7 @@ from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 from harness.pool import JOB, OWNER, peer_id
-from harness.stand import FENCE, NEIGHBOUR, PATIENCE_S, Stand, receive
+from harness.stand import FENCE, NEIGHBOUR, PATIENCE_S, Running, Stand, receive
 
 OTHER = peer_id(5)
 
@@ -89,10 +89,16 @@ def test_without_a_job_there_is_nothing_to_join(stream: wire.Stream):
     with_stand(body)
 
 
-def test_only_the_driver_opens_a_state_connection():
+def test_a_state_connection_is_for_the_jobs_own_driver_and_for_snapshots_of_its_members():
     async def body(stand: Stand) -> None:
-        await stand.open()
-        assert (await refused(await stand.open("state", as_peer=NEIGHBOUR))).code == "not_authorised"
+        control, _ = await stand.attached()
+        other, answer = await stand.open("state", as_peer=NEIGHBOUR)
+        assert isinstance(answer, wire.Done)
+        await other.send(wire.StateChunk(fence=FENCE, stage=0, step=0, last=True))
+        with pytest.raises(TransportError):
+            await receive(other)
+        await control.send(wire.Ping(sequence=1, sent_at_s=0.0))
+        assert isinstance((await receive(control)).message, wire.Pong), "no stage fails for it"
         ticket = stand.pool.ticket(OTHER, driver=True)
         assert (await refused(await stand.open("state", as_peer=OTHER, ticket=ticket))).code == "not_authorised"
 
@@ -120,10 +126,9 @@ def test_a_later_start_of_the_driver_takes_the_job_over():
         assert isinstance(message, wire.Done)
         with pytest.raises(TransportError):
             await receive(old.control)
-        assert stand.member.stages == (), "nothing of the former attempt is left"
-        attach, carried = stand.attach(fence=Fence(1, 2, 0))
-        await control.send(attach, tuple(carried.values()))
-        assert isinstance((await receive(control)).message, wire.Status)
+        assert stand.member.stages == (0,), "what it runs is kept"
+        status = await stand.round(control, Fence(1, 2, 0))
+        assert (status.applied, status.prepared) == (0, -1)
 
     with_stand(body)
 
@@ -189,14 +194,124 @@ def test_whoever_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch):
     with_stand(body)
 
 
-def test_when_the_driver_goes_the_peer_is_free_again():
+# ------------------------------------------------------------------------------------------------- orphans
+
+
+async def orphaned(stand: Stand) -> Running:
+    """The driver's connection ended, in the middle of a step, without a word."""
+    running = await stand.running()
+    member = stand.member
+    await running.feed_microbatch(0)
+    await running.control.close()
+    while member.driven:
+        await asyncio.sleep(0)
+    return running
+
+
+def test_a_member_outlives_its_drivers_connection_and_the_next_one_finds_its_state():
     async def body(stand: Stand) -> None:
-        running = await stand.running()
-        await running.feed_microbatch(0)
-        await running.control.close()
+        await orphaned(stand)
+        member = stand.member
+        assert (stand.pool.doors[0].jobs, stand.pool.doors[0].idle.is_set()) == ((JOB,), False)
+        control, answer = await stand.open(fence=Fence(1, 2, 0))
+        assert isinstance(answer, wire.Done)
+        status = await stand.round(control, Fence(1, 2, 0))
+        assert (status.applied, stand.member) == (0, member)
+
+    with_stand(body)
+
+
+def test_only_its_own_driver_takes_a_job_over():
+    async def body(stand: Stand) -> None:
+        await orphaned(stand)
+        ticket = stand.pool.ticket(OTHER, driver=True)
+        answer = await refused(await stand.open(as_peer=OTHER, ticket=ticket, fence=Fence(1, 5, 0)))
+        assert answer.code == "not_authorised"
+        assert (await refused(await stand.open(fence=Fence(1, 0, 9)))).code == "stale_fence"
+        assert stand.member.stages == (0,)
+
+    with_stand(body)
+
+
+def test_an_orphaned_job_ends_when_its_driver_stays_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.peer.door.ORPHANED_S", 0.05)
+
+    async def body(stand: Stand) -> None:
+        await orphaned(stand)
         await asyncio.wait_for(stand.pool.doors[0].idle.wait(), PATIENCE_S)
         assert stand.pool.doors[0].jobs == ()
-        _, message = await stand.open(as_peer=OWNER)
+        _, message = await stand.open()
         assert isinstance(message, wire.Done)
+
+    with_stand(body)
+
+
+def test_a_driver_that_came_back_is_not_waited_for_any_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.peer.door.ORPHANED_S", 0.05)
+
+    async def body(stand: Stand) -> None:
+        await orphaned(stand)
+        control, _ = await stand.open(fence=Fence(1, 2, 0))
+        await asyncio.sleep(0.1)
+        assert (await stand.round(control, Fence(1, 2, 0))).applied == 0
+
+    with_stand(body)
+
+
+def test_an_orphaned_job_gives_way_to_another():
+    async def body(stand: Stand) -> None:
+        await orphaned(stand)
+        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2")
+        _, message = await stand.open(as_peer=OTHER, job="job-2", ticket=ticket)
+        assert isinstance(message, wire.Done)
+        assert stand.pool.doors[0].jobs == ("job-2",)
+
+    with_stand(body)
+
+
+def test_a_detached_peer_is_free_at_once():
+    async def body(stand: Stand) -> None:
+        running = await stand.running()
+        await running.control.send(wire.Detach(fence=FENCE))
+        await asyncio.wait_for(stand.pool.doors[0].idle.wait(), PATIENCE_S)
+        assert stand.pool.doors[0].jobs == ()
+
+    with_stand(body)
+
+
+def test_a_late_detach_of_an_earlier_round_frees_nobody():
+    async def body(stand: Stand) -> None:
+        running = await stand.running()
+        await stand.round(running.control, Fence(1, 1, 1))
+        await running.control.send(wire.Detach(fence=FENCE))
+        assert await running.alive()
+        assert stand.member.stages == (0,)
+
+    with_stand(body)
+
+
+def test_a_peer_the_pool_went_on_without_forgets_everything_at_once():
+    async def body(stand: Stand) -> None:
+        running = await stand.running()
+        door = stand.pool.doors[0]
+        door.clear()
+        assert (door.jobs, door.idle.is_set()) == ((), True)
+        with pytest.raises(TransportError):
+            await receive(running.control)
+        control, _ = await stand.attached(fence=Fence(1, 1, 0))
+        assert stand.member._runtimes[0]._machine.applied == -1
+        await control.close()
+
+    with_stand(body)
+
+
+def test_a_draining_peer_serves_its_job_on_and_takes_no_other():
+    async def body(stand: Stand) -> None:
+        await orphaned(stand)
+        stand.pool.doors[0].closing = True
+        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2")
+        assert (await refused(await stand.open(as_peer=OTHER, job="job-2", ticket=ticket))).code == "leaving"
+        control, _ = await stand.open(fence=Fence(1, 2, 0))
+        assert (await stand.round(control, Fence(1, 2, 0))).applied == 0
 
     with_stand(body)
