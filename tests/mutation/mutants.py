@@ -29,8 +29,8 @@ SWAPS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.IsNot: ast.Is,
 }
 ORDERS: Final = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-PROSE: Final = frozenset({"_brief", "__str__", "__repr__"})
-"""Functions that only make text for people."""
+PROSE: Final = frozenset({"_brief", "__str__", "__repr__", "STORY_LENGTH"})
+"""Functions and numbers that only serve text for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Mutant:
     @property
     def name(self) -> str:
         """The same as long as the guard is: without line numbers."""
-        return f"{self.function}: {self.before}  ->  {self.after}"
+        return f"{self.function or 'module'}: {self.before}  ->  {self.after}"
 
     def __str__(self) -> str:
         return f"line {self.line}, {self.kind}: {self.name}"
@@ -122,7 +122,10 @@ def _of_constant(statement: ast.stmt) -> Iterator[_Change]:
             for index, key in enumerate(table.keys):
                 if key is not None:
                     yield _Change("drop row", key, _row_text(table, key), _removing_row(table, index))
-        case ast.Assign(value=ast.Constant() as number) | ast.AnnAssign(value=ast.Constant() as number):
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() as number)
+            | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant() as number)
+        ) if name not in PROSE:
             yield from _off_by_one(statement, number)
         case _:
             pass

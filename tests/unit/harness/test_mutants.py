@@ -48,6 +48,7 @@ def test_each_kind_of_guard(source: str, expected: list[str]):
         "x: int | None = f(a)",
         "def f(a: int = 3) -> int | None:\n    return a",
         "x = a * 2",
+        "STORY_LENGTH: Final = 3",
     ],
 )
 def test_what_is_no_guard_is_left_alone(source: str):
