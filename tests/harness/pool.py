@@ -385,10 +385,15 @@ class Job:
         stop_after: int | None = None,
         epilogue: Callable[[Driver], object] | None = None,
         on_event: Callable[[progress.Progress], None] = lambda event: None,
+        power_cut: bool = False,
     ) -> Run:
         """One start of the driver, from what its journal and the newest checkpoint say. `kill_after`: its process dies
         once that step is official (or when `die` is called); `stop_after`: it is asked to stop then. `epilogue` is
-        awaited before the end."""
+        awaited before the end. `power_cut`: before that, all peers were started anew."""
+        if power_cut:
+            for host in self.pool.hosts:
+                self.pool.kill(host.peer)
+                await self.pool.revive(host.peer)
         with CommitJournal(self.directory / "commits.sqlite") as journal:
             journal.start_incarnation()
             plan = self.plan() if journal.plan is None else msgspec.json.decode(journal.plan.plan, type=Plan)

@@ -242,10 +242,10 @@ def test_a_job_that_was_stopped_goes_on_with_the_same_bits(llama: Captured, unin
     assert_same_state(resumed.weights(STEPS), uninterrupted.weights(STEPS))
 
 
-def test_a_driver_that_died_between_commits_replays_what_is_journalled(
+def test_when_all_have_died_between_commits_the_journal_is_replayed(
     llama: Captured, uninterrupted: Run, tmp_path: Path
 ):
-    killed, resumed = run(tmp_path, llama, checkpoint_every=2, starts=({"kill_after": 2}, {}))
+    killed, resumed = run(tmp_path, llama, checkpoint_every=2, starts=({"kill_after": 2}, {"power_cut": True}))
     assert killed.end is None
     assert resumed.end is not None
     assert resumed.end.failed is None
@@ -255,10 +255,17 @@ def test_a_driver_that_died_between_commits_replays_what_is_journalled(
     assert_same_state(resumed.weights(STEPS), uninterrupted.weights(STEPS))
 
 
-def test_a_driver_that_died_before_any_checkpoint_replays_from_the_seed(
+def test_a_driver_that_died_alone_finds_its_stages_where_they_are(llama: Captured, uninterrupted: Run, tmp_path: Path):
+    killed, resumed = run(tmp_path, llama, checkpoint_every=2, starts=({"kill_after": 2}, {}))
+    assert [(done.record.step, done.replayed) for done in resumed.steps()] == [(3, False)]
+    assert [*killed.losses, *resumed.losses] == uninterrupted.losses
+    assert_same_state(resumed.weights(STEPS), uninterrupted.weights(STEPS))
+
+
+def test_when_all_have_died_before_any_checkpoint_it_is_replayed_from_the_seed(
     llama: Captured, uninterrupted: Run, tmp_path: Path
 ):
-    _, resumed = run(tmp_path, llama, save_base=False, starts=({"kill_after": 1}, {}))
+    _, resumed = run(tmp_path, llama, save_base=False, starts=({"kill_after": 1}, {"power_cut": True}))
     assert resumed.base == 0
     assert [done.replayed for done in resumed.steps()] == [True, True, False, False]
     assert resumed.losses == uninterrupted.losses
@@ -331,7 +338,7 @@ def test_buffers_that_training_rewrites_are_part_of_the_state(tmp_path: Path):
         tmp_path / "broken",
         captured,
         checkpoint_every=2,
-        starts=({"kill_after": 2}, {}),
+        starts=({"kill_after": 2}, {"power_cut": True}),
         **options,  # pyright: ignore
     )
     model = Convolutions()
