@@ -5,7 +5,8 @@
 The same small Llama-type model (the demo's sizes), 8 rows of 128 tokens a step, one thread per process, all on
 loopback. Each rival does what it is made for:
 
-- FusionAI: `fusion demo --kill`, 4 stages and spares; figures are those of its own JSON.
+- FusionAI: `fusion demo --kill`, 4 stages and spares, a stage killed every 15 steps; figures are its JSON's. "All back"
+  is the same moment as "next step": a spare has taken the stage.
 - torchft: 2 replicas of the whole model (data parallel over gloo), lighthouse with default timeouts; one replica is
   killed, and started again once the survivor has committed.
 - torch.distributed.pipelining: 4 stages, 1F1B over gloo; one stage is killed. It has no recovery of its own, so a
@@ -42,6 +43,8 @@ REPLICAS: Final = 2
 CHECKPOINT_EVERY: Final = 10
 STEPS: Final = {"torchft": 80, "pipelining": 40}
 PATIENCE_S: Final = 180.0
+BETWEEN_KILLS: Final = 15
+DEMO_S: Final = 900.0
 WRAPPED_S: Final = 60.0
 UNSUPERVISED_S: Final = 30.0
 """How long the other ranks are watched when nobody ends them."""
@@ -344,15 +347,25 @@ class Pipelining:
 
 
 def fusionai(directory: Path, kills: int) -> dict[str, Any]:
-    """`fusion demo --kill` and what its JSON says. Raises `RivalMissing` when this build has no `--kill`."""
+    """`fusion demo` with a kill of a stage every `BETWEEN_KILLS` steps, and what its JSON says. Raises `RivalMissing`
+    when this build has no `--kill`, or the demo does not come to an end."""
     figures = directory / "demo.json"
-    command = [sys.executable, "-m", "fusionai", "demo", "--kill", "--steps", str(20 * max(2, kills))]
+    steps = BETWEEN_KILLS * (kills + 1)
+    command = [sys.executable, "-m", "fusionai", "demo", "--peers", str(RANKS), "--steps", str(steps)]
+    for number in range(kills):
+        command += ["--kill", f"{BETWEEN_KILLS * (number + 1)}:{(1 + number) % RANKS}"]
     command += ["--directory", str(directory), "--json", str(figures)]
     with (directory / "demo.log").open("wb") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            process.wait(DEMO_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # it ends its peers itself
+            process.wait(PATIENCE_S)
     if not figures.is_file():
         said = (directory / "demo.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise RivalMissing(f"fusion demo --kill ended with code {code}: {said[-1] if said else 'it said nothing'}")
+        last = said[-1] if said else "it said nothing"
+        raise RivalMissing(f"fusion demo --kill ended with code {process.returncode}: {last}")
     return read_demo(json.loads(figures.read_text(encoding="utf-8")))
 
 
@@ -372,12 +385,18 @@ def read_demo(figures: dict[str, Any]) -> dict[str, Any]:
             losses_compared=len(figures["losses"]),
             losses_equal=equal,
             first_different_step=None if equal else first_different(figures["losses"], figures["losses_reference"]),
-            detail=f"stage {kill['stage']} killed",
+            detail=f"stage {kill['stage']} killed; result {'equal' if figures['ok'] else 'DIFFERENT'}",
         )
         for kill in stages
     ]
     broker = [kill for kill in figures["kills"] if kill["stage"] == "broker"]
-    return {"runs": [asdict(run) for run in runs], "lost_steps": figures["lost_steps"], "broker_kills": broker}
+    speeds = {name: figures[name] for name in ("tokens_per_s", "tokens_per_s_undisturbed") if name in figures}
+    return {
+        "runs": [asdict(run) for run in runs],
+        "lost_steps": figures["lost_steps"],
+        "broker_kills": broker,
+        **speeds,
+    }
 
 
 # --------------------------------------------------------------------------------------------------------- comparison

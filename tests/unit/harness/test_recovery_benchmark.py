@@ -28,6 +28,7 @@ DEMO = {
     "losses_reference": [3.0, 2.0, 1.0],
     "max_abs_loss_diff": 0.0,
     "lost_steps": 0,
+    "ok": True,
     "kills": [
         {"step": 1, "stage": 2, "detected_s": 0.01, "recovered_s": 0.75},
         {"step": 2, "stage": "broker", "detected_s": 0.5, "recovered_s": 2.5},
@@ -58,13 +59,17 @@ def test_a_build_that_can_not_kill_leaves_its_column_out_with_the_reason(
     class Refused:
         returncode = 2
 
-    def run(command: list[str], **options: object) -> Refused:
-        (tmp_path / "demo.log").write_text("Usage: ...\nError: No such option '--kill'.\n", encoding="utf-8")
-        return Refused()
+        def __init__(self, command: list[str], **options: object) -> None:
+            assert command[-2:] == ["--json", str(tmp_path / "demo.json")]
+            assert [command[place + 1] for place, word in enumerate(command) if word == "--kill"] == ["15:1", "30:2"]
+            (tmp_path / "demo.log").write_text("Usage: ...\nError: No such option '--kill'.\n", encoding="utf-8")
 
-    monkeypatch.setattr(recovery.subprocess, "run", run)
+        def wait(self, patience_s: float) -> int:
+            return self.returncode
+
+    monkeypatch.setattr(recovery.subprocess, "Popen", Refused)
     with pytest.raises(recovery.RivalMissing, match=r"ended with code 2: Error: No such option '--kill'"):
-        recovery.fusionai(tmp_path, 3)
+        recovery.fusionai(tmp_path, 2)
 
 
 def test_torchft_that_is_not_installed_is_left_out_with_the_reason(recovery: ModuleType, tmp_path: Path):
