@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from fusionai.dashboard.live import StepUpdate, TrainingView
+from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.types import Problem
 
@@ -97,5 +97,38 @@ def test_names_are_not_markup(problem: Problem) -> None:
 
 def test_a_new_plan_is_shown(problem: Problem) -> None:
     shown, out = view(problem, terminal=False)
-    shown.plan_changed(msgspec.structs.replace(plan(problem), version=2))
-    assert "plan version 2" in out.getvalue()
+    shown.plan_changed(msgspec.structs.replace(plan(problem), version=2), "a better one")
+    assert "another plan (a better one): plan 2, " in out.getvalue()
+
+
+def test_a_log_has_what_is_new_of_a_fault_and_each_step_done_again(problem: Problem) -> None:
+    shown, out = view(problem, terminal=False)
+    before = out.getvalue().count("\n")
+    shown.faults([FaultLine(text="a is lost", over=False)], ["a is lost"])
+    shown.replayed(3)
+    shown.faults([FaultLine(text="a is lost; b takes over", over=True)], ["a is lost; b takes over"])
+    said = out.getvalue().splitlines()[before:]
+    assert said == ["a is lost", "step 3/10  computed again from its record", "a is lost; b takes over"]
+
+
+def test_a_terminal_shows_the_time_line_of_faults(problem: Problem) -> None:
+    shown, out = view(problem, terminal=True)
+    shown.step(update(4, 3.0))
+    shown.replayed(3)
+    many = [FaultLine(text=f"fault {number}", over=number != 9) for number in range(1, 10)]
+    shown.faults(many, ["fault 9"])
+    shown.close()
+    last = out.getvalue()[out.getvalue().rindex("╭") :]
+    assert "✗ fault 9" in last
+    assert "✓ fault 8" in last
+    assert "fault 3" not in last
+    assert "computing step 3 again" in last
+
+
+def test_the_next_step_ends_a_replay(problem: Problem) -> None:
+    shown, out = view(problem, terminal=True)
+    shown.step(update(4, 3.0))
+    shown.replayed(3)
+    shown.step(update(5, 3.0))
+    shown.close()
+    assert "again" not in out.getvalue()[out.getvalue().rindex("╭") :]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fusionai.dashboard.report import max_abs_difference, render_report, write_report
-from fusionai.dashboard.report_data import Fault, ReportData
+from fusionai.dashboard.report_data import Fault, ReportData, Tenure
 from fusionai.primitives.errors import StorageError
 
 VOID = {"meta", "br", "path", "use", "image", "stop", "rect", "circle", "line", "ellipse", "polygon", "polyline"}
@@ -48,6 +48,40 @@ class Outline(HTMLParser):
             assert self.open.pop() == tag
 
 
+def with_faults(data: ReportData) -> ReportData:
+    """One machine killed and taken over, a spare lost for good, and the broker away."""
+    a, b, c = ("a" * 52, "b" * 52, "c" * 52)
+    return msgspec.structs.replace(
+        data,
+        faults=(
+            Fault(
+                step=2,
+                at_s=1.5,
+                who="machine a, stage 0",
+                peer=a,
+                what="killed",
+                outcome="machine c takes over from its snapshot of step 1",
+                over_s=3.0,
+                recovery_s=1.5,
+            ),
+            Fault(
+                step=2, at_s=1.51, who="machine b, a spare", peer=b, what="connection closed", outcome="x", over_s=1.51
+            ),
+            Fault(step=3, at_s=3.5, who="the broker", what="no answer", outcome="the job went on"),
+        ),
+        commits=((1.0, 1), (3.0, 2), (4.0, 3)),
+        tenures=(
+            Tenure(peer="", part="stage", from_s=0.0, to_s=3.5),
+            Tenure(peer="", part="away", from_s=3.5, to_s=4.5),
+            Tenure(peer=a, part="stage", stage=0, from_s=0.0, to_s=1.5),
+            Tenure(peer=a, part="away", from_s=1.5, to_s=2.5),
+            Tenure(peer=c, part="guard", stage=0, from_s=0.0, to_s=1.6),
+            Tenure(peer=c, part="stage", stage=0, from_s=1.6, to_s=4.5),
+        ),
+        lost_steps=0,
+    )
+
+
 def variants(data: ReportData) -> dict[str, ReportData]:
     change = msgspec.structs.replace
     return {
@@ -57,10 +91,9 @@ def variants(data: ReportData) -> dict[str, ReportData]:
         "no step": change(data, losses=(), losses_reference=None),
         "diverged": change(data, losses=(3.0, float("nan"), float("inf"))),
         "shorter reference": change(data, losses_reference=(3.0,)),
-        "faults": change(
-            data,
-            faults=(Fault(step=2, at_s=3.5, peer="a" * 52, stage=0, what="killed", outcome="spare took over"),),
-        ),
+        "faults": with_faults(data),
+        "faults and no step": change(with_faults(data), losses=(), losses_reference=None, commits=()),
+        "faults and no time line": change(with_faults(data), commits=(), tenures=()),
     }
 
 
@@ -89,6 +122,22 @@ def test_page_says_what_was_found(report_data: ReportData) -> None:
     assert "proven optimal" in text
 
 
+def test_faults_are_told_and_drawn(report_data: ReportData) -> None:
+    text = render_report(with_faults(report_data))
+    assert "3 steps: the pool&#39;s loss equals one process bit for bit, through 3 faults." in text
+    assert "3; the job stood still for 1.5 s in all" in text
+    assert "machine c takes over from its snapshot of step 1" in text
+    assert "committed steps lost" in text
+    row = text[text.index("the broker</th>") :]
+    assert "to the end" in row[: row.index("</tr>")]
+    drawn = text[text.index('aria-labelledby="faults"') :]
+    drawn = drawn[: drawn.index("</svg>")]
+    # Two faults at nearly the same time share a badge.
+    for shown in (">1,2<", ">3<", ">broker<", ">machine a<", ">stage 0<", "var(--red)", ">guards a stage<"):
+        assert shown in drawn, shown
+    assert 'aria-labelledby="faults"' not in render_report(report_data)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -97,6 +146,7 @@ def test_page_says_what_was_found(report_data: ReportData) -> None:
         ({"losses_reference": None}, "no reference run to compare with"),
         ({"generation_equal": False}, "the exported model behaves differently"),
         ({"checkpoint_loss_diff": 1e-9}, "the exported model behaves differently"),
+        ({"lost_steps": 1}, "1 committed ones were lost on the way"),
         ({"status": "failed"}, "The job failed after 3 steps."),
     ],
 )
