@@ -7,11 +7,13 @@ played too. Values are those of the null backend. Neighbour: `harness.pool` has 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from fusionai.backends.interface import Backend
 from fusionai.backends.null.backend import NullBackend
 from fusionai.execution.boundary import boundaries
 from fusionai.execution.member import JobMember
@@ -26,7 +28,7 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
 from harness.pool import JOB, OWNER, MemoryPool, peer_id, tensor
 
-NEIGHBOUR = peer_id(1)
+NEIGHBOUR = peer_id(4)
 FENCE = Fence(1, 1, 0)
 MICROBATCHES = 2
 PATIENCE_S = 5.0
@@ -79,10 +81,18 @@ def rows(value: float = 0.0, *, batch: int = 2, width: int = 4, dtype: str = "fl
 
 
 class Stand:
-    """Use as an async context. `memory_limit_bytes` is what the peer under test lends."""
+    """Use as an async context. `memory_limit_bytes` is what the peer under test lends. `guards`: shipped peers beside it,
+    numbered from 1."""
 
-    def __init__(self, *, memory_limit_bytes: int | None = None, graph: Graph | None = None) -> None:
-        self.pool = MemoryPool(1, NullBackend)
+    def __init__(
+        self,
+        *,
+        memory_limit_bytes: int | None = None,
+        graph: Graph | None = None,
+        backend: Callable[[], Backend] = NullBackend,
+        guards: int = 0,
+    ) -> None:
+        self.pool = MemoryPool(1 + guards, backend)
         self.memory_limit_bytes = memory_limit_bytes
         self.partition = cut_blocks(graph or layers(), RANGES)
         self.boundaries = boundaries(self.partition)
@@ -122,12 +132,16 @@ class Stand:
     @property
     def member(self) -> JobMember:
         """The peer's part in the job."""
-        return self.pool.doors[0]._members[JOB]
+        return self.member_of(0)
 
-    async def dial(self, stream: wire.Stream, *, as_peer: PeerId | None = OWNER) -> Channel:
+    def member_of(self, number: int) -> JobMember:
+        return self.pool.doors[number]._members[JOB]
+
+    async def dial(self, stream: wire.Stream, *, as_peer: PeerId | None = OWNER, to: int = 0) -> Channel:
         role = "member" if as_peer is not None else "stranger"
         transport = self.pool.network.transport(as_peer, role)
-        return await transport.dial(self.pool.addresses[self.peer], expect=self.peer, stream=stream)
+        peer = self.pool.hosts[to].peer
+        return await transport.dial(self.pool.addresses[peer], expect=peer, stream=stream)
 
     async def open(
         self,
@@ -137,21 +151,21 @@ class Stand:
         job: str = JOB,
         fence: Fence = FENCE,
         ticket: bytes | None = None,
+        to: int = 0,
     ) -> tuple[Channel, wire.Message]:
         """Dial, show a ticket (by default a good one), wait for the answer."""
         if ticket is None:
             ticket = self.pool.ticket(as_peer, driver=as_peer == OWNER, version=fence.plan_version)
-        channel = await self.dial(stream, as_peer=as_peer)
+        channel = await self.dial(stream, as_peer=as_peer, to=to)
         await channel.send(wire.OpenJob(job=job, fence=fence, ticket=ticket))
         return channel, (await receive(channel)).message
 
-    @property
-    def neighbours(self) -> tuple[wire.Neighbour, ...]:
-        """The plan: stage 0 at the peer under test."""
-        places = ((0, self.peer), (1, NEIGHBOUR), (2, OWNER))
+    def neighbours(self, at: int = 0) -> tuple[wire.Neighbour, ...]:
+        """The plan: stage 0 at a shipped peer, by default the one under test."""
+        places = ((0, self.pool.hosts[at].peer), (1, NEIGHBOUR), (2, OWNER))
+        addresses = {**self.pool.addresses, NEIGHBOUR: self.listener.addresses}
         return tuple(
-            wire.Neighbour(stage=stage, peer=peer, addresses=self.listener.addresses if stage == 1 else ())
-            for stage, peer in places
+            wire.Neighbour(stage=stage, peer=peer, addresses=addresses.get(peer, ())) for stage, peer in places
         )
 
     def enlist(self, **changes: Any) -> wire.Enlist:
@@ -160,7 +174,7 @@ class Stand:
         fields: dict[str, Any] = {
             "fence": fence,
             "job": JOB,
-            "neighbours": self.neighbours,
+            "neighbours": self.neighbours(),
             "partition": "a cut",
             "ticket": self.pool.ticket(self.peer, version=fence.plan_version),
         }
@@ -180,7 +194,7 @@ class Stand:
             "graph_hash": schema.content_hash(self.partition.stages[0].graph),
             "boundary": msgspec.Raw(msgspec.msgpack.encode(self.boundaries[0])),
             "options": StageOptions(microbatches=MICROBATCHES, in_flight=2, optimizer=OptimizerSpec()),
-            "neighbours": self.neighbours,
+            "neighbours": self.neighbours(),
             "ticket": self.pool.ticket(self.peer),
             "tensors": headers(carried),
         }
@@ -213,9 +227,9 @@ class Stand:
         assert isinstance(status, wire.Status), status
         return status
 
-    async def running(self) -> Running:
-        """Stage 0 initialised, linked and ready for step 0."""
-        control, status = await self.attached()
+    async def running(self, **changes: Any) -> Running:
+        """Stage 0 initialised, linked and ready for step 0; `changes` of the attach."""
+        control, status = await self.attached(**changes)
         assert isinstance(status, wire.Status), status
         feed, answer = await self.open("tensors")
         assert isinstance(answer, wire.Done)
@@ -278,7 +292,18 @@ class Running:
 
 
 async def receive(channel: Channel) -> Envelope:
-    return await asyncio.wait_for(channel.receive(), PATIENCE_S)
+    """The next message but signs of life."""
+    async with asyncio.timeout(PATIENCE_S):
+        while isinstance((envelope := await channel.receive()).message, wire.Ping):
+            pass
+    return envelope
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Let everybody else work until it has."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not happened():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0)
 
 
 def forward(**changes: Any) -> tuple[wire.Forward, dict[str, HostTensor]]:

@@ -33,6 +33,7 @@ from harness.stand import (
     layers,
     receive,
     rows,
+    until,
 )
 
 STALE = Fence(1, 0, 0)
@@ -440,8 +441,7 @@ def test_a_lost_link_in_the_middle_of_a_step_is_reported_once_and_fails_no_stage
         assert (lost.peer, lost.fence) == (NEIGHBOUR, FENCE)
         message, carried = forward(microbatch=1)
         await running.feed.send(message, tuple(carried.values()))
-        while running.stand.member._runtimes[0]._machine.in_flight < 2:
-            await asyncio.sleep(0)
+        await until(lambda: running.stand.member._runtimes[0]._machine.in_flight == 2)
         assert await running.alive(), "what can't be sent is no second report"
 
     with_running(body)

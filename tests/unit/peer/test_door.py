@@ -12,7 +12,7 @@ from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 from harness.pool import JOB, OWNER, peer_id
-from harness.stand import FENCE, NEIGHBOUR, PATIENCE_S, Running, Stand, receive
+from harness.stand import FENCE, NEIGHBOUR, PATIENCE_S, Running, Stand, receive, until
 
 OTHER = peer_id(5)
 
@@ -203,8 +203,7 @@ async def orphaned(stand: Stand) -> Running:
     member = stand.member
     await running.feed_microbatch(0)
     await running.control.close()
-    while member.driven:
-        await asyncio.sleep(0)
+    await until(lambda: not member.driven)
     return running
 
 

@@ -1,0 +1,398 @@
+"""A guard takes a stage over, on the shipped backend and doors: the state comes out with the bits of the undisturbed one.
+
+Stage 0 runs at one shipped peer, another guards it; the test plays driver and neighbour and keeps what both would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+import numpy as np
+import pytest
+
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.execution.copies import FAILURES_TOLD
+from fusionai.execution.state import headers
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Channel
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import CommitRecord, Fence, SnapshotAt
+from harness.pool import OWNER, tensor
+from harness.stand import (
+    FENCE,
+    MICROBATCHES,
+    NEIGHBOUR,
+    Running,
+    Stand,
+    backward,
+    commit,
+    forward,
+    receive,
+    rows,
+    until,
+)
+
+EVERY = 2
+State = dict[str, bytes]
+
+
+def with_stand(body: Callable[[Stand], Awaitable[None]], *, guards: int = 1) -> None:
+    async def run() -> None:
+        async with Stand(guards=guards, backend=partial(TorchBackend, device="cpu", threads=1)) as stand:
+            await body(stand)
+        assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()], "a task is left"
+
+    asyncio.run(run())
+
+
+def values(step: int, microbatch: int, kind: int) -> HostTensor:
+    """Inputs (0) and gradients (1) that differ everywhere and are the same each time."""
+    return tensor(np.random.default_rng((step, microbatch, kind)).standard_normal((2, 4)).astype(np.float32))
+
+
+def sent_forward(step: int, microbatch: int, fence: Fence) -> tuple[wire.Forward, dict[str, HostTensor]]:
+    return forward(step=step, microbatch=microbatch, fence=fence, values={"x": values(step, microbatch, 0)})
+
+
+def sent_backward(step: int, microbatch: int, fence: Fence) -> tuple[wire.Backward, dict[str, HostTensor]]:
+    return backward(step=step, microbatch=microbatch, fence=fence, values={"y0": values(step, microbatch, 1)})
+
+
+def record(step: int) -> CommitRecord:
+    return CommitRecord(
+        step=step,
+        scale=1.0,
+        learning_rate=0.1 / (step + 1),
+        total_norm=1.0,
+        norms_hash="",
+        data_cursor=0,
+        fence=FENCE,
+        loss=1.0,
+    )
+
+
+class Course:
+    """What happened: norms per step, and every activation the neighbour got."""
+
+    def __init__(self) -> None:
+        self.norms: dict[int, Mapping[str, float]] = {}
+        self.activations: dict[tuple[int, int], bytes] = {}
+
+
+async def run_step(running: Running, step: int, course: Course, *, fence: Fence = FENCE, line: int = 0) -> None:
+    for microbatch in range(MICROBATCHES):
+        message, carried = sent_forward(step, microbatch, fence)
+        await running.feed.send(message, tuple(carried.values()))
+        envelope = await receive(running.neighbour)
+        course.activations[step, microbatch] = bytes(envelope.tensors["y0"].data)
+        returned, gradients = sent_backward(step, microbatch, fence)
+        await running.neighbour.send(returned, tuple(gradients.values()))
+    prepared = (await receive(running.control)).message
+    assert isinstance(prepared, wire.Prepared), prepared
+    course.norms[step] = prepared.norms
+    await running.control.send(commit(step, fence=fence, record=record(step), line=line))
+    assert isinstance((await receive(running.control)).message, wire.Applied)
+
+
+async def guard_of(stand: Stand, number: int = 1, *, fence: Fence = FENCE) -> Channel:
+    """The control connection of a guard that keeps stage 0's snapshots."""
+    control, answer = await stand.open(to=number, fence=fence)
+    assert isinstance(answer, wire.Done), answer
+    ticket = stand.pool.ticket(stand.pool.hosts[number].peer, version=fence.plan_version)
+    enlisted = await stand.enlisted(control, guards=(0,), ticket=ticket, fence=fence)
+    assert enlisted.snapshots == ()
+    return control
+
+
+async def guarded(stand: Stand, **changes: object) -> tuple[Running, Channel]:
+    """Stage 0 at work and its guard."""
+    guard = await guard_of(stand)
+    peer = stand.pool.hosts[1].peer
+    running = await stand.running(
+        **{
+            "retain": True,
+            "guard": peer,
+            "guard_addresses": stand.pool.addresses[peer],
+            "snapshot_every": EVERY,
+            **changes,
+        }
+    )
+    return running, guard
+
+
+async def kept(guard: Channel) -> tuple[int, int]:
+    message = (await receive(guard)).message
+    assert isinstance(message, wire.SnapshotKept), message
+    return message.stage, message.step
+
+
+async def exported(control: Channel, state: Channel, step: int, fence: Fence) -> State:
+    await control.send(wire.Export(fence=fence, stage=0, step=step))
+    entries: State = {}
+    while True:
+        envelope = await receive(state)
+        assert isinstance(envelope.message, wire.StateChunk)
+        entries |= {name: bytes(value.data) for name, value in envelope.tensors.items()}
+        if envelope.message.last:
+            return entries
+
+
+def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_the_same_bits():
+    async def body(stand: Stand) -> None:
+        running, guard = await guarded(stand)
+        course = Course()
+        for step in range(5):
+            await run_step(running, step, course)
+        assert [await kept(guard), await kept(guard)] == [(0, 2), (0, 4)]
+        undisturbed = await exported(running.control, running.state, 5, FENCE)
+
+        later = Fence(2, 1, 0)
+        places = stand.neighbours(at=1)
+        ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
+        enlisted = await stand.enlisted(guard, fence=later, neighbours=places, ticket=ticket)
+        assert enlisted.snapshots == (SnapshotAt(0, 2), SnapshotAt(0, 4))
+        status = await stand.attach_on(guard, fence=later, retain=True)
+        assert isinstance(status, wire.Status)
+        assert status.applied == -1
+        feed, _ = await stand.open("tensors", to=1, fence=later)
+        state, _ = await stand.open("state", to=1, fence=later)
+        neighbour = await stand.from_peer.get()
+        records = tuple(record(step) for step in range(2, 5))
+        resume = wire.Resume(
+            fence=later, stage=0, committed=5, source="snapshot", base=2, records=records, replaying=(0,)
+        )
+        await guard.send(resume)
+        assert (await receive(guard)).message == wire.Ready(fence=later, stage=0, applied=2)
+        for step in (4, 3, 2):  # gradients of all steps come at once, on another connection than the inputs
+            for microbatch in range(MICROBATCHES):
+                message, carried = sent_backward(step, microbatch, later)
+                await neighbour.send(message, tuple(carried.values()))
+        for step in (2, 3, 4):
+            for microbatch in range(MICROBATCHES):
+                message, carried = sent_forward(step, microbatch, later)
+                await feed.send(message, tuple(carried.values()))
+        for step in (2, 3, 4):
+            prepared = (await receive(guard)).message
+            assert isinstance(prepared, wire.Prepared), prepared
+            assert (prepared.step, prepared.norms) == (step, course.norms[step])
+        assert (await receive(guard)).message == wire.Ready(fence=later, stage=0, applied=5)
+        assert await exported(guard, state, 5, later) == undisturbed
+
+        # What it sent during the replay it retained, and a neighbour that is lost now can have it.
+        sent = Running(stand, guard, feed, state, neighbour)
+        last = Fence(2, 1, 1)
+        status = await again(stand, guard, last, ticket)
+        assert (status.applied, status.retained_from) == (5, 2)
+        await guard.send(wire.Resume(fence=last, stage=0, committed=5, source="keep", base=3, replaying=(1,)))
+        assert (await receive(guard)).message == wire.Ready(fence=last, stage=0, applied=5)
+        for step, microbatch in ((3, 0), (3, 1), (4, 0), (4, 1)):
+            envelope = await receive(sent.neighbour)
+            assert isinstance(envelope.message, wire.Forward), "in the order of the steps"
+            described = (envelope.message.step, envelope.message.microbatch, envelope.message.fence)
+            assert described == (step, microbatch, last)
+            assert bytes(envelope.tensors["y0"].data) == course.activations[step, microbatch]
+
+    with_stand(body)
+
+
+async def again(stand: Stand, control: Channel, fence: Fence, ticket: bytes) -> wire.Status:
+    await stand.enlisted(control, fence=fence, neighbours=stand.neighbours(at=1), ticket=ticket)
+    status = await stand.attach_on(control, fence=fence, retain=True)
+    assert isinstance(status, wire.Status), status
+    return status
+
+
+def test_a_snapshot_is_handed_on_to_a_machine_that_has_none():
+    async def body(stand: Stand) -> None:
+        running, guard = await guarded(stand)
+        course = Course()
+        for step in range(2):
+            await run_step(running, step, course)
+        assert await kept(guard) == (0, 2)
+        undisturbed = await exported(running.control, running.state, 2, FENCE)
+
+        later = Fence(2, 1, 0)
+        newcomer = stand.pool.hosts[2].peer
+        places = stand.neighbours(at=2)
+        ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
+        await stand.enlisted(guard, fence=later, neighbours=places, ticket=ticket)
+        control, _ = await stand.open(to=2, fence=later)
+        ticket = stand.pool.ticket(newcomer, version=2)
+        enlisted = await stand.enlisted(control, fence=later, neighbours=places, ticket=ticket)
+        assert enlisted.snapshots == ()
+        assert isinstance(await stand.attach_on(control, fence=later), wire.Status)
+        await stand.open("tensors", to=2, fence=later)
+        state, _ = await stand.open("state", to=2, fence=later)
+        await control.send(wire.Resume(fence=later, stage=0, committed=2, source="snapshot", base=2))
+        await guard.send(
+            wire.PassSnapshot(
+                fence=later, stage=0, step=2, peer=newcomer, addresses=stand.pool.addresses[newcomer]
+            )
+        )
+        assert (await receive(control)).message == wire.Ready(fence=later, stage=0, applied=2)
+        assert await exported(control, state, 2, later) == undisturbed
+
+    with_stand(body, guards=2)
+
+
+def test_a_snapshot_nobody_has_or_nobody_takes_is_reported():
+    async def body(stand: Stand) -> None:
+        guard = await guard_of(stand)
+        order = wire.PassSnapshot(fence=FENCE, stage=0, step=2, peer=NEIGHBOUR, addresses=())
+        await guard.send(order)
+        message = (await receive(guard)).message
+        assert isinstance(message, wire.StageFailed)
+        assert "no snapshot of step 2" in message.reason
+
+    with_stand(body)
+
+
+def test_the_state_sent_is_that_of_its_step_however_slow_the_guard_is(monkeypatch: pytest.MonkeyPatch):
+    """Copy on apply: the guard takes nothing until the stage is four steps further."""
+    slow = asyncio.Event()
+
+    async def body(stand: Stand) -> None:
+        running, guard = await guarded(stand)
+        keeper = stand.member._keeper
+        send = keeper.send
+
+        async def later(*args: object) -> None:
+            await slow.wait()
+            await send(*args)  # pyright: ignore
+
+        monkeypatch.setattr(keeper, "send", later)
+        course, states = Course(), dict[int, State]()
+        for step in range(5):
+            await run_step(running, step, course)
+            states[step + 1] = await exported(running.control, running.state, step + 1, FENCE)
+        slow.set()
+        assert [await kept(guard), await kept(guard)] == [(0, 2), (0, 4)]
+        store = stand.member_of(1)._keeper.store
+        for step in (2, 4):
+            entries = store.whole(0, step)
+            assert entries is not None
+            assert {name: bytes(value.data) for name, value in entries.items()} == states[step]
+        assert states[2] != states[4]
+
+    with_stand(body)
+
+
+def test_a_third_snapshot_takes_the_place_of_the_one_not_begun(monkeypatch: pytest.MonkeyPatch):
+    slow = asyncio.Event()
+
+    async def body(stand: Stand) -> None:
+        running, guard = await guarded(stand)
+        keeper = stand.member._keeper
+        send = keeper.send
+
+        async def later(*args: object) -> None:
+            await slow.wait()
+            await send(*args)  # pyright: ignore
+
+        monkeypatch.setattr(keeper, "send", later)
+        for step in range(6):
+            await run_step(running, step, Course())
+        slow.set()
+        assert [await kept(guard), await kept(guard)] == [(0, 2), (0, 6)]
+
+    with_stand(body)
+
+
+def test_a_guard_that_is_gone_fails_no_stage_and_is_told_of_when_the_line_stands():
+    async def body(stand: Stand) -> None:
+        running, guard = await guarded(stand)
+        stand.pool.network.disconnect(stand.pool.hosts[1].peer)
+        await guard.close()
+        for step in range(EVERY * FAILURES_TOLD):
+            await run_step(running, step, Course())
+        lost = (await receive(running.control)).message
+        assert isinstance(lost, wire.LinkLost)
+        assert (lost.peer, lost.fence) == (stand.pool.hosts[1].peer, FENCE)
+        assert await running.alive()
+
+    with_stand(body)
+
+
+def test_a_recovered_stage_gives_its_guard_a_snapshot_at_once():
+    async def body(stand: Stand) -> None:
+        running, guard = await guarded(stand)
+        await run_step(running, 0, Course())
+        later = Fence(1, 1, 1)
+        ticket = stand.pool.ticket(stand.pool.hosts[1].peer)
+        await stand.enlisted(guard, guards=(0,), ticket=ticket, fence=later)
+        peer = stand.pool.hosts[1].peer
+        await stand.round(
+            running.control,
+            later,
+            retain=True,
+            guard=peer,
+            guard_addresses=stand.pool.addresses[peer],
+            snapshot_every=EVERY,
+        )
+        await running.control.send(
+            wire.Resume(fence=later, stage=0, committed=1, source="keep", base=1, snapshot=True)
+        )
+        assert (await receive(running.control)).message == wire.Ready(fence=later, stage=0, applied=1)
+        assert await kept(guard) == (0, 1)
+
+    with_stand(body)
+
+
+def test_a_guard_without_room_says_so_and_does_not_acknowledge(monkeypatch: pytest.MonkeyPatch):
+    async def body(stand: Stand) -> None:
+        running, guard = await guarded(stand)
+        monkeypatch.setattr(stand.member_of(1), "_room_bytes", lambda: 10)
+        monkeypatch.setattr(stand.member_of(1)._keeper.store, "_room_bytes", lambda: 10)
+        for step in range(EVERY):
+            await run_step(running, step, Course())
+        message = (await receive(guard)).message
+        assert isinstance(message, wire.StageFailed), message
+        assert (message.stage, message.code) == (0, "out_of_memory")
+        assert stand.member_of(1).snapshots == ()
+        assert await running.alive()
+
+    with_stand(body)
+
+
+@pytest.mark.parametrize("stranger", ["another stage's peer", "the driver's feed"])
+def test_nobody_else_gives_a_guard_snapshots(stranger: str):
+    async def body(stand: Stand) -> None:
+        guard = await guard_of(stand)
+        member = stand.member_of(1)
+        peer = NEIGHBOUR if stranger == "another stage's peer" else OWNER
+        channel, answer = await stand.open("state", as_peer=peer, to=1)
+        assert isinstance(answer, wire.Done)
+        entries = {"model/layer0.weight": rows()}
+        message = wire.Snapshot(
+            fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries)
+        )
+        await channel.send(message, tuple(entries.values()))
+        await until(lambda: channel.closed)
+        assert member.snapshots == ()
+        await guard.send(wire.Ping(sequence=1, sent_at_s=0.0))
+        assert isinstance((await receive(guard)).message, wire.Pong)
+
+    with_stand(body)
+
+
+def test_a_snapshot_that_does_not_fit_its_stage_is_reported():
+    async def body(stand: Stand) -> None:
+        control, status = await stand.attached()
+        assert isinstance(status, wire.Status)
+        await stand.open("tensors")
+        await control.send(wire.Resume(fence=FENCE, stage=0, committed=2, source="snapshot", base=2))
+        channel, _ = await stand.open("state", as_peer=NEIGHBOUR)
+        entries = {"model/layer0.weight": rows(batch=4)}
+        message = wire.Snapshot(
+            fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries)
+        )
+        await channel.send(message, tuple(entries.values()))
+        failed = (await receive(control)).message
+        assert isinstance(failed, wire.StageFailed)
+        assert "does not fit stage 0" in failed.reason
+        status = await stand.round(control, Fence(1, 1, 1))
+        assert status.applied == -1
+
+    with_stand(body, guards=0)
