@@ -10,7 +10,7 @@ from any thread but its own. A peer stands behind it when others are told the pr
 
     with FaultProxy() as proxy:
         proxy.aim(port := free_port())
-        pool.start("one", invitation, "--port", port, "--advertise", proxy.address)
+        pool.start("one", invitation, "--port", port, "--address", proxy.address)
         proxy.hold(TO_TARGET)
 
 Neighbours: `harness.killer` strikes processes, this strikes what lies between them.
@@ -127,7 +127,7 @@ class FaultProxy(Controls):
 
     @property
     def address(self) -> str:
-        """For `--advertise`."""
+        """For `--address`."""
         return f"tcp://{LOOPBACK}:{self.port}"
 
     def aim(self, target_port: int) -> None:
