@@ -343,7 +343,7 @@ class Driver:
         if not self.alive:
             return
         self._report(done=False)
-        if self.machine.phase is DriverPhase.RUNNING and self.world.improving:
+        if self.machine.phase is DriverPhase.RUNNING and max(self.layouts) == self.version and self.world.improving:
             self.propose(lambda layout: layout)
         self.world.network.timer(self.process, RETRY_S, self._look_for_better)
 

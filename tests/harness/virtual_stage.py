@@ -158,6 +158,7 @@ class Stage:
                 pass
             case staging.DropSums():
                 self.clear_step()
+                self.shared.clear()
             case staging.DropHeld(below=below):
                 self.held = {key: held for key, held in self.held.items() if below is not None and key[1] >= below}
                 if below is None:

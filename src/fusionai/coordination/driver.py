@@ -241,6 +241,7 @@ class DriverMachine:
             for stage, guard in self._guards.items()
             if (held := [step for at, step in self._snapshots[guard] if at == stage and step <= self.step])
         }
+        self._move_line()
         self.phase = DriverPhase.LOADING
         return [told, *self._load(restoration)]
 
@@ -759,7 +760,7 @@ TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     (_A, StageReported): _row(DriverMachine.on_reported, _A, *_ROUND),
     (_A, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _A, *_ROUND),
     (_W, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _W),
-    (_L, StageReady): _row(DriverMachine.on_loaded, *_ROUND),
+    (_L, StageReady): _row(DriverMachine.on_loaded, _A, *_ROUND),
     (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _G, _S, _A, _E),
     (_R, StagePrepared): _row(DriverMachine.on_replayed, _R, _E),
     (_P, ProbeAnswered): _row(DriverMachine.on_probed, _G, _S, _A, _E),

@@ -307,7 +307,7 @@ class StageMachine:
     _replaying: frozenset[int] = frozenset()
     _snapshot_due: bool = False
     _kept_from: int = 0
-    """Everything sent in this step and later ones is retained (if `retain`)."""
+    """Everything sent in this step and later ones is retained."""
 
     # ------------------------------------------------------------------------------------------------ interface
 
@@ -466,12 +466,8 @@ class StageMachine:
         self.phase = StagePhase.ATTACHED
         is_prepared = self.prepared == self.applied and self.prepared >= 0
         self._clear_step(keep_sums=is_prepared)
-        if not self.retain:
-            self._kept_from = self.applied + is_prepared
         drop: list[StageCommand] = [] if is_prepared else [DropSums()]
-        if self.retain and not event.retain:
-            drop.append(DropRetained(EVERY_STEP))
-            self._kept_from = self.applied + is_prepared
+        # What was retained stays although nothing more is to be: the round that begins may be for its sake.
         self.retain, self.snapshot_every = event.retain, event.snapshot_every
         return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared, self._kept_from)]
 
@@ -496,10 +492,12 @@ class StageMachine:
         neighbours = self.shape.consumers.union(*self.shape.producers.values(), self.shape.shares_with)
         to = event.replaying & neighbours
         retained: list[StageCommand] = [SendRetained(to, event.base, event.committed)] if to else []
+        self._kept_from = min(self._kept_from, event.committed)  # from there on everything is done anew
         if to and event.base < self._kept_from:
             return [Refuse(f"stage {self.shape.stage} retains steps from {self._kept_from}, not from {event.base}")]
         if self.applied == event.committed:
             self.prepared = self.applied - 1
+            self._shared_totals.clear()  # of the sums that were prepared and are dropped
             return [DropSums(), *retained, *self._restored()]
         missed = self.applied == event.committed - 1 and self.prepared == self.applied
         if missed and self.applied in self._records:
@@ -608,6 +606,8 @@ class StageMachine:
                 arrived_key = (work.mode, work.step, work.microbatch)
                 self._arrived.pop(arrived_key, None)
                 self._forwarded += work.mode == "train"
+                if work.mode == "train" and not self.retain:
+                    self._kept_from = max(self._kept_from, work.step + 1)
             case "backward":
                 self._gradients.pop((work.step, work.microbatch), None)
                 self._returned += 1
@@ -692,6 +692,7 @@ class StageMachine:
     def _forget_state(self) -> None:
         self.applied = self.prepared = -1
         self._clear_step(keep_sums=False)
+        self._shared_totals.clear()  # also of sums that were prepared
 
 
 STORY_LENGTH: Final = 24
