@@ -68,6 +68,10 @@ def test_neighbours_are_guarded_by_different_spares() -> None:
     found = plan(problem(peer("s0"), peer("s1")))
     watch = guards(found)
     assert watch[0] == watch[2] != watch[1]
+    # Even where the other one is faster.
+    dear = (block(0), block(1, forward_flops=9e9), block(2), block(3, parameter_bytes=0, trainable_bytes=0))
+    watch = guards(plan(problem(peer("s0"), peer("s1", flops_per_s=5e10), blocks=dear)))
+    assert (watch[1], watch[0], watch[2]) == ("s1", "s0", "s0")
 
 
 def test_one_spare_guards_all_if_it_has_room_and_else_what_fits() -> None:

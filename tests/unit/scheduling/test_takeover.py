@@ -177,6 +177,21 @@ def test_waiting_names_every_stage_and_ends_when_the_lost_one_is_back() -> None:
     assert set(places(again)) == set(places(before))
 
 
+def test_who_runs_a_stage_is_no_candidate_for_another() -> None:
+    posed = problem()
+    before = plan(posed)
+    assert isinstance(replaced(before, posed, frozenset({before.stages[0].peer}), posed.peers[1:]), Waiting)
+
+
+def test_of_equals_the_guard_that_holds_the_snapshot_is_taken() -> None:
+    posed = problem(peer("zed", fingerprint="gpu"), takeover="tolerant")
+    before = plan(posed)
+    assert set(guards(before).values()) == {"zed"}
+    other = peer("new", fingerprint="gpu", flops_per_s=1e12)
+    after = taken(replaced(before, posed, frozenset({before.stages[0].peer}), (other,)))
+    assert after.stages[0].peer == "zed"
+
+
 def test_a_lost_guard_is_nobodys_stand_in_and_a_returned_one_is_an_ordinary_machine() -> None:
     posed = problem(peer("s0"))
     before = plan(posed)
