@@ -4,6 +4,7 @@
     <home>/membership.json         this machine as the pool's broker: its other programs find the pool by it
     <home>/broker/authority.pem    the key that certifies members and signs tickets
     <home>/broker/journal.sqlite   everything acknowledged; locked by the running broker
+    <home>/broker/journal.mirror   all of it once more, in another form: either heals the other
 
 Decides names of files and that one machine's home serves one pool. Neighbours: `main` opens it, `transport` spells
 keys and certificates.

@@ -1,199 +1,391 @@
-"""The broker's memory on disk: every fact of the pool, in order, in one SQLite file. Decides what counts as written.
+"""The broker's memory on disk: every fact of the pool, in order, in two copies. Decides what counts as written.
 
-`append(expected_sequence, facts)` is all or nothing and on disk (WAL, synchronous=FULL) when it returns; the broker
-acknowledges nothing before. Each start takes a new *term*; a row of an older term is refused, so that two brokers can
-never write alternately. Each row carries a hash over itself and the row before: a changed, missing or foreign row is
-found at the next start. The file is locked for one process.
+    journal.sqlite   a database (`table`)
+    journal.mirror   an append-only file (`mirror`)
+
+`append(expected_sequence, facts)` is all or nothing and on disk in both copies when it returns; the broker acknowledges
+nothing before. The mirror is written first: a broker killed in between has facts in it that nobody was told of, and
+they count. At each start both copies are read, the history they prove is put together (`history`), and whichever copy
+lacks something of it is written anew, which `healed` says in a line. A history that no copy has whole is refused.
+
+Each start takes a new *term*; a row of an older term is refused, so that two brokers can never write alternately. The
+directory is locked for one process. `compact` lets the history begin with the folded pool, so that neither files nor
+starts grow with the pool's age.
 
 Never interprets a fact. Neighbours: `coordination.events` spells facts, `broker.service` appends them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sqlite3
-from collections.abc import Generator, Sequence
+import errno
+import logging
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from fusionai.broker import history as histories
+from fusionai.broker import mirror as mirrors
+from fusionai.broker import table as tables
+from fusionai.broker.history import Copy, History, IncompleteHistory
+from fusionai.broker.mirror import Mirror, MirrorReading
+from fusionai.broker.table import Head, Table, TableReading
 from fusionai.coordination.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
+from fusionai.storage.lock import JobLock
 
-FORMAT: Final = 1
-_SMALLEST_BYTES: Final = 512
-_SCHEMA: Final = """
-CREATE TABLE journal (sequence INTEGER PRIMARY KEY, term INTEGER NOT NULL, fact BLOB NOT NULL, chain BLOB NOT NULL)
-    STRICT;
-CREATE TABLE head (one INTEGER PRIMARY KEY CHECK (one = 1), format INTEGER NOT NULL, pool TEXT NOT NULL,
-    term INTEGER NOT NULL, sequence INTEGER NOT NULL, chain BLOB NOT NULL) STRICT;
-"""
+COMPACT_ROWS: Final = 2_000
+COMPACT_BYTES: Final = 8 * 2**20
+_LOCK_SUFFIX: Final = ".lock"
 _RESTORE: Final = (
-    "Restore the file from a backup; or move it and its -wal file away and start the broker again: the pool is empty "
-    "then and everybody joins anew."
+    "Restore both journal files from a backup; or move journal.sqlite, its -wal file and journal.mirror away and start "
+    "the broker again: the pool is empty then and everybody joins anew."
 )
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LOG: Final = logging.getLogger(__name__)
 
 
 class Superseded(StorageError):
     """Another broker has taken this journal over: this one must stop."""
 
 
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """`facts` follow `state`, a frozen pool; an empty one means nothing."""
+
+    sequence: int
+    state: bytes
+    facts: tuple[Fact, ...]
+
+
 class Journal:
     """An open journal. Not for use by several threads."""
 
-    def __init__(self, path: Path, pool: str, connection: sqlite3.Connection, term: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        pool: str,
+        lock: JobLock,
+        table: Table,
+        mirror: Mirror,
+        history: History,
+        healed: tuple[str, ...],
+    ) -> None:
         self.path = path
         self.pool = pool
-        self.term = term
-        self._connection = connection
+        self.healed = healed
+        """What was mended when it was opened, in words for people."""
+        self._lock = lock
+        self._table = table
+        self._mirror = mirror
+        self._unusable = ""
+        self._count(history)
+        with table.transaction():
+            self.term = max(table.head().term, history.term) + 1
+            table.set_term(self.term)
 
     @classmethod
     def open(cls, path: Path, pool: str) -> Journal:
-        """Open or create, lock, and begin a new term.
+        """Open or create, lock, heal, and begin a new term.
 
-        Raises `UsageError` when another process has it open or it is another pool's, `StorageError` when it is damaged
-        or can't be written.
+        Raises `UsageError` when another process has it open or it is another pool's, `StorageError` when neither copy
+        has all of it or nothing can be written.
         """
         with _errors(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite gives its -wal file the mode of the file itself.
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            # SQLite takes a file shorter than its header for a new database and would overwrite it.
-            if 0 < path.stat().st_size < _SMALLEST_BYTES:
-                raise StorageError(f"{path} is damaged: it is cut off.", hint=_RESTORE)
-            connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
+        lock = _lock(path)
         try:
             with _errors(path):
-                connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.execute("PRAGMA synchronous=FULL")
-                term = _begin_term(connection, path, pool)
+                history, healed = _mend(path, pool)
+                mirror = Mirror(mirror_path(path))
+                try:
+                    table = tables.open_table(path)
+                    try:
+                        tables.upgrade_table(table, history.base)
+                        return cls(path, pool, lock, table, mirror, history, healed)
+                    except BaseException:
+                        table.close()
+                        raise
+                except BaseException:
+                    mirror.close()
+                    raise
         except BaseException:
-            connection.close()
+            lock.release()
             raise
-        return cls(path, pool, connection, term)
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:
         """Write `facts` after row `expected_sequence`; the new last sequence number. On any error nothing is written.
 
         Raises `Superseded` when this broker's term is over, `StorageError` on a full or failing disk.
         """
-        with _errors(self.path), _transaction(self._connection):
-            term, sequence, chain = self._connection.execute("SELECT term, sequence, chain FROM head").fetchone()
-            if (term, sequence) != (self.term, expected_sequence):
-                raise Superseded(
-                    f"expected {self.path} at term {self.term}, row {expected_sequence}, found term {term}, row "
-                    f"{sequence}: another broker has written to it.",
-                    hint="Stop this broker; only one may keep a pool.",
-                )
-            for fact in facts:
-                sequence += 1
-                data = encode(fact)
-                # A row that could not be read back would keep the broker from ever starting again.
-                decode(data)
-                chain = _link(chain, sequence, self.term, data)
-                self._connection.execute("INSERT INTO journal VALUES (?, ?, ?, ?)", (sequence, self.term, data, chain))
-            self._connection.execute("UPDATE head SET sequence = ?, chain = ?", (sequence, chain))
-        return sequence
-
-    def load(self) -> tuple[int, tuple[Fact, ...]]:
-        """(last sequence number, all facts in order), every row checked. Raises `StorageError` naming a bad row."""
-        facts: list[Fact] = []
-        with _errors(self.path):
-            last, head = self._connection.execute("SELECT sequence, chain FROM head").fetchone()
-            chain = _seed(self.pool)
-            rows = self._connection.execute("SELECT sequence, term, fact, chain FROM journal ORDER BY sequence")
-            for expected, (sequence, term, data, kept) in enumerate(rows, start=1):
-                chain = _link(chain, sequence, term, data)
-                if sequence != expected or chain != kept:
-                    raise StorageError(
-                        f"{self.path} is damaged: row {expected} is missing or not as it was written.", hint=_RESTORE
+        self._check_usable()
+        mirrored = False
+        try:
+            with _errors(self.path), self._table.transaction():
+                head = self._table.head()
+                if (head.term, head.sequence) != (self.term, expected_sequence):
+                    raise Superseded(
+                        f"expected {self.path} at term {self.term}, row {expected_sequence}, found term {head.term}, "
+                        f"row {head.sequence}: another broker has written to it.",
+                        hint="Stop this broker; only one may keep a pool.",
                     )
-                try:
-                    facts.append(decode(data))
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise StorageError(
-                        f"{self.path}: row {sequence} is no fact this version knows ({error}).",
-                        hint="Was it written by a newer version? Update this one.",
-                    ) from error
-            if (last, head) != (len(facts), chain):
-                raise StorageError(
-                    f"{self.path} is damaged: expected {last} rows, found {len(facts)} that hang together.",
-                    hint=_RESTORE,
-                )
-        return last, tuple(facts)
+                rows: list[histories.Row] = []
+                chain = head.chain
+                for sequence, fact in enumerate(facts, start=expected_sequence + 1):
+                    data = encode(fact)
+                    # A row that could not be read back would keep the broker from ever starting again.
+                    decode(data)
+                    rows.append(histories.make_row(chain, sequence, self.term, data))
+                    chain = rows[-1].chain
+                if not rows:
+                    return expected_sequence
+                self._table.insert(rows)
+                self._write_mirror(rows)
+                mirrored = True
+        except BaseException:
+            if mirrored:
+                self._undo(self._mirror.take_back)
+            raise
+        self._rows_since += len(rows)
+        self._bytes_since += sum(len(row.fact) for row in rows)
+        return rows[-1].sequence
+
+    def load(self) -> Remembered:
+        """Everything, read again and checked in both copies. Raises `StorageError` naming a bad row or file."""
+        with _errors(self.path):
+            reading = self._table.read()
+            mirrored = mirrors.read_mirror(mirror_path(self.path))
+            kept = _whole(self.path, self.pool, reading.copy, reading.damaged)
+            other = _whole(mirror_path(self.path), self.pool, mirrored.copy, "frames" if mirrored.damaged else "")
+            if not _is_end(kept, self._table.head()) or not _is_end(other, self._table.head()):
+                raise StorageError(f"{self.path} and its mirror are damaged: they differ.", hint=_RESTORE)
+        return Remembered(kept.sequence, kept.base.state, _facts(self.path, kept))
+
+    @property
+    def compaction_due(self) -> bool:
+        """Enough has been written since the base that starting from a new one saves more than making it costs."""
+        return self._rows_since >= self._due_rows or self._bytes_since >= self._due_bytes
+
+    def compact(self, state: bytes) -> None:
+        """Start the history anew with `state`, the pool as the last row left it. A history without rows stays as it is.
+        Raises `StorageError`: nothing is lost then."""
+        self._check_usable()
+        with _errors(self.path):
+            head = self._table.head()
+            if head.term != self.term:
+                raise Superseded(f"{self.path} is at term {head.term}: another broker has written to it.")
+            if head.sequence == 0:
+                return
+            base = histories.make_base(self.pool, head.sequence, head.chain, state)
+            renewed = mirrors.replace_mirror(mirror_path(self.path), self.pool, History(base, ()))
+            self._mirror.close()
+            self._mirror = renewed
+            with self._table.transaction():
+                self._table.rebase(base)
+        self._count(History(base, ()))
+
+    def postpone_compaction(self) -> None:
+        """It is due again after as much as makes it due at first."""
+        self._due_rows = self._rows_since + COMPACT_ROWS
+        self._due_bytes = self._bytes_since + max(COMPACT_BYTES, 2 * self._base_bytes)
 
     def close(self) -> None:
-        self._connection.close()
+        self._table.close()
+        self._mirror.close()
+        self._lock.release()
+
+    def _write_mirror(self, rows: Sequence[histories.Row]) -> None:
+        try:
+            self._mirror.append(rows)
+        except OSError:
+            self._undo(self._mirror.cut_back)
+            raise
+
+    def _undo(self, cut: Callable[[], None]) -> None:
+        """What was refused must not come back at the next start; still less may others take its place now."""
+        try:
+            cut()
+        except OSError as error:
+            self._unusable = f"{self._mirror.path} can't be cut back after a failed write ({error.strerror})"
+
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise StorageError(f"{self._unusable}.", hint="Start the broker again when the disk is in order.")
+
+    def _count(self, history: History) -> None:
+        self._rows_since = len(history.rows)
+        self._bytes_since = sum(len(row.fact) for row in history.rows)
+        self._base_bytes = len(history.base.state)
+        self._due_rows = COMPACT_ROWS
+        self._due_bytes = max(COMPACT_BYTES, 2 * self._base_bytes)
 
 
-def _begin_term(connection: sqlite3.Connection, path: Path, pool: str) -> int:
-    with _transaction(connection):
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not tables:
-            for statement in _SCHEMA.split(";"):
-                connection.execute(statement)
-            connection.execute("INSERT INTO head VALUES (1, ?, ?, 0, 0, ?)", (FORMAT, pool, _seed(pool)))
-        elif tables != {"journal", "head"}:
-            raise StorageError(f"{path} is a database, but no broker's journal.", hint="Choose another directory.")
-        row = connection.execute("SELECT format, pool, term FROM head").fetchone()
-        if row is None:
-            raise StorageError(f"{path} is damaged: its head is missing.", hint=_RESTORE)
-        kept_format, kept_pool, term = row
-        if kept_format != FORMAT:
-            raise StorageError(f"expected journal format {FORMAT} in {path}, found {kept_format}.", hint="Update.")
-        if kept_pool != pool:
-            raise UsageError(
-                f"expected the journal of pool {pool!r} in {path}, found that of {kept_pool!r}.",
-                hint="Use that pool name, or another directory for the new pool.",
-            )
-        connection.execute("UPDATE head SET term = ?", (term + 1,))
-    return term + 1
+def mirror_path(path: Path) -> Path:
+    return path.with_suffix(mirrors.SUFFIX)
 
 
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Generator[None, None, None]:
-    connection.execute("BEGIN IMMEDIATE")
+def _mend(path: Path, pool: str) -> tuple[History, tuple[str, ...]]:
+    """Read both copies, put the history together, write anew whichever lacks something of it."""
+    mirror = mirror_path(path)
+    reading, mirrored = tables.read_table(path), mirrors.read_mirror(mirror)
+    _check_belongs(path, pool, reading, mirrored)
+    if not reading.present and not mirrored.present:
+        history = History(histories.origin(pool), ())
+        mirrors.replace_mirror(mirror, pool, history).close()
+        tables.write_table(path, pool, history, 0)
+        return history, ()
     try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        # SQLite has rolled back by itself on some errors (a full disk).
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
+        history = histories.merge(pool, (reading.copy, mirrored.copy))
+    except IncompleteHistory as error:
+        raise StorageError(
+            f"{path} and {mirror.name} are both damaged: row {error.expected} of {error.newest} is missing or not as "
+            f"it was written{f' ({reading.damaged})' if reading.damaged else ''}.",
+            hint=_RESTORE,
+        ) from error
+    table_fault, mirror_fault = _table_fault(pool, reading, mirrored, history), _mirror_fault(pool, mirrored, history)
+    # A frame that only began is nothing by itself; beside a damaged database it may be one that was written and cut.
+    if table_fault and (mirror_fault or mirrored.torn) and not _confirmed(history, reading, mirrored):
+        raise StorageError(
+            f"neither {path} nor {mirror.name} has all of the journal: the one {table_fault}, the other "
+            f"{mirror_fault or 'ends within a frame'}; both are damaged.",
+            hint=_RESTORE,
+        )
+    # The mirror first: the database is moved away only when the other copy is whole.
+    if mirror_fault is not None:
+        mirrors.replace_mirror(mirror, pool, history).close()
+    if table_fault is not None:
+        term = reading.head.term if reading.head is not None else 0
+        tables.write_table(path, pool, history, max(term, history.term))
+    told = ((path, table_fault, mirror), (mirror, mirror_fault, path))
+    healed = tuple(
+        f"{broken.name} {fault}: written anew from "
+        f"{'what was left of both' if table_fault and mirror_fault else other.name}, nothing is lost."
+        for broken, fault, other in told
+        if fault
+    )
+    for line in healed:
+        _LOG.warning("%s", line)
+    return history, healed
+
+
+def _confirmed(history: History, reading: TableReading, mirrored: MirrorReading) -> bool:
+    """Whether one of two faulty copies still says that the history ends where it does."""
+    head = reading.head
+    by_table = head is not None and (head.sequence, head.chain) == (history.sequence, history.chain)
+    return by_table or (mirrored.last_row == history.sequence and history.sequence > 0)
+
+
+def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, history: History) -> str | None:
+    """None: it is whole. Empty: it needs to be written anew, but that is no news."""
+    if not reading.present:
+        # Before the first fact the mirror may have been made and the broker killed.
+        return "was missing" if history.sequence else ""
+    if reading.damaged:
+        return f"was damaged ({reading.damaged})"
+    end = _end(pool, reading.copy)
+    head = reading.head
+    if end is None or head is None or not _is_end(end, head) or head.pool != pool or not tables.is_consistent(reading):
+        return "was damaged"
+    if reading.copy.bases and reading.copy.bases[0] != end.base:
+        return "was damaged"
+    if end.sequence == history.sequence:
+        return None
+    # A broker killed between the two writes leaves exactly its last one in the mirror only.
+    return "" if end.sequence + 1 == mirrored.last_append and not mirrored.damaged else "was cut off"
+
+
+def _mirror_fault(pool: str, mirrored: MirrorReading, history: History) -> str | None:
+    """None: it is whole. Empty: it needs to be written anew, but that is no news."""
+    if not mirrored.present:
+        return "was missing"
+    end = _end(pool, mirrored.copy)
+    if mirrored.damaged or end is None:
+        return "was damaged"
+    if end.sequence < history.sequence:
+        return "was cut off"
+    return "" if mirrored.torn else None
+
+
+def _is_end(end: History | None, head: Head) -> bool:
+    return end is not None and (end.sequence, end.chain) == (head.sequence, head.chain)
+
+
+def _end(pool: str, copy: Copy) -> History | None:
+    try:
+        return histories.merge(pool, (copy,))
+    except IncompleteHistory:
+        return None
+
+
+def _check_belongs(path: Path, pool: str, reading: TableReading, mirrored: MirrorReading) -> None:
+    """Files of another pool, program or version are left alone, unless the other copy proves that they are damaged."""
+    ours = mirrored.pool == pool and mirrored.format == mirrors.FORMAT and not mirrored.damaged
+    if mirrored.format is not None and mirrored.format != mirrors.FORMAT:
+        raise StorageError(
+            f"expected mirror format {mirrors.FORMAT} in {mirror_path(path)}, found {mirrored.format}.", hint="Update."
+        )
+    head = reading.head
+    if ours and (head is None or head.pool == pool or not _is_end(_end(head.pool, reading.copy), head)):
+        return
+    if reading.foreign:
+        raise StorageError(f"{path} is a database, but no broker's journal.", hint="Choose another directory.")
+    if head is not None and not tables.knows_format(head):
+        raise StorageError(f"expected journal format {tables.FORMAT} in {path}, found {head.format}.", hint="Update.")
+    kept = head.pool if head is not None else mirrored.pool
+    if kept is not None and kept != pool:
+        raise UsageError(
+            f"expected the journal of pool {pool!r} in {path}, found that of {kept!r}.",
+            hint="Use that pool name, or another directory for the new pool.",
+        )
+
+
+def _whole(path: Path, pool: str, copy: Copy, damage: str) -> History:
+    try:
+        found = histories.merge(pool, (copy,))
+    except IncompleteHistory as error:
+        raise StorageError(
+            f"{path} is damaged: row {error.expected} is missing or not as it was written.", hint=_RESTORE
+        ) from error
+    if damage:
+        raise StorageError(f"{path} is damaged ({damage}).", hint=_RESTORE)
+    return found
+
+
+def _facts(path: Path, history: History) -> tuple[Fact, ...]:
+    facts: list[Fact] = []
+    for row in history.rows:
+        try:
+            facts.append(decode(row.fact))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StorageError(
+                f"{path}: row {row.sequence} is no fact this version knows ({error}).",
+                hint="Was it written by a newer version? Update this one.",
+            ) from error
+    return tuple(facts)
+
+
+def _lock(path: Path) -> JobLock:
+    try:
+        return JobLock(path.with_name(path.name + _LOCK_SUFFIX))
+    except StorageError as error:
+        if error.__cause__ is not None:
+            raise  # the file itself could not be used
+        raise UsageError(
+            f"another broker is running on {path.parent}.",
+            hint="Stop it first, or give this one a directory of its own.",
+        ) from error
 
 
 @contextmanager
 def _errors(path: Path) -> Generator[None, None, None]:
-    """SQLite's errors as ours, each with what to do about it."""
     try:
-        yield
-    except sqlite3.Error as error:
-        name = getattr(error, "sqlite_errorname", "")
-        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            raise UsageError(
-                f"another broker is running on {path.parent}.",
-                hint="Stop it first, or give this one a directory of its own.",
-            ) from error
-        if name.startswith("SQLITE_FULL"):
-            raise StorageError(
-                f"the disk is full: {path} can't grow; what was asked has not been done.",
-                hint="Free some space and ask again.",
-            ) from error
-        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")):
-            raise StorageError(f"{path} is damaged ({error}).", hint=_RESTORE) from error
-        raise StorageError(f"could not use {path}: {error}.", hint="Check that it may be written.") from error
-    except OSError as error:
-        raise StorageError(f"could not use {path}: {error.strerror}.", hint="Check that it may be written.") from error
-
-
-def _seed(pool: str) -> bytes:
-    return hashlib.sha256(b"fusionai journal\0" + pool.encode()).digest()
-
-
-def _link(chain: bytes, sequence: int, term: int, data: bytes) -> bytes:
-    return hashlib.sha256(chain + sequence.to_bytes(8, "little") + term.to_bytes(8, "little") + data).digest()
+        with tables.table_errors(path, _RESTORE):
+            yield
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            raise tables.disk_full(path) from cause
+        raise

@@ -18,6 +18,7 @@ from fusionai.broker.home import BrokerHome
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService
 from fusionai.coordination.desk import DeskRules
+from fusionai.coordination.membership import REMEMBERED_LOSSES
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
@@ -46,11 +47,14 @@ class BrokerOptions:
     unattended_s: float = 900.0
     ticket_lifetime_s: float = 600.0
     inviters: frozenset[PeerId] = frozenset()
+    losses_before_rest: int = 5
+    """A machine lost so often within ten minutes is given nothing new for five; 0: never mind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The door is open. `invitation` is a secret: whoever has it may join. `members` and `jobs` were there before."""
+    """The door is open. `invitation` is a secret: whoever has it may join. `members` and `jobs` were there before.
+    `healed`: a sentence for each damage found in the journal and mended."""
 
     pool: str
     peer: PeerId
@@ -58,6 +62,7 @@ class Announcement:
     invitation: str
     members: int
     jobs: int
+    healed: tuple[str, ...] = ()
 
 
 async def run_broker(
@@ -84,6 +89,7 @@ async def run_broker(
                 lease_s=options.lease_s,
                 heartbeat_s=options.heartbeat_s,
                 unattended_s=options.unattended_s,
+                losses_before_rest=options.losses_before_rest,
             ),
             journal=home.journal,
             authority=home.authority,
@@ -106,6 +112,7 @@ async def run_broker(
                     invitation=invitation,
                     members=sum(member.phase in ("idle", "active", "draining") for member in pool.members.values()),
                     jobs=len(pool.live_jobs()),
+                    healed=home.journal.healed,
                 )
             )
             await server.keep(stop)
@@ -128,5 +135,7 @@ def check(options: BrokerOptions) -> None:
         )
     if options.unattended_s < options.lease_s or options.ticket_lifetime_s <= 0 or options.invitation_lifetime_s <= 0:
         raise UsageError("expected durations above zero, and jobs to be waited for at least as long as members.")
+    if not 0 <= options.losses_before_rest <= REMEMBERED_LOSSES:
+        raise UsageError(f"expected 0 to {REMEMBERED_LOSSES} losses before a rest, got {options.losses_before_rest}.")
     if not 1 <= options.invitation_uses <= 100_000:
         raise UsageError(f"expected an invitation for 1 to 100000 machines, got {options.invitation_uses}.")

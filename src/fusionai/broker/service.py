@@ -98,8 +98,8 @@ class BrokerService:
         self._clock = clock
         self._ticket_lifetime_s = ticket_lifetime_s
         self._draw_token = draw_token
-        self._sequence, facts = journal.load()
-        self._desk = recovered(rules, pool.replay(facts), clock.now_s())
+        self._sequence, known = remembered(journal)
+        self._desk = recovered(rules, known, clock.now_s())
         self.addresses: tuple[str, ...] = ()
         """Where this broker may be dialled; put into invitations."""
 
@@ -221,7 +221,23 @@ class BrokerService:
             for fact in decision.facts:
                 _LOG.info("%s", type(fact).__name__)
         self._desk = decision.desk
+        if self._journal.compaction_due:
+            self._compact()
         return self._perform(decision, invitation)
+
+    def _compact(self) -> None:
+        """The journal begins with the pool as it is now. What has been decided stands, whether or not this succeeds."""
+        try:
+            state = pool.freeze(self._desk.pool)
+            if pool.thaw(state) != self._desk.pool:
+                # A defect, and no reason to throw the facts away.
+                raise StorageError("the pool read back from its frozen form is another one.")
+            self._journal.compact(state)
+        except Superseded:
+            raise
+        except StorageError as error:
+            _LOG.warning("the journal stays as long as it is: %s", error)
+            self._journal.postpone_compaction()
 
     def _perform(self, decision: Decision, invitation: str) -> Outcome:
         answer: Message | None = None
@@ -270,6 +286,19 @@ class BrokerService:
             tickets=tuple(TicketFor(one.peer, sign_ticket(one, self._authority.key)) for one in tickets),
             members=views.members_view(self._desk, peers, self._clock.now_s(), self._clock.wall_s()),
         )
+
+
+def remembered(journal: Journal) -> tuple[int, pool.Pool]:
+    """The last row and the pool as it left it. Raises `StorageError`."""
+    kept = journal.load()
+    try:
+        known = pool.thaw(kept.state) if kept.state else pool.Pool()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"{journal.path}: the pool it begins with is none this version knows ({error}).",
+            hint="Was it written by a newer version? Update this one.",
+        ) from error
+    return kept.sequence, pool.replay(kept.facts, known)
 
 
 def _job_request(owner: PeerId, connection: int, message: JobRequest) -> requests.RequestJob:

@@ -28,6 +28,13 @@ from fusionai.primitives.units import format_seconds, parse_seconds
 @click.option(
     "--lifetime", callback=quantity(parse_seconds), default="24h", show_default=True, help="How long it holds."
 )
+@click.option(
+    "--rest-after",
+    type=click.IntRange(0, 16),
+    default=5,
+    show_default=True,
+    help="A machine lost so often within ten minutes gets no new work for five; 0: never mind.",
+)
 @home_option
 @json_option
 def broker(
@@ -37,6 +44,7 @@ def broker(
     addresses: tuple[str, ...],
     uses: int,
     lifetime: float,
+    rest_after: int,
     home: Path,
     json_file: Path | None,
 ) -> None:
@@ -54,6 +62,7 @@ def broker(
         advertise=addresses,
         invitation_uses=uses,
         invitation_lifetime_s=lifetime,
+        losses_before_rest=rest_after,
     )
 
     def opened(pool: Announcement) -> None:
@@ -61,8 +70,16 @@ def broker(
             write_json(
                 json_file,
                 "broker",
-                {"pool": pool.pool, "peer": pool.peer, "addresses": pool.addresses, "invitation": pool.invitation},
+                {
+                    "pool": pool.pool,
+                    "peer": pool.peer,
+                    "addresses": pool.addresses,
+                    "invitation": pool.invitation,
+                    "healed": pool.healed,
+                },
             )
+        for line in pool.healed:
+            console.line(f"Mended: {line}")
         console.line(f"Pool {pool.pool} is open, kept by {short(pool.peer)}.")
         if pool.members or pool.jobs:
             console.line(f"Known from before: {pool.members} members, {pool.jobs} jobs.")

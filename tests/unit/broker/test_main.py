@@ -66,6 +66,7 @@ def test_advertised_addresses_replace_its_own_for_others_but_not_for_this_machin
         ({"ticket_lifetime_s": 0.0}, "durations"),
         ({"invitation_lifetime_s": -1.0}, "durations"),
         ({"invitation_uses": 0}, "1 to 100000 machines"),
+        ({"losses_before_rest": 17}, "0 to 16 losses"),
         ({"advertise": ("pool.example",)}, "an address such as"),
         ({"host": "no such host"}, "an address of this machine"),
         ({"pool": ""}, "pool name"),
@@ -77,10 +78,21 @@ def test_options_that_cannot_work_are_the_users_mistake(tmp_path: Path, changes:
     assert not (tmp_path / "home" / "membership.json").exists()
 
 
-def test_a_damaged_journal_stops_the_start(tmp_path: Path):
+def test_a_journal_damaged_in_one_copy_is_mended_and_said(tmp_path: Path):
+    assert run_once(options_for(tmp_path, {})).healed == ()
+    for name in ("journal.sqlite", "journal.mirror"):
+        file = tmp_path / "broker" / name
+        file.write_bytes(b"\0" * 100 + file.read_bytes()[100:])
+        [line] = run_once(options_for(tmp_path, {})).healed
+        assert line.startswith(f"{name} was damaged")
+        assert run_once(options_for(tmp_path, {})).healed == ()
+
+
+def test_a_journal_damaged_in_both_copies_stops_the_start(tmp_path: Path):
     run_once(options_for(tmp_path, {}))
-    journal = tmp_path / "broker" / "journal.sqlite"
-    journal.write_bytes(b"\0" * 100 + journal.read_bytes()[100:])
+    for name in ("journal.sqlite", "journal.mirror"):
+        file = tmp_path / "broker" / name
+        file.write_bytes(b"\0" * 100 + file.read_bytes()[100:])
     with pytest.raises(StorageError, match="damaged"):
         run_once(options_for(tmp_path, {}))
 

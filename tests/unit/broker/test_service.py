@@ -13,9 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.broker.journal import Journal
 from fusionai.broker.server import BrokerServer
-from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Outcome
+from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Outcome, remembered
 from fusionai.coordination.desk import DeskRules
-from fusionai.coordination.pool import replay
 from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId
@@ -145,7 +144,7 @@ class Bench:
 
     def on_disk(self):
         """The pool as it would be after a crash now."""
-        return replay(self.journal.load()[1])
+        return remembered(self.journal)[1]
 
 
 @asynccontextmanager
@@ -556,7 +555,7 @@ def test_a_broker_replaced_by_another_stops(play):
     async def scene(bench: Bench) -> None:
         a = await bench.member(2)
         keeping = asyncio.create_task(bench.server.keep(asyncio.Event()))
-        bench.journal._connection.execute("UPDATE head SET term = term + 1")
+        bench.journal._table.connection.execute("UPDATE head SET term = term + 1")
         assert await a.refused(registration(A)) == "failed"
         with pytest.raises(StorageError, match="another broker has written"):
             await keeping

@@ -1,0 +1,300 @@
+"""The journal's first copy: an SQLite database. Decides its schema and what can be read of a damaged one.
+
+Write-ahead log, synchronous=FULL: a transaction is on disk when its commit returns. The database is locked for one
+process as long as it is open. It knows its *term*: each start takes a new one, and a row of an older term is refused.
+
+Never says which rows are true: `history` does. Neighbours: `journal` writes both copies and heals one by the other.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fusionai.broker.history import Base, Copy, History, Row
+from fusionai.primitives.errors import StorageError, UsageError
+from fusionai.storage.atomic import sync_directory
+
+FORMAT: Final = 2
+_FIRST_FORMAT: Final = 1
+"""Had no base: its first row is the pool's first fact."""
+_SMALLEST_BYTES: Final = 512
+_BASE_TABLE: Final = """CREATE TABLE base (one INTEGER PRIMARY KEY CHECK (one = 1), sequence INTEGER NOT NULL,
+    chain BLOB NOT NULL, state BLOB NOT NULL, seal BLOB NOT NULL) STRICT"""
+_SCHEMA: Final = (
+    """CREATE TABLE journal (sequence INTEGER PRIMARY KEY, term INTEGER NOT NULL, fact BLOB NOT NULL,
+    chain BLOB NOT NULL) STRICT""",
+    """CREATE TABLE head (one INTEGER PRIMARY KEY CHECK (one = 1), format INTEGER NOT NULL, pool TEXT NOT NULL,
+    term INTEGER NOT NULL, sequence INTEGER NOT NULL, chain BLOB NOT NULL) STRICT""",
+    _BASE_TABLE,
+)
+_TABLES: Final = {"journal", "head", "base"}
+_ROWS: Final = "SELECT sequence, term, fact, chain FROM journal ORDER BY sequence"
+_NOT_DAMAGE: Final = (
+    "SQLITE_BUSY",
+    "SQLITE_LOCKED",
+    "SQLITE_FULL",
+    "SQLITE_CANTOPEN",
+    "SQLITE_PERM",
+    "SQLITE_AUTH",
+    "SQLITE_READONLY",
+    "SQLITE_NOMEM",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    format: int
+    pool: str
+    term: int
+    sequence: int
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableReading:
+    copy: Copy
+    head: Head | None = None
+    present: bool = True
+    damaged: str = ""
+    """What is wrong with it; empty: nothing that shows without knowing the history."""
+    foreign: bool = False
+    """A whole database, but no journal's."""
+
+
+class Table:
+    """The open database, locked. Create with `open_table` on a file that was read and found whole."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self.connection = connection
+
+    def head(self) -> Head:
+        found = _head(self.connection)
+        if found is None:
+            raise StorageError(f"{self.path} is damaged: its head is missing.")
+        return found
+
+    def read(self) -> TableReading:
+        """Everything that can be read."""
+        return _read(self.connection)
+
+    def insert(self, rows: Sequence[Row]) -> None:
+        self.connection.executemany(
+            "INSERT INTO journal VALUES (?, ?, ?, ?)", [(row.sequence, row.term, row.fact, row.chain) for row in rows]
+        )
+        self.connection.execute("UPDATE head SET sequence = ?, chain = ?", (rows[-1].sequence, rows[-1].chain))
+
+    def rebase(self, base: Base) -> None:
+        """From now on the history starts at `base`; rows before it go."""
+        self.connection.execute(
+            "INSERT OR REPLACE INTO base VALUES (1, ?, ?, ?, ?)", (base.sequence, base.chain, base.state, base.seal)
+        )
+        self.connection.execute("DELETE FROM journal WHERE sequence <= ?", (base.sequence,))
+
+    def set_term(self, term: int) -> None:
+        self.connection.execute("UPDATE head SET term = ?", (term,))
+
+    @contextmanager
+    def transaction(self) -> Generator[None, None, None]:
+        """All or nothing."""
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.connection.execute("COMMIT")
+        except BaseException:
+            # SQLite has rolled back by itself on some errors (a full disk).
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def open_table(path: Path) -> Table:
+    connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
+    try:
+        # Before anything else: then there is no shared-memory file, and nobody else comes in.
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        with Table(path, connection).transaction():
+            pass
+    except BaseException:
+        connection.close()
+        raise
+    return Table(path, connection)
+
+
+def read_table(path: Path) -> TableReading:
+    """Everything that can be read of the file. Raises `sqlite3.Error` for what is no damage (somebody else's lock)."""
+    if not path.exists():
+        return TableReading(copy=Copy(), present=False)
+    # SQLite takes a file shorter than its header for a new database and would overwrite it.
+    if path.stat().st_size < _SMALLEST_BYTES:
+        return TableReading(copy=Copy(), damaged="it is cut off")
+    try:
+        table = open_table(path)
+    except sqlite3.DatabaseError as error:
+        return TableReading(copy=Copy(), damaged=_damage(error))
+    try:
+        return table.read()
+    finally:
+        table.close()
+
+
+def write_table(path: Path, pool: str, history: History, term: int) -> None:
+    """Write the database anew. The old one, if any, is kept beside it as `.damaged` until the next time."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    os.close(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    connection = sqlite3.connect(fresh, isolation_level=None)
+    try:
+        connection.execute("PRAGMA synchronous=FULL")
+        table = Table(fresh, connection)
+        with table.transaction():
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            head = (FORMAT, pool, term, history.base.sequence, history.base.chain)
+            connection.execute("INSERT INTO head VALUES (1, ?, ?, ?, ?, ?)", head)
+            table.rebase(history.base)
+            if history.rows:
+                table.insert(history.rows)
+    finally:
+        connection.close()
+    # The log of the old database must never meet the new one: both go before the new one gets its name.
+    for old in (path, _wal(path), path.with_name(path.name + "-shm")):
+        with suppress(FileNotFoundError):
+            os.replace(old, old.with_name(f"{old.name}.damaged"))
+    sync_directory(path.parent)
+    os.replace(fresh, path)
+    sync_directory(path.parent)
+
+
+def upgrade_table(table: Table, base: Base) -> None:
+    """A database of the first format gets what the present one has besides."""
+    with table.transaction():
+        if table.head().format == _FIRST_FORMAT:
+            table.connection.execute(_BASE_TABLE)
+            table.rebase(base)
+            table.connection.execute("UPDATE head SET format = ?", (FORMAT,))
+
+
+def is_consistent(reading: TableReading) -> bool:
+    """Whether head, base and rows fit together, as far as their numbers go."""
+    head, copy = reading.head, reading.copy
+    if head is None or not knows_format(head) or len(copy.bases) != (head.format == FORMAT):
+        return False
+    first = copy.bases[0].sequence if copy.bases else 0
+    return head.sequence - first == len(copy.rows) and all(first < row <= head.sequence for row in copy.rows)
+
+
+def knows_format(head: Head) -> bool:
+    return head.format in (_FIRST_FORMAT, FORMAT)
+
+
+@contextmanager
+def table_errors(path: Path, hint: str) -> Generator[None, None, None]:
+    """SQLite's errors as ours, each with what to do about it."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        name = getattr(error, "sqlite_errorname", "")
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            raise UsageError(
+                f"another broker is running on {path.parent}.",
+                hint="Stop it first, or give this one a directory of its own.",
+            ) from error
+        if name.startswith("SQLITE_FULL"):
+            raise disk_full(path) from error
+        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")):
+            raise StorageError(f"{path} is damaged ({error}).", hint=hint) from error
+        raise StorageError(f"could not use {path}: {error}.", hint="Check that it may be written.") from error
+    except OSError as error:
+        raise StorageError(f"could not use {path}: {error.strerror}.", hint="Check that it may be written.") from error
+
+
+def disk_full(path: Path) -> StorageError:
+    return StorageError(
+        f"the disk is full: {path} can't grow; what was asked has not been done.",
+        hint="Free some space and ask again.",
+    )
+
+
+def _read(connection: sqlite3.Connection) -> TableReading:
+    problem = ""
+    head: Head | None = None
+    bases: tuple[Base, ...] = ()
+    rows: dict[int, Row] = {}
+    try:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if not tables & _TABLES:
+            return TableReading(copy=Copy(), foreign=bool(tables), damaged="" if tables else "it is empty")
+        checked = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        problem = "" if checked == "ok" else str(checked)
+        head = _head(connection)
+        bases = _bases(connection) if "base" in tables else ()
+    except sqlite3.DatabaseError as error:
+        problem = _damage(error)
+    # From both ends: what lies behind a page that can't be read is worth having too.
+    for order in ("ASC", "DESC"):
+        try:
+            for found in connection.execute(f"{_ROWS} {order}"):
+                row = Row(*found)
+                numbers = _fits(row.sequence, int) and _fits(row.term, int)
+                if numbers and _fits(row.fact, bytes) and _fits(row.chain, bytes):
+                    rows[row.sequence] = row
+            break
+        except sqlite3.DatabaseError as error:
+            problem = _damage(error)
+    if head is None:
+        problem = problem or "its head is missing"
+    copy = Copy(bases=bases, rows=rows, newest=_newest(head, bases, rows))
+    return TableReading(copy=copy, head=head, damaged=problem)
+
+
+def _newest(head: Head | None, bases: Sequence[Base], rows: dict[int, Row]) -> int:
+    """Pages have no checksums: a number counts only where a second one confirms it."""
+    if head is None:
+        return max((sequence for sequence in rows if sequence - 1 in rows), default=0)
+    return min(head.sequence, max([*rows, *(base.sequence for base in bases)], default=0))
+
+
+def _head(connection: sqlite3.Connection) -> Head | None:
+    row = connection.execute("SELECT format, pool, term, sequence, chain FROM head").fetchone()
+    if row is None:
+        return None
+    head = Head(*row)
+    numbers = _fits(head.format, int) and _fits(head.term, int) and _fits(head.sequence, int)
+    return head if numbers and _fits(head.pool, str) and _fits(head.chain, bytes) else None
+
+
+def _bases(connection: sqlite3.Connection) -> tuple[Base, ...]:
+    found = (Base(*row) for row in connection.execute("SELECT sequence, chain, state, seal FROM base"))
+    return tuple(
+        base
+        for base in found
+        if _fits(base.sequence, int) and all(_fits(value, bytes) for value in (base.chain, base.state, base.seal))
+    )
+
+
+def _fits(value: object, kind: type) -> bool:
+    """What a damaged page holds may have any type."""
+    return isinstance(value, kind)
+
+
+def _damage(error: sqlite3.DatabaseError) -> str:
+    """What is wrong with the file. Raises the error again where it is not the file that is wrong."""
+    if getattr(error, "sqlite_errorname", "").startswith(_NOT_DAMAGE):
+        raise error
+    return str(error)
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
