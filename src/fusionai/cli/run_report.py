@@ -56,6 +56,8 @@ class RunStory:
                 if peer:
                     self.faults.know({peer: name})
                     self.faults.kill(peer)
+                else:
+                    self.faults.kill_broker(self._at_s())
                 self.tenures.lost(peer, self._at_s())
                 who = f"{name} (stage {kill.stage})" if peer else "the broker"
                 return (f"step {kill.step}: SIGKILL for {who}",)
@@ -64,6 +66,7 @@ class RunStory:
                 if peer:
                     return (f"{name} is started again and joins the pool",)
                 self.tenures.broker(self._at_s())
+                self.faults.broker_answers(self._at_s())
                 return ("the broker is started again; all its members are registered",)
             case _:
                 self._collect(event)

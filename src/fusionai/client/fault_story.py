@@ -75,6 +75,18 @@ class FaultStory:
         """What is lost of this peer next was killed on purpose."""
         self._killed.add(peer)
 
+    def kill_broker(self, now_s: float) -> None:
+        """On purpose; it is a fault even if the job never notices."""
+        self.episodes.append(Episode("broker", self._step + 1, now_s, "", killed=True))
+
+    def broker_answers(self, now_s: float) -> float | None:
+        """For how long it was away; None if nobody missed it."""
+        for episode in self.episodes:
+            if episode.kind == "broker" and episode.over_s is None:
+                episode.over_s, episode.recovered_s = now_s, now_s - episode.seen_s
+                return episode.recovered_s
+        return None
+
     def name(self, peer: str) -> str:
         return self._names.get(peer) or short(PeerId(peer))
 
@@ -99,10 +111,13 @@ class FaultStory:
             case progress.Recovered():
                 return self._recovered(event, now_s)
             case progress.BrokerAway(reason=reason):
-                self.episodes.append(Episode("broker", self._step + 1, now_s, reason))
-                return (f"step {self._step + 1}: the broker can't be reached ({reason}); the job goes on without it",)
+                why = reason.rstrip(".")
+                if not any(episode.kind == "broker" and episode.over_s is None for episode in self.episodes):
+                    self.episodes.append(Episode("broker", self._step + 1, now_s, why))
+                return (f"step {self._step + 1}: the broker can't be reached ({why}); the job goes on without it",)
             case progress.BrokerBack():
-                return self._broker_back(now_s)
+                away_s = self.broker_answers(now_s)
+                return ("the broker is back" + ("" if away_s is None else f" after {format_seconds(away_s)}"),)
             case _:
                 return ()
 
@@ -178,13 +193,6 @@ class FaultStory:
             lines.append(f"step {episode.step}: {self.sentence(episode)}")
         return tuple(lines)
 
-    def _broker_back(self, now_s: float) -> tuple[str, ...]:
-        for episode in self.episodes:
-            if episode.kind == "broker" and episode.over_s is None:
-                episode.over_s, episode.recovered_s = now_s, now_s - episode.seen_s
-                return (f"the broker is back after {format_seconds(episode.recovered_s)}",)
-        return ("the broker is back",)
-
     # ------------------------------------------------------------------------------------------------------ words
 
     def sentence(self, episode: Episode) -> str:
@@ -240,7 +248,7 @@ class FaultStory:
             case "stage":
                 return f"{stages} failed on {name}: {reason}"
             case "broker":
-                return "the broker was away"
+                return "the broker was killed" if episode.killed else "the broker was away"
 
 
 def stages_in_words(stages: Sequence[int]) -> str:

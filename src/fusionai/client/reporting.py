@@ -22,12 +22,12 @@ LAST_REPORT_S: Final = 5.0
 
 
 class Reporting:
-    """`run` until cancelled, then `close`. `note` hears when the broker goes and comes."""
+    """`run` until cancelled, then `close`. `tell` hears when the broker goes and comes."""
 
-    def __init__(self, pool: PoolSession, job: JobId, note: Callable[[str], None]) -> None:
+    def __init__(self, pool: PoolSession, job: JobId, tell: Callable[[progress.Progress], None]) -> None:
         self._pool = pool
         self._job = job
-        self._note = note
+        self._on_progress = tell
         self._away = False
         self._step = -1
         self._seen = asyncio.Event()
@@ -54,7 +54,7 @@ class Reporting:
             async with asyncio.timeout(LAST_REPORT_S):
                 await self._tell(state, detail)
         except TimeoutError:
-            self._note("warning: the broker did not hear that the job is over")
+            self._on_progress(progress.Warned("the broker did not hear that the job is over"))
 
     async def _tell(self, state: Literal["running", "done", "failed"], detail: str) -> None:
         report = wire.JobReport(job=self._job, state=state, step=self._step, detail=detail[:4000])
@@ -62,9 +62,9 @@ class Reporting:
             await self._pool.report(report)
         except FusionError as error:
             if not self._away:
-                self._note(f"warning: the broker can't be reached ({error.message}); the job goes on without it")
+                self._on_progress(progress.BrokerAway(error.message))
             self._away = True
         else:
             if self._away:
-                self._note("the broker is back")
+                self._on_progress(progress.BrokerBack())
             self._away = False

@@ -177,7 +177,7 @@ async def _run(
         on_event(Planned(job, grant.plan, members, prepared))
         if base or journal.committed:
             on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))
-        reporting = Reporting(pool, job, lambda text: on_event(Noted(text)))
+        reporting = Reporting(pool, job, on_event)
         records = JobRecords(
             directory,
             job,

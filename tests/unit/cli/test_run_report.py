@@ -102,7 +102,7 @@ def test_a_line_for_each_thing_that_happened(told: Told) -> None:
         "laptop is started again and joins the pool",
         "step 3: SIGKILL for the broker",
         "step 3: the broker can't be reached (refused); the job goes on without it",
-        "the broker is back after 900 ms",
+        "the broker is back after 1 s",
         "the broker is started again; all its members are registered",
     ]
 
@@ -141,7 +141,11 @@ def test_the_report_has_the_time_line(told: Told) -> None:
     assert (first.who, first.what, first.step) == ("laptop, stage 1", "killed", 2)
     assert first.outcome == "attic takes over from its snapshot of step 1"
     assert (round(first.at_s, 6), first.over_s, first.recovery_s) == (1.6, 3.0, 1.4)
-    assert (second.who, second.peer, second.outcome) == ("the broker", "", "the job went on without it; it is back")
+    assert (second.who, second.what, second.outcome) == (
+        "the broker",
+        "killed",
+        "the job went on without it; it is back",
+    )
     shown = {(one.peer, one.part, one.stage, round(one.from_s, 6), round(one.to_s, 6)) for one in made.tenures}
     assert shown == {
         ("", "stage", None, 0.0, 4.5),
