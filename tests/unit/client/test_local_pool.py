@@ -1,0 +1,66 @@
+"""Real processes on loopback: killed, started again, the same ones as before; all gone at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusionai.client.local_pool import BROKER, LocalPeer, LocalPool
+from fusionai.client.pool_session import PoolSession
+from fusionai.primitives.errors import FusionError
+from fusionai.transport.enrolment import load_membership
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="asks the system for processes by number"),
+]
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def states(pool: LocalPool) -> dict[str, str]:
+    async with PoolSession(load_membership(pool.broker_home)) as session:
+        return {member.view.peer: member.view.state for member in await session.pool()}
+
+
+def test_a_killed_peer_and_a_killed_broker_are_who_they_were(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LocalPool(tmp_path, [LocalPeer("laptop")]) as pool:
+            (peer,) = pool.names
+            invitation, pids = pool.invitation, {name: pool.pid(name) for name in ("laptop", BROKER)}
+            with pytest.raises(FusionError, match="still runs"):
+                await pool.start_again("laptop")
+            with pytest.raises(FusionError, match="expected one of broker, laptop, got 'desktop'"):
+                await pool.kill("desktop")
+
+            await pool.kill("laptop")
+            assert not runs(pids["laptop"])
+            assert not pool.lives("laptop")
+            with pytest.raises(FusionError, match="ended already"):
+                await pool.kill("laptop")
+            await pool.start_again("laptop")
+            assert pool.lives("laptop")
+            assert pool.names == {peer: "laptop"}
+            assert await states(pool) == {peer: "idle"}
+
+            await pool.kill(BROKER)
+            assert not runs(pids[BROKER])
+            await pool.start_again(BROKER)
+            # The membership kept before has the address: the port is the old one.
+            assert peer in await states(pool)
+            assert pool.invitation == invitation
+            now = {name: pool.pid(name) for name in pids}
+            assert not set(now.values()) & set(pids.values())
+        assert not any(runs(pid) for pid in now.values())
+
+    asyncio.run(story())
