@@ -327,6 +327,8 @@ class Driver:
                 self.world.network.send(broker.process, self.process, "control", lambda: granted(version, layout))
 
         def granted(version: int, layout: Layout) -> None:
+            if change is not None and self.without is not None:
+                return  # nobody needs a better plan while a stage has nobody
             self.layouts[version] = layout
             self.handle(events.PlanGranted(self._roles(version)))
 

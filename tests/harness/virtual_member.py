@@ -122,6 +122,7 @@ class Member:
             return
         self.fence, self.places, self.guarding = message.fence, message.places, message.guarding
         self.driver = driver
+        self.linked.clear()
         if message.cut != self.cut:
             self.cut = message.cut
             self.stages.clear()

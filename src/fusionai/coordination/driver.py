@@ -159,7 +159,7 @@ class DriverMachine:
     """A plan to go over to when nothing is under way."""
     _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
     _stage_faults: Counter[int] = field(default_factory=Counter[int])
-    """Both since the last commit."""
+    """Both since the last commit; of a guard's link, since its last snapshot."""
     _stop: str | None = None
 
     # ------------------------------------------------------------------------------------------------ interface
@@ -476,7 +476,7 @@ class DriverMachine:
         self._losses.pop(record.step, None)
         self._norms.pop(record.step, None)
         self.step = record.step + 1
-        self._link_faults.clear()
+        self._forgive(frozenset(self.roles.places.values()) | {self.roles.owner})
         self._stage_faults.clear()
         self._move_line()
         return told
@@ -502,6 +502,7 @@ class DriverMachine:
         if self._guards.get(event.stage) != event.peer or event.step > self.step:
             return []
         self._acked[event.stage] = max(event.step, self._acked.get(event.stage, -1))
+        self._forgive(frozenset((event.peer, self.roles.places[event.stage])))
         self._move_line()
         return self._feed() if self.phase is DriverPhase.RUNNING else []
 
@@ -579,16 +580,22 @@ class DriverMachine:
         stages = self.roles.stages_of(peer)
         self._guards = {stage: guard for stage, guard in self._guards.items() if guard != peer}
         if not stages:
-            return [TellFault("guard", peer, (), self.step, reason), *self._without_guard(peer)]
+            return [TellFault("guard", peer, (), self.step, reason), *self._without_guard(peer, reason)]
         if peer == self.roles.owner:
             return self._fail(f"stage {stages[0]} of the job's own machine failed: {reason}")
         told = TellFault(kind, peer, stages, self.step, reason)
-        if self._pending is not None:
+        if self._pending is not None and self._leaves_alone(self._pending):
             return [told, *self._adopt(self._pending)]
+        self._pending = None
         self.phase = DriverPhase.WAITING
         return [told, AskPlan(frozenset(self._lost), reason)]
 
-    def _without_guard(self, peer: str) -> list[DriverCommand]:
+    def _leaves_alone(self, roles: Roles) -> bool:
+        """Whether everybody that lives keeps its stages: no state is thrown away while there is no checkpoint of it."""
+        living = {stage: peer for stage, peer in self.roles.places.items() if peer not in self._lost}
+        return self.roles.partition == roles.partition and living.items() <= dict(roles.places).items()
+
+    def _without_guard(self, peer: str, reason: str) -> list[DriverCommand]:
         """No round for a lost guard (rule 20), unless somebody waits for its snapshot right now."""
         self._snapshots.pop(peer, None)
         self._move_line()
@@ -599,38 +606,38 @@ class DriverMachine:
                 return self._begin_round()
             case DriverPhase.RUNNING:
                 return self._feed()
+            case DriverPhase.WAITING:
+                return [AskPlan(frozenset(self._lost), reason)]
             case _:
                 return []
 
     def on_link_broken(self, event: DriverEvent) -> list[DriverCommand]:
-        """Once: another round over the same plan. Again before any commit: one of the two has to go. A guard that a
-        stage's snapshots don't reach is none."""
+        """Once: another round over the same plan. Again before any commit: one of the two has to go."""
         assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
-        workers = self._workers()
-        if not pair <= workers | set(self._guards.values()) or pair & self._lost:
+        present = {self.roles.owner, *self.roles.places.values(), *self._guards.values()}
+        if len(pair) < 2 or not pair <= present or pair & self._lost:
             return []
-        if event.other not in workers:
-            return self._lose(event.other, "link", event.reason)
         self._link_faults[pair] += 1
         if self._link_faults[pair] > 1:
             return self._lose(self._blamed(pair), "link", event.reason)
         stages = self.roles.stages_of(event.other)
         return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
 
-    def _workers(self) -> frozenset[str]:
-        """All that exchange tensors: the driver's own machine feeds and hears the others, whatever its stages."""
-        return frozenset(self.roles.places.values()) | {self.roles.owner}
-
     def _blamed(self, pair: Iterable[str]) -> str:
-        """Never the driver's own machine; else who has trouble with most others, else who can be replaced at once."""
+        """Never the driver's own machine; else who runs nothing, who has trouble with most others, who can be replaced
+        at once."""
 
-        def weight(peer: str) -> tuple[int, bool, str]:
+        def weight(peer: str) -> tuple[bool, int, bool, str]:
+            stages = self.roles.stages_of(peer)
             troubles = sum(peer in other for other in self._link_faults)
-            guarded = all(stage in self._guards for stage in self.roles.stages_of(peer))
-            return (troubles, guarded, peer)
+            return (not stages, troubles, all(stage in self._guards for stage in stages), peer)
 
         return max((peer for peer in pair if peer != self.roles.owner), key=weight)
+
+    def _forgive(self, peers: frozenset[str]) -> None:
+        """The links among these have carried what they are for."""
+        self._link_faults = Counter({pair: times for pair, times in self._link_faults.items() if not pair <= peers})
 
     def on_stage_failed(self, event: DriverEvent) -> list[DriverCommand]:
         """Once: another round. Twice: another peer. Three times: it is not the peer."""

@@ -1,0 +1,307 @@
+"""Courses of events: from a seed to a job with its faults, each at some moment of some phase. One seed, one course.
+
+`python -m harness.course SEED` (in `tests`) runs one and tells its story. Neighbour: `harness.world` runs it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from fusionai.coordination.driver import DriverPhase
+from harness.network import Process
+from harness.topology import Layout, Topology, random_topology
+from harness.virtual_broker import OWNER
+from harness.world import Trigger, World
+
+PHASES: Final = (
+    (DriverPhase.ATTACHING, 2, 12),
+    (DriverPhase.LOADING, 2, 8),
+    (DriverPhase.REPLAYING, 2, 30),
+    (DriverPhase.PROBING, 1, 12),
+    (DriverPhase.RUNNING, 8, 250),
+    (DriverPhase.SAVING, 1, 12),
+    (DriverPhase.WAITING, 1, 6),
+)
+"""Where faults strike: phase, weight, within how many of its events."""
+
+
+def random_layout(topology: Topology, choose: random.Random) -> tuple[Layout, tuple[str, ...]]:
+    """A plan and the spares beside it: some peers run two stages, the last stage is often in the owner's process."""
+    peers = [f"p{number}" for number in range(topology.stages)]
+    places: dict[int, str] = {}
+    for stage in range(topology.stages):
+        shares = stage > 0 and places[stage - 1] != OWNER and choose.random() < 0.2
+        places[stage] = places[stage - 1] if shares else peers[stage]
+    if choose.random() < 0.6:
+        places[topology.last] = OWNER
+    spares = tuple(f"q{number}" for number in range(choose.choice((0, 1, 1, 2, 2, 3))))
+    guards = {
+        stage: choose.choice(spares)
+        for stage in range(topology.stages)
+        if spares and stage not in topology.stateless and places[stage] != OWNER and choose.random() < 0.9
+    }
+    return Layout(places=places, guards=guards, snapshot_every=choose.choice((1, 2, 2, 3))), spares
+
+
+def undisturbed(seed: int, *, any_order: bool = False) -> World:
+    choose = random.Random(f"course {seed}")
+    topology = random_topology(choose, most_steps=7, most_microbatches=4)
+    layout, spares = random_layout(topology, choose)
+    return World(topology, layout, choose.randrange(2**32), spares=spares, any_order=any_order)
+
+
+def disturbed(seed: int, *, any_order: bool = False) -> World:
+    """One to four faults."""
+    world = undisturbed(seed, any_order=any_order)
+    choose = random.Random(f"faults {seed}")
+    faults = Faults(world, choose)
+    phases = [phase for phase, _, _ in PHASES]
+    for _ in range(choose.choice((1, 1, 2, 2, 3, 4))):
+        phase = choose.choices(phases, [weight for _, weight, _ in PHASES])[0]
+        within = next(within for other, _, within in PHASES if other is phase)
+        fault = choose.choice(faults.all)
+        countdown = 1 + int(within * choose.random() ** 2)
+        world.triggers.append(Trigger(phase, countdown, lambda fault=fault: faults.strike(fault)))
+    return world
+
+
+class Faults:
+    """Each takes what it strikes from the seed, at the moment it strikes."""
+
+    def __init__(self, world: World, choose: random.Random) -> None:
+        self.world = world
+        self.choose = choose
+        self.all: tuple[Callable[[], bool], ...] = (
+            self.a_stage_s_peer_dies,
+            self.a_stage_s_peer_dies,
+            self.a_guard_dies,
+            self.two_peers_die_at_once,
+            self.a_peer_dies_with_its_guard,
+            self.the_owner_s_process_dies,
+            self.the_owner_s_process_dies,
+            self.the_owner_s_process_freezes,
+            self.the_broker_dies,
+            self.the_broker_freezes,
+            self.a_peer_freezes,
+            self.a_link_breaks,
+            self.a_link_breaks_twice,
+            self.a_control_connection_breaks,
+            self.one_direction_is_blocked,
+            self.work_fails,
+            self.a_peer_flaps,
+            self.many_come_and_go,
+            self.a_peer_drains,
+            self.a_stage_is_to_move,
+            self.another_cut_is_wanted,
+            self.guards_change,
+            self.the_job_is_stopped,
+        )
+
+    def strike(self, fault: Callable[[], bool]) -> None:
+        phase = self.world.driver.phase
+        if not self.world.driver.ended and fault():
+            self.world.struck[fault.__name__, phase.value] += 1
+
+    # -------------------------------------------------------------------------------------------------- processes
+
+    def a_stage_s_peer_dies(self) -> bool:
+        return self._kill(self._one_of(self._workers()))
+
+    def a_guard_dies(self) -> bool:
+        return self._kill(self._one_of(set(self._layout.guards.values())))
+
+    def two_peers_die_at_once(self) -> bool:
+        members = sorted(self._layout.members - {OWNER})
+        for peer in self.choose.sample(members, min(2, len(members))):
+            self._kill(peer)
+        return len(members) > 1
+
+    def a_peer_dies_with_its_guard(self) -> bool:
+        guarded = {stage: guard for stage, guard in self._layout.guards.items() if self._layout.places[stage] != OWNER}
+        if not guarded:
+            return False
+        stage = self.choose.choice(sorted(guarded))
+        self._kill(self._layout.places[stage])
+        return self._kill(guarded[stage])
+
+    def the_owner_s_process_dies(self) -> bool:
+        self.world.restart_driver()
+        return True
+
+    def the_owner_s_process_freezes(self) -> bool:
+        return self._freeze(self.world.driver.process)
+
+    def the_broker_dies(self) -> bool:
+        self.world.restart_broker(self.choose.choice((0.0, 0.5, 5.0, 20.0)))
+        return True
+
+    def the_broker_freezes(self) -> bool:
+        return self._freeze(self.world.broker.process)
+
+    def a_peer_freezes(self) -> bool:
+        peer = self._one_of(self._layout.members - {OWNER})
+        return peer is not None and self._freeze(self.world.members[peer].process)
+
+    def a_peer_flaps(self) -> bool:
+        peer = self._one_of(self._layout.members - {OWNER})
+        if peer is None:
+            return False
+        for time in range(4):
+            self.world.network.after(0.6 * time, lambda: self.world.kill(peer, back_after_s=0.2))
+        return True
+
+    def many_come_and_go(self) -> bool:
+        world = self.world
+        for number in range(8):
+            peer = f"new{len(world.members)}-{number}"
+
+            def come(peer: str = peer) -> None:
+                if world.broker.process.alive:
+                    world.broker.enrol(peer)
+                    world.boot(peer)
+
+            world.network.after(0.1 * number, come)
+            if number % 3:
+                gone_s = self.choose.uniform(0.5, 4.0)
+                world.network.after(gone_s + 0.8, lambda peer=peer: world.kill(peer) if peer in world.members else None)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------- links
+
+    def a_link_breaks(self) -> bool:
+        pair = self._pair()
+        if pair is not None:
+            self.world.network.cut(*pair, members=True)
+        return pair is not None
+
+    def a_link_breaks_twice(self) -> bool:
+        pair = self._pair()
+        if pair is not None:
+            self.world.network.cut(*pair, members=True)
+            self.world.network.after(0.3, lambda: self.world.network.cut(*pair, members=True))
+        return pair is not None
+
+    def a_control_connection_breaks(self) -> bool:
+        peer = self._one_of(self._layout.members - {OWNER})
+        if peer is not None:
+            self.world.network.cut(self.world.driver.process, self.world.members[peer].process, members=False)
+        return peer is not None
+
+    def one_direction_is_blocked(self) -> bool:
+        pair = self._pair()
+        if pair is None:
+            return False
+        one, other = (process.name for process in pair)
+        self.world.network.block(one, other)
+        self.world.network.after(self.choose.uniform(0.5, 9.0), lambda: self.world.network.heal(one, other))
+        return True
+
+    # -------------------------------------------------------------------------------------------- work, plans, people
+
+    def work_fails(self) -> bool:
+        stages = [stage for member in self.world.members.values() for stage in member.stages.values()]
+        if not stages:
+            return False
+        stage = self.choose.choice(stages)
+        stage.failing = self.world.made_to_fail = True
+        return True
+
+    def a_peer_drains(self) -> bool:
+        peer = self._one_of(self._layout.members - {OWNER})
+        if peer is None or not self.world.broker.process.alive:
+            return False
+        self.world.broker.leave(self.world.members[peer].process)
+        self.world.network.after(10.0, lambda: self._back(peer))
+        return True
+
+    def a_stage_is_to_move(self) -> bool:
+        def move(layout: Layout) -> Layout | None:
+            spares = sorted(set(layout.guards.values()))
+            stages = [stage for stage, peer in layout.places.items() if peer != OWNER]
+            if not spares or not stages:
+                return None
+            places = {**layout.places, self.choose.choice(stages): self.choose.choice(spares)}
+            guards = {stage: guard for stage, guard in layout.guards.items() if guard not in places.values()}
+            return Layout(places=places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut)
+
+        self.world.driver.propose(move)
+        return True
+
+    def another_cut_is_wanted(self) -> bool:
+        def cut(layout: Layout) -> Layout:
+            return Layout(
+                places=layout.places,
+                guards=layout.guards,
+                snapshot_every=layout.snapshot_every,
+                cut="b" if layout.cut == "a" else "a",
+            )
+
+        self.world.driver.propose(cut)
+        return True
+
+    def guards_change(self) -> bool:
+        def change(layout: Layout) -> Layout:
+            spares = sorted(set(layout.guards.values()))
+            guards = {stage: self.choose.choice(spares) for stage in layout.guards if self.choose.random() < 0.7}
+            return Layout(
+                places=layout.places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut
+            )
+
+        self.world.driver.propose(change)
+        return True
+
+    def the_job_is_stopped(self) -> bool:
+        self.world.stop("asked to")
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ details
+
+    @property
+    def _layout(self) -> Layout:
+        return self.world.driver.layout
+
+    def _workers(self) -> set[str]:
+        return set(self._layout.places.values()) - {OWNER}
+
+    def _one_of(self, names: set[str] | frozenset[str]) -> str | None:
+        return self.choose.choice(sorted(names)) if names else None
+
+    def _pair(self) -> tuple[Process, Process] | None:
+        names = sorted(self._layout.members | {OWNER})
+        if len(names) < 2:
+            return None
+        one, other = self.choose.sample(names, 2)
+        return self.world.members[one].process, self.world.members[other].process
+
+    def _kill(self, peer: str | None) -> bool:
+        """Sooner or later its machine is there again, or a job without a spare would wait for ever."""
+        if peer is None:
+            return False
+        back_s = self.choose.choice((0.05, 1.0, 4.0, 15.0))
+        self.world.kill(peer, silently=self.choose.random() < 0.3, back_after_s=back_s)
+        return True
+
+    def _freeze(self, process: Process) -> bool:
+        self.world.freeze(process, self.choose.choice((0.1, 1.0, 5.0, 15.0)))
+        return True
+
+    def _back(self, peer: str) -> None:
+        if not self.world.members[peer].process.alive:
+            self.world.boot(peer)
+
+
+def main() -> None:
+    seed = int(sys.argv[1])
+    world = disturbed(seed, any_order="any" in sys.argv)
+    print(world.topology, world.plan[1], sep="\n")
+    try:
+        print(world.run())
+    finally:
+        print(world.stories(), dict(world.struck), dict(world.told), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
