@@ -39,6 +39,12 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int):
         (("--spares", "-1"), "--spares is -1"),
         (("--steps", "0"), "--steps is 0"),
         (("--directory", "/dev/null/x"), "can't be made"),
+        (("--kill", "7"), "expected STEP:STAGE, such as 7:2 or 7:broker, got '7'"),
+        (("--kill", "51:0"), "--kill 51:0: steps are numbered from 1 to 50"),
+        (("--kill", "0:0"), "--kill 0:0: steps are numbered from 1 to 50"),
+        (("--kill", "7:4"), "--kill 7:4: stages are numbered from 0 to 3"),
+        (("--kill", "7:1", "--kill", "none"), "--kill none stands alone"),
+        (("--kill", "7:1", "--kill", "7:1"), "given twice"),
     ],
 )
 def test_what_can_not_be_shown(tmp_path: Path, more: tuple[str, ...], said: str):
