@@ -187,7 +187,7 @@ class ObservedTransport:
             self._on_message(self._owner, receiver, message)
             await send(message, tensors)
 
-        channel.send = observed  # pyright: ignore[reportAttributeAccessIssue]
+        channel.send = observed
         return channel
 
 

@@ -394,7 +394,11 @@ class JobMember:
         self._post(peer, message, tensors)
 
     def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """A link that is not there is news for the driver, not the sender's failure."""
+        """A link that is not there is news for the driver, not the sender's failure. What a stage still says under the
+        fence before is for nobody: its receiver may live elsewhere now."""
+        if _fence(message) != self._placement.fence:
+            self.stale_dropped += 1
+            return
         try:
             self._links.post(peer, message, tensors)
         except TransportError as error:

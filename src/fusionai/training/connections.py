@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -82,7 +82,7 @@ class Connections:
         self._on_state = on_state
         self._on_lost = on_lost
         self._lines: dict[PeerId, _Line] = {}
-        self._own: list[asyncio.Task[None]] = []
+        self._own: list[asyncio.Task[bool] | asyncio.Task[None]] = []
         self._silence = Silence()
         self._watching = asyncio.create_task(self._watch(), name="silence of members")
         self._leaving: set[asyncio.Task[None]] = set()
@@ -128,8 +128,10 @@ class Connections:
     def _local(self) -> tuple[Channel, Channel]:
         control, theirs = LocalChannel.pair(self._host.peer, "control")
         state, their_state = LocalChannel.pair(self._host.peer, "state")
-        for serving in (self._member.serve_control(theirs), self._member.serve_state(their_state)):
-            self._own.append(asyncio.create_task(_run(serving)))
+        self._own += [
+            asyncio.create_task(self._member.serve_control(theirs)),
+            asyncio.create_task(self._member.serve_state(their_state)),
+        ]
         return control, state
 
     def _adopt(self, peer: PeerId, control: Channel, state: Channel) -> None:
@@ -248,7 +250,3 @@ class Connections:
         await asyncio.gather(*tasks, return_exceptions=True)
         with suppress(FusionError):
             await self._member.close()
-
-
-async def _run(serving: Coroutine[object, object, None]) -> None:
-    await serving

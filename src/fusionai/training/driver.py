@@ -37,7 +37,7 @@ from fusionai.training.checkpoints import Checkpoints, Collection
 from fusionai.training.connections import Connections
 from fusionai.training.deployment import Cut, Deployment, cut, ranges_of, stage_options
 from fusionai.training.faults import FaultLog
-from fusionai.training.feed import forwards
+from fusionai.training.feed import Feed, forwards
 from fusionai.training.job import Batch, TrainingJob
 from fusionai.training.outputs import Outputs
 from fusionai.training.replanner import Replanner
@@ -107,6 +107,7 @@ class Driver:
         )
         self.fence = Fence(deployment.plan.version, journal.incarnation, 0)
         self._member = JobMember(host, job.job, job.owner, self.fence, on_output=self._on_output)
+        self._fed = Feed(self._member)
         self._connections = Connections(
             job.job,
             host,
@@ -238,6 +239,8 @@ class Driver:
             self._granted = {version: one for version, one in self._granted.items() if version > command.roles.version}
             self._cut = self._cut_of(self.deployment.plan)
             self._faults.adopted(self.deployment.plan, reason)
+        self._fed = Feed(self._member)
+        self._start(self._fed.run())
         members = {*command.roles.places.values(), *command.guards.values(), self._job.owner}
         self._connections.dismiss(members, self.fence)
         for member in sorted(members):
@@ -317,7 +320,7 @@ class Driver:
 
     def _feed(self, mode: Mode, step: int, microbatch: int, batch: Batch, only: frozenset[int] | None = None) -> None:
         for message, tensors in forwards(self._cut, self.fence, mode, step, microbatch, batch, only=only):
-            self._member.to_stage(message.consumer, message, tensors)
+            self._fed.put(message, tensors)
 
     async def _decide_scale(self, step: int, norms: tuple[float, ...]) -> None:
         fence, limit = self.fence, float("inf") if self._job.clip_norm is None else self._job.clip_norm
@@ -479,11 +482,11 @@ class Driver:
         """Ends with the round."""
         return self._spawn(work, self._round)
 
-    def _last(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _last(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
         """Outlasts the round."""
         return self._spawn(work, self._lasting)
 
-    def _spawn(self, work: Coroutine[object, object, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[object, object, object], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work

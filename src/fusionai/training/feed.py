@@ -5,9 +5,11 @@ Decides nothing. Neighbours: `training.driver` feeds, `execution.boundary` says 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterator
 
 from fusionai.execution.boundary import FEED
+from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import DataError
 from fusionai.primitives.tensors import HostTensor
@@ -50,3 +52,25 @@ def forwards(
                 tensors=headers(tensors),
             )
             yield message, tuple(tensors.values())
+
+
+class Feed:
+    """The feed of one round, in order. A stage is ready when its own end of the link is up; ours may take longer."""
+
+    def __init__(self, member: JobMember) -> None:
+        self._member = member
+        self._queue: asyncio.Queue[tuple[wire.Forward, tuple[HostTensor, ...]]] = asyncio.Queue()
+
+    def put(self, message: wire.Forward, tensors: tuple[HostTensor, ...]) -> None:
+        self._queue.put_nowait((message, tensors))
+
+    async def run(self) -> None:
+        """Until cancelled. What can't be delivered is dropped: the member has said which link is missing."""
+        linked: set[int] = set()
+        while True:
+            message, tensors = await self._queue.get()
+            stage = message.consumer
+            if stage not in linked and await self._member.linked((stage,)):
+                linked.add(stage)
+            if stage in linked:
+                self._member.to_stage(stage, message, tensors)

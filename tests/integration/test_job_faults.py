@@ -1,0 +1,187 @@
+"""Members, guards and drivers die at every point of a job in one process; losses and weights keep their bits.
+
+Strikes fall on messages, never on moments: `Strike` waits for a message and kills before it leaves. Neighbour:
+`harness.pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.source import ConfigSource
+from fusionai.primitives.ids import PeerId
+from fusionai.storage.commits import CommitJournal
+from fusionai.training import progress
+from fusionai.wire import messages as wire
+from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY, MICROBATCHES, STEPS = 31, 3, 7
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
+}
+DATA = Data(tokens(VOCABULARY, 2, 6))
+RANGES = ((0, 2), (2, 3), (3, 5), (5, 6))
+"""Embedding and first layer, a layer, last layer and head; the loss, at the owner."""
+STAGES = (0, 1, 2)
+GUARDS = {0: 3, 1: 4, 2: 5}
+CHECKPOINT_EVERY, SNAPSHOT_EVERY = 3, 2
+LAST = "step-00000007"
+
+Point = Callable[[int], Callable[[wire.Message], bool]]
+"""Stage -> whether this is the message to strike at."""
+
+
+def backend() -> TorchBackend:
+    return TorchBackend(device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Captured:
+    return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))
+
+
+@dataclass
+class Strike:
+    """At the first message that `at` recognises, after `after` others like it, `act` happens."""
+
+    at: Callable[[wire.Message], bool]
+    act: Callable[[MemoryPool, Job], None]
+    after: int = 0
+    struck: int = 0
+
+    def see(self, pool: MemoryPool, job: Job, message: wire.Message) -> None:
+        if self.struck <= self.after and self.at(message):
+            self.struck += 1
+            if self.struck > self.after:
+                self.act(pool, job)
+
+
+def kills(*peers: int) -> Callable[[MemoryPool, Job], None]:
+    return lambda pool, job: pool.kill(*(peer_id(number) for number in peers))
+
+
+def run(
+    directory: Path,
+    captured: Captured,
+    strikes: Sequence[Strike] = (),
+    *,
+    peers: int = 6,
+    starts: int = 1,
+    **changes: object,
+) -> list[Run]:
+    """`starts`: of the driver, one after the other; a strike ends each but the last."""
+
+    async def body() -> list[Run]:
+        async with MemoryPool(peers, backend) as pool:
+            fields: dict[str, object] = {
+                "ranges": RANGES,
+                "owned": frozenset({3}),
+                "guards": GUARDS,
+                "snapshot_every": SNAPSHOT_EVERY,
+                "checkpoint_every": CHECKPOINT_EVERY,
+                "data": DATA,
+                "steps": STEPS,
+                "microbatches": MICROBATCHES,
+                "replans": True,
+                **changes,
+            }
+            job = Job(pool=pool, directory=directory, graph=captured.graph, state=captured.state, **fields)  # pyright: ignore
+
+            def see(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+                for strike in strikes:
+                    strike.see(pool, job, message)
+
+            pool.on_message = see
+            return [await job.run() for _ in range(starts)]
+
+    done = asyncio.run(body())
+    for strike in strikes:
+        assert strike.struck > strike.after, "the strike never fell"
+    return done
+
+
+def journal_of(directory: Path) -> list[float]:
+    with CommitJournal(directory / "commits.sqlite") as journal:
+        return [record.loss for record in journal.records()]
+
+
+def events(done: Run, kind: type) -> list[progress.Progress]:
+    return [event for event in done.events if isinstance(event, kind)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Nobody guards anything, nobody dies."""
+    (done,) = run(tmp_path_factory.mktemp("undisturbed"), llama, guards={}, peers=3)
+    assert done.end is not None
+    assert done.end.failed is None
+    assert not events(done, progress.FaultSeen)
+    return done
+
+
+def assert_same(done: Run, undisturbed: Run, directory: Path) -> None:
+    """0 lost steps, every loss and every weight the same."""
+    assert done.end is not None
+    assert (done.end.failed, done.end.stopped, done.end.steps) == (None, None, STEPS)
+    assert journal_of(directory) == undisturbed.losses
+    one, other = done.weights(STEPS), undisturbed.weights(STEPS)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+POINTS: dict[str, Point] = {
+    "a forward": lambda s: (
+        lambda m: isinstance(m, wire.Forward) and (m.mode, m.consumer, m.step, m.microbatch) == ("train", s, 3, 1)
+    ),
+    "a backward": lambda s: lambda m: isinstance(m, wire.Backward) and (m.producer, m.step, m.microbatch) == (s, 3, 1),
+    "its vote": lambda s: lambda m: isinstance(m, wire.Prepared) and (m.stage, m.step) == (s, 3),
+    "the commit": lambda s: lambda m: isinstance(m, wire.Commit) and (m.stage, m.record.step) == (s, 3),
+    "its word of having applied": lambda s: lambda m: isinstance(m, wire.Applied) and (m.stage, m.step) == (s, 3),
+    "its state for a checkpoint": lambda s: lambda m: isinstance(m, wire.StateChunk) and (m.stage, m.step) == (s, 3),
+    "a snapshot": lambda s: lambda m: isinstance(m, wire.Snapshot) and (m.stage, m.step, m.last) == (s, 4, True),
+}
+
+
+def test_guarded_and_in_peace_no_bit_changes(llama: Captured, undisturbed: Run, tmp_path: Path):
+    (done,) = run(tmp_path, llama)
+    assert_same(done, undisturbed, tmp_path)
+    assert not events(done, progress.FaultSeen)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_stage_dies_and_its_guard_takes_over(
+    point: str, stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    (done,) = run(tmp_path, llama, [Strike(POINTS[point](stage), kills(stage))])
+    assert_same(done, undisturbed, tmp_path)
+    assert len(events(done, progress.FaultSeen)) == 1, [e for e in done.events if not isinstance(e, progress.StepDone)]
+    (seen,) = events(done, progress.FaultSeen)
+    assert isinstance(seen, progress.FaultSeen)
+    assert (seen.kind, seen.peer, seen.stages) == ("peer", peer_id(stage), (stage,))
+    (changed,) = events(done, progress.PlanChanged)
+    assert isinstance(changed, progress.PlanChanged)
+    assert changed.plan.stages[stage].peer == peer_id(GUARDS[stage])
+    (restored,) = events(done, progress.Restored)
+    assert isinstance(restored, progress.Restored)
+    assert (restored.stages, restored.rollback) == ((stage,), False)
+    assert len(events(done, progress.Recovered)) == 1
