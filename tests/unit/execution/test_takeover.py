@@ -1,4 +1,4 @@
-"""A guard takes a stage over, on the shipped backend and doors: the state comes out with the bits of the undisturbed one.
+"""A guard takes a stage over, on the shipped backend and doors: the state comes out with the undisturbed one's bits.
 
 Stage 0 runs at one shipped peer, another guards it; the test plays driver and neighbour and keeps what both would.
 """
@@ -227,9 +227,7 @@ def test_a_snapshot_is_handed_on_to_a_machine_that_has_none():
         state, _ = await stand.open("state", to=2, fence=later)
         await control.send(wire.Resume(fence=later, stage=0, committed=2, source="snapshot", base=2))
         await guard.send(
-            wire.PassSnapshot(
-                fence=later, stage=0, step=2, peer=newcomer, addresses=stand.pool.addresses[newcomer]
-            )
+            wire.PassSnapshot(fence=later, stage=0, step=2, peer=newcomer, addresses=stand.pool.addresses[newcomer])
         )
         assert (await receive(control)).message == wire.Ready(fence=later, stage=0, applied=2)
         assert await exported(control, state, 2, later) == undisturbed
@@ -331,9 +329,7 @@ def test_a_recovered_stage_gives_its_guard_a_snapshot_at_once():
             guard_addresses=stand.pool.addresses[peer],
             snapshot_every=EVERY,
         )
-        await running.control.send(
-            wire.Resume(fence=later, stage=0, committed=1, source="keep", base=1, snapshot=True)
-        )
+        await running.control.send(wire.Resume(fence=later, stage=0, committed=1, source="keep", base=1, snapshot=True))
         assert (await receive(running.control)).message == wire.Ready(fence=later, stage=0, applied=1)
         assert await kept(guard) == (0, 1)
 
@@ -365,9 +361,7 @@ def test_nobody_else_gives_a_guard_snapshots(stranger: str):
         channel, answer = await stand.open("state", as_peer=peer, to=1)
         assert isinstance(answer, wire.Done)
         entries = {"model/layer0.weight": rows()}
-        message = wire.Snapshot(
-            fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries)
-        )
+        message = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries))
         await channel.send(message, tuple(entries.values()))
         await until(lambda: channel.closed)
         assert member.snapshots == ()
@@ -385,9 +379,7 @@ def test_a_snapshot_that_does_not_fit_its_stage_is_reported():
         await control.send(wire.Resume(fence=FENCE, stage=0, committed=2, source="snapshot", base=2))
         channel, _ = await stand.open("state", as_peer=NEIGHBOUR)
         entries = {"model/layer0.weight": rows(batch=4)}
-        message = wire.Snapshot(
-            fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries)
-        )
+        message = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries))
         await channel.send(message, tuple(entries.values()))
         failed = (await receive(control)).message
         assert isinstance(failed, wire.StageFailed)
