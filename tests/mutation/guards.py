@@ -310,6 +310,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the mutants, run nothing")
     parser.add_argument("--quiet", action="store_true", help="only survivors and sums")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the forked processes end with this one
     _preload()
     measures: list[Measure] = []
     for name in options.module or SUBJECTS:
