@@ -52,6 +52,7 @@ class Driver:
         self.probed: list[float] = []
         self.without: frozenset[str] | None = None
         """Who must not be in the plan that is being asked for."""
+        self.asked_s = -RETRY_S
         self.layouts: dict[int, Layout] = {self.version: self.layout}
         checkpoint = max(world.checkpoints, default=-1)
         self.machine = DriverMachine(
@@ -109,7 +110,9 @@ class Driver:
     def lost_link(self, far: Process, stream: Stream) -> None:
         """Of the process: a connection with a member is the driver's, one between members its own member's."""
         if stream != "control":
-            self.member.link_lost(far)
+            if self.member.linked.get(far.name) is far:
+                del self.member.linked[far.name]
+                self.handle(events.LinkBroken(OWNER, far.name, "broke"))
         elif self.connections.get(far.name) is far:
             del self.connections[far.name]
             self._lost(far.name, "its connection broke")
@@ -174,7 +177,9 @@ class Driver:
                 assert losses == world.expected.steps[record.step].losses
             case commands.AskPlan(without=without):
                 self.without = without
-                self._ask_plan()
+                # A pause, or a machine that the broker has not missed yet would be tried a thousand times.
+                pause_s = max(0.0, self.asked_s + RETRY_S - world.network.now_s)
+                world.network.timer(self.process, pause_s, self._ask_plan)
             case commands.TellFault(kind=kind):
                 world.told[f"fault: {kind}"] += 1
             case commands.TellRestored():
@@ -187,6 +192,7 @@ class Driver:
 
     def _attach(self, fence: Fence, roles: Roles, guards: dict[int, str]) -> None:
         """What was under way for the old fence is dropped; states on their way to the disk get there."""
+        self.member.linked.clear()
         self.collected.clear()
         self.evaluated.clear()
         self.unfed.clear()
@@ -295,8 +301,9 @@ class Driver:
 
     def _ask_plan(self) -> None:
         """Until there is one. Each way to the broker and back takes its time, and the broker may be away."""
-        if self.without is None or not self.alive:
+        if self.without is None or not self.alive or self.world.network.now_s < self.asked_s + RETRY_S:
             return
+        self.asked_s = self.world.network.now_s
         self._request(self.without)
         self.world.network.timer(self.process, RETRY_S, self._ask_plan)
 
@@ -364,6 +371,8 @@ class Driver:
         target, fence = self.connections.get(peer), self.fence
         if target is None:
             return
+        if stream == "feed":
+            self.member.linked[peer] = target
 
         def deliver() -> None:
             member = self.world.members[peer]

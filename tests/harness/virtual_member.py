@@ -169,6 +169,8 @@ class Member:
     def to_driver(self, fence: Fence, stream: Stream, message: object) -> None:
         driver = self.driver
         if driver is not None:
+            if stream == "feed":
+                self.linked[driver.process.name] = driver.process
             self.world.network.send(
                 self.process, driver.process, stream, lambda: driver.receive(self.process, fence, message)
             )

@@ -81,6 +81,7 @@ class Stage:
     """(step, to, kind, microbatch) -> what was sent."""
     failing: bool = False
     """The next piece of work fails."""
+    failed_at: Fence | None = None
 
     # ---------------------------------------------------------------------------------------------------- arriving
 
@@ -178,8 +179,11 @@ class Stage:
                 assert step == self.step
                 self.member.give_snapshot(self.number, step, self.machine.line, self.value)
             case staging.Refuse(reason=reason):
-                # An attach of a driver that died may arrive after that of the next.
-                assert "already obeys" in reason, reason
+                # An attach of a driver that died may arrive after that of the next; what was on its way to a stage
+                # that failed finds it not running. Nothing else may ever be refused.
+                assert "already obeys" in reason or (self.failed_at == self.fence and "is attached" in reason), reason
+                if self.failed_at == self.fence:
+                    self.tell(driving.StageFailed(self.number, reason))
 
     def clear_step(self) -> None:
         self.sums = ""
@@ -193,6 +197,7 @@ class Stage:
             return
         if self.failing:
             self.failing = False
+            self.failed_at = self.fence
             if work.kind in ("apply", "initialise"):
                 self.value, self.step = "half done", -1
             self.tell(driving.StageFailed(self.number, "made to fail"))

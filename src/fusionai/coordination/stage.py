@@ -588,8 +588,9 @@ class StageMachine:
 
     def on_export_asked(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ExportAsked)
-        begun = self._has_run(self.applied, 0)
-        if event.step != self.applied or begun or self._commit is not None or event.step in self._exports:
+        coming = self.applied + (self._commit is not None)
+        begun = self._commit is None and self._has_run(self.applied, 0)
+        if event.step != coming or begun or event.step in self._exports:
             return [Refuse(f"stage {self.shape.stage} can't export step {event.step}: it is in step {self.applied}")]
         self._exports.append(event.step)
         return []
