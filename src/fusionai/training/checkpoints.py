@@ -138,7 +138,9 @@ class Collection:
         message = envelope.message
         if not isinstance(message, wire.StateChunk):
             raise ExecutionError(f"expected the state of step {self.step}, got {type(message).__name__}.")
-        if message.fence != self._fence or self._settled.done():
+        if message.fence > self._fence:
+            raise ExecutionError(f"expected the state of step {self.step}, got one of a round that is still to come.")
+        if message.fence < self._fence or self._settled.done():
             return
         finished = self._take_off(message, envelope.tensors, peer)
         await asyncio.wait({self._writer, self._settled}, return_when=asyncio.FIRST_COMPLETED)

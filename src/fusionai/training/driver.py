@@ -127,7 +127,8 @@ class Driver:
             if fence is None or fence == self.fence:
                 self._perform_all(self._machine.handle(event))
                 self._after(event)
-        self._outputs.drop()
+        if self._ended.failed is not None:
+            self._outputs.fail(self._ended.failed)
         return self._ended
 
     def _after(self, event: DriverEvent) -> None:
