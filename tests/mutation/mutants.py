@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal, TypeVar
 
 Kind = Literal["negate", "drop operand", "swap comparison", "off by one", "drop row"]
@@ -42,8 +43,12 @@ class Mutant:
     kind: Kind
     before: str
     after: str
-    source: str
-    """The whole module with this one change."""
+    make: Callable[[], str] = field(compare=False)
+
+    @property
+    def source(self) -> str:
+        """The whole module with this one change."""
+        return self.make()
 
     @property
     def name(self) -> str:
@@ -73,18 +78,30 @@ def mutants(source: str) -> list[Mutant]:
     tree = ast.parse(source)
     functions = _functions(tree)
     found: list[Mutant] = []
-    seen = {ast.dump(tree)}
+    seen: set[tuple[int, int, str, str]] = set()
     for change in sorted(_changes(tree), key=lambda change: (change.anchor.lineno, change.anchor.col_offset)):
-        before = change.show()
-        undo = change.apply()
-        after, dumped = change.show(), ast.dump(tree)
-        if dumped not in seen:
-            seen.add(dumped)
+        before, after, _ = _shown(change, tree, whole=False)
+        place = (change.anchor.lineno, change.anchor.col_offset, before, after)
+        if before != after and place not in seen:
+            seen.add(place)
             function = functions.get(id(change.anchor), "")
-            changed = ast.unparse(tree)
-            found.append(Mutant(change.anchor.lineno, function, change.kind, before, after, changed))
-        undo()
+            make = partial(_source, change, tree)
+            found.append(Mutant(change.anchor.lineno, function, change.kind, before, after, make))
     return found
+
+
+def _source(change: _Change, tree: ast.Module) -> str:
+    return _shown(change, tree, whole=True)[2]
+
+
+def _shown(change: _Change, tree: ast.Module, *, whole: bool) -> tuple[str, str, str]:
+    """The place before and after, and the module while it is changed; the tree is as before."""
+    before = change.show()
+    undo = change.apply()
+    try:
+        return before, change.show(), ast.unparse(tree) if whole else ""
+    finally:
+        undo()
 
 
 def _changes(tree: ast.Module) -> Iterator[_Change]:

@@ -9,7 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from mutation.guards import ACCEPTED, SUBJECTS, Subject
+from mutation.mutants import mutants
+
 GUARDS = Path(__file__).with_name("guards.py")
+
+
+def test_what_is_accepted_still_exists():
+    """The reason belongs to a guard; with another guard it must be thought through again."""
+    for module, name in ACCEPTED:
+        source = SUBJECTS[module].path.read_text(encoding="utf-8")
+        assert name in {mutant.name for mutant in mutants(source)}, f"{module} has no guard any more: {name}"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_every_module_has_guards_and_tests(subject: Subject):
+    assert mutants(subject.path.read_text(encoding="utf-8"))
+    assert subject.test_files
 
 
 @pytest.mark.long
