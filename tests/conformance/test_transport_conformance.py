@@ -25,7 +25,14 @@ from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel, Listener, Remote, Role, Transport
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.tcp import TcpTransport
-from fusionai.wire.frame import GREETING_LIMITS, HEADER_BYTES, describe, encode_frame_head, encode_header
+from fusionai.wire.frame import (
+    GREETING_LIMITS,
+    HEADER_BYTES,
+    STREAM_LIMITS,
+    describe,
+    encode_frame_head,
+    encode_header,
+)
 from fusionai.wire.messages import Fence, Hello, Invited, Message, Ping, Probe, StateChunk, TensorHeader, encode
 
 DEADLINE_S = 30.0
@@ -377,6 +384,56 @@ def test_close_is_idempotent_and_ends_every_call(world: World, run: Callable[...
                 await task
         with pytest.raises(ChannelClosed):
             await channel.send(ping(1))
+        await listener.close()
+
+    run(main())
+
+
+def test_an_abort_ends_both_sides_and_waits_for_nobody(world: World, run: Callable[..., None]):
+    async def main() -> None:
+        accepted: asyncio.Queue[Channel] = asyncio.Queue()
+        over = asyncio.Event()
+
+        async def accept(channel: Channel) -> None:
+            accepted.put_nowait(channel)
+            await over.wait()
+
+        listener = await listen(world, accept)
+        channel = await world.member("a").dial(listener.addresses, expect=world.peer("server"), stream="control")
+        other = await accepted.get()
+        channel.abort()
+        channel.abort()
+        assert channel.closed
+        for end in (channel, other):
+            with pytest.raises(ChannelClosed):
+                await end.receive()
+        with pytest.raises(ChannelClosed):
+            await channel.send(ping(0))
+        await channel.close()
+        over.set()
+        await listener.close()
+
+    run(main())
+
+
+def test_half_a_frame_counts_as_a_sign_of_life(world: World, run: Callable[..., None]):
+    async def main() -> None:
+        arrived: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+
+        async def accept(channel: Channel) -> None:
+            before = channel.stats.arrived_bytes
+            with pytest.raises(TransportError):
+                await channel.receive()
+            arrived.put_nowait((channel.stats.arrived_bytes - before, channel.stats.received_frames))
+
+        listener = await listen(world, accept)
+        header = TensorHeader("x", "uint8", (1000,))
+        message = StateChunk(fence=Fence(1, 1, 0), stage=0, step=0, last=True, tensors=(header,))
+        value = host_tensor("uint8", (1000,), bytes(1000))
+        data = encode_frame_head(message, (value,), STREAM_LIMITS["state"])
+        await world.send_raw(listener, data + bytes(500))
+        nbytes, frames = await arrived.get()
+        assert (nbytes >= 500, frames) == (True, 0)
         await listener.close()
 
     run(main())

@@ -252,7 +252,7 @@ def test_an_import_under_way_gives_way_to_the_next_round(monkeypatch: pytest.Mon
         gate.opened.set()
         await control.send(wire.Resume(fence=LATER, stage=0, committed=8, source="import", base=8))
         entries = {**chunk, **{f"optimizer/layer0.weight/{slot}": chunk["model/layer0.weight"] for slot in SLOTS}}
-        entries["optimizer/layer0.weight/step"] = tensor(np.float32(8))
+        entries["optimizer/layer0.weight/step"] = tensor(np.array(8, np.float32))
         new = wire.StateChunk(fence=LATER, stage=0, step=8, last=True, tensors=headers(entries))
         await state.send(new, tuple(entries.values()))
         assert (await receive(control)).message == wire.Ready(fence=LATER, stage=0, applied=8)
