@@ -364,7 +364,8 @@ def fusionai(directory: Path, kills: int) -> dict[str, Any]:
             process.wait(PATIENCE_S)
     if not figures.is_file():
         said = (directory / "demo.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = said[-1] if said else "it said nothing"
+        errors = [line for line in said if line.lower().startswith("error")]
+        last = [*said, *errors][-1] if said else "it said nothing"
         raise RivalMissing(f"fusion demo --kill ended with code {process.returncode}: {last}")
     return read_demo(json.loads(figures.read_text(encoding="utf-8")))
 

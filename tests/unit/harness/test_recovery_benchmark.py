@@ -62,7 +62,9 @@ def test_a_build_that_can_not_kill_leaves_its_column_out_with_the_reason(
         def __init__(self, command: list[str], **options: object) -> None:
             assert command[-2:] == ["--json", str(tmp_path / "demo.json")]
             assert [command[place + 1] for place, word in enumerate(command) if word == "--kill"] == ["15:1", "30:2"]
-            (tmp_path / "demo.log").write_text("Usage: ...\nError: No such option '--kill'.\n", encoding="utf-8")
+            (tmp_path / "demo.log").write_text(
+                "Usage: ...\nError: No such option '--kill'.\nRead the help.\n", encoding="utf-8"
+            )
 
         def wait(self, patience_s: float) -> int:
             return self.returncode
