@@ -16,16 +16,17 @@ from harness.topology import Layout, Topology, random_topology
 from harness.virtual_broker import OWNER
 from harness.world import Trigger, World
 
-PHASES: Final = (
-    (DriverPhase.ATTACHING, 2, 12),
-    (DriverPhase.LOADING, 2, 8),
-    (DriverPhase.REPLAYING, 2, 30),
-    (DriverPhase.PROBING, 1, 12),
-    (DriverPhase.RUNNING, 8, 250),
-    (DriverPhase.SAVING, 1, 12),
-    (DriverPhase.WAITING, 1, 6),
-)
-"""Where faults strike: phase, weight, within how many of its events."""
+MOMENTS: Final = {
+    DriverPhase.ATTACHING: 12,
+    DriverPhase.LOADING: 8,
+    DriverPhase.REPLAYING: 25,
+    DriverPhase.PROBING: 12,
+    DriverPhase.RUNNING: 60,
+    DriverPhase.SAVING: 12,
+    DriverPhase.WAITING: 6,
+}
+"""Within how many events of a phase a fault strikes. The first one strikes a running job or any other moment of a
+driver's life, the next ones may strike its recovery."""
 
 
 def random_layout(topology: Topology, choose: random.Random) -> tuple[Layout, tuple[str, ...]]:
@@ -48,23 +49,31 @@ def random_layout(topology: Topology, choose: random.Random) -> tuple[Layout, tu
 
 def undisturbed(seed: int, *, any_order: bool = False) -> World:
     choose = random.Random(f"course {seed}")
-    topology = random_topology(choose, most_steps=7, most_microbatches=4)
+    topology = random_topology(choose, most_steps=9, most_microbatches=3)
     layout, spares = random_layout(topology, choose)
     return World(topology, layout, choose.randrange(2**32), spares=spares, any_order=any_order)
 
 
 def disturbed(seed: int, *, any_order: bool = False) -> World:
-    """One to four faults."""
+    """One to four faults; most of them while others are recovered from."""
     world = undisturbed(seed, any_order=any_order)
     choose = random.Random(f"faults {seed}")
     faults = Faults(world, choose)
-    phases = [phase for phase, _, _ in PHASES]
+    last: Trigger | None = None
     for _ in range(choose.choice((1, 1, 2, 2, 3, 4))):
-        phase = choose.choices(phases, [weight for _, weight, _ in PHASES])[0]
-        within = next(within for other, _, within in PHASES if other is phase)
-        fault = choose.choice(faults.all)
-        countdown = 1 + int(within * choose.random() ** 2)
-        world.triggers.append(Trigger(phase, countdown, lambda fault=fault: faults.strike(fault)))
+        chained = last is not None and choose.random() < 0.7
+        recovering = (DriverPhase.ATTACHING, DriverPhase.LOADING, DriverPhase.REPLAYING, DriverPhase.WAITING)
+        usual = (*[DriverPhase.RUNNING] * 9, DriverPhase.SAVING, DriverPhase.PROBING, DriverPhase.ATTACHING)
+        phase = choose.choice((*recovering, DriverPhase.RUNNING) if chained else usual)
+        late = chained or phase is not DriverPhase.RUNNING
+        last = Trigger(
+            phase=phase,
+            step=0 if late else choose.randrange(world.topology.steps),
+            countdown=1 + int(MOMENTS[phase] * choose.random() ** 2),
+            action=lambda fault=choose.choice(faults.all): faults.strike(fault),
+            after=last if chained else None,
+        )
+        world.triggers.append(last)
     return world
 
 

@@ -165,6 +165,10 @@ class Network:
         for process, far in ((one, other), (other, one)):
             self._notice(process, far, stream)
 
+    def connect(self, one: Process, other: Process) -> None:
+        """A new control connection: both ends speak on it at once, whether or not they have missed the old one."""
+        self._broken -= {(one, other, False), (other, one, False)}
+
     def _notice(self, process: Process, far: Process, stream: Stream) -> None:
         def noticed() -> None:
             self._broken.discard(_link(process, far, stream))

@@ -197,12 +197,10 @@ class HandReplanner:
 
     pool: MemoryPool
     journal: CommitJournal
-    asked: list[tuple[frozenset[str], str]] = field(default_factory=list)
 
     async def replacement(
-        self, present: Deployment, lost: frozenset[str], reason: str, waiting: Callable[[str], None]
+        self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
-        self.asked.append((lost, reason))
         while True:
             await self.pool.broker_there.wait()
             plan = self._replaced(present.plan, lost)
@@ -247,9 +245,9 @@ class NoReplanner:
     """A pool that has nobody else: the job ends with the reason it asked for."""
 
     async def replacement(
-        self, present: Deployment, lost: frozenset[str], reason: str, waiting: Callable[[str], None]
+        self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
-        raise ExecutionError(reason)
+        raise ExecutionError("nobody is there")
 
 
 class Data:

@@ -46,6 +46,14 @@ BEAT_S = 3.0
 STALLED_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Machines that a plan of this job may have; those that are to leave had better not."""
+
+    known: frozenset[str]
+    draining: frozenset[str]
+
+
 @dataclass(slots=True, eq=False)
 class Broker:
     """One start of the broker's process. `facts` are on its disk."""
@@ -110,18 +118,16 @@ class Broker:
     def report(self, process: Process, step: int, *, done: bool) -> None:
         self.ask(ReportJob(PeerId(OWNER), process.number, JOB, "done" if done else "running", step, ""))
 
-    def candidates(self) -> frozenset[str]:
-        """Machines that a plan of this job may have."""
+    def candidates(self) -> Candidates:
         wall_s = self.world.network.now_s
-        return frozenset(
+        members = self.desk.pool.members.values()
+        known = frozenset(
             str(member.peer)
-            for member in self.desk.pool.members.values()
+            for member in members
             if self.desk.reachable(member)
             and (member.job == JOB or (member.phase == "idle" and not self.desk.rest_left_s(member, wall_s)))
         )
-
-    def draining(self) -> frozenset[str]:
-        return frozenset(str(member.peer) for member in self.desk.pool.members.values() if member.phase == "draining")
+        return Candidates(known, frozenset(str(member.peer) for member in members if member.phase == "draining"))
 
     def mint(self, process: Process, layout: Layout) -> int | None:
         """The new plan's version; None when the broker refuses it."""
@@ -141,30 +147,33 @@ class Broker:
 
 
 def stand_in(
-    layout: Layout, lost: frozenset[str], candidates: frozenset[str], stateless: frozenset[int], pick: Callable[[int], int]
+    layout: Layout, lost: frozenset[str], pool: Candidates, stateless: frozenset[int], pick: Callable[[int], int]
 ) -> Layout | None:
     """The plan without `lost`, as `scheduling.takeover` makes it less memory and speed: a guard first, then an idle
-    machine, then one that works already, then a lost one that is back. None: nobody can be found."""
-    places, guards = dict(layout.places), {s: g for s, g in layout.guards.items() if g not in lost | frozenset()}
+    machine, then one that works already, then one that is back or was to leave. None: nobody can be found."""
+    unwanted = lost | (pool.draining & layout.members)
+    there = pool.known - pool.draining
+    places = dict(layout.places)
+    guards = {stage: guard for stage, guard in layout.guards.items() if guard not in unwanted}
     for stage, peer in sorted(layout.places.items()):
-        if peer not in lost:
+        if peer not in unwanted:
             continue
-        working = set(places.values()) - lost - {OWNER}
-        idle = sorted(candidates - lost - working - set(guards.values()))
-        others = sorted((candidates & working) - lost)
+        working = set(places.values()) - unwanted - {OWNER}
+        guarding = set(guards.values())
         choices = (
             ([guards[stage]] if stage in guards else [])
-            or idle
-            or sorted((candidates - lost) & set(guards.values()))
-            or others
-            or sorted(candidates & lost)
+            or sorted(there - unwanted - working - guarding)
+            or sorted((there - unwanted) & guarding)
+            or sorted((there & working) - unwanted)
+            or ([peer] if peer not in lost else [])
+            or sorted(pool.known & unwanted)
         )
         if not choices:
             return None
         places[stage] = choices[pick(len(choices))]
     working = set(places.values())
     guards = {stage: guard for stage, guard in guards.items() if guard not in working}
-    spares = sorted((candidates - working - lost) | set(guards.values()))
+    spares = sorted((there - working - unwanted) | set(guards.values()))
     for stage in sorted(places):
         if spares and stage not in guards and stage not in stateless and places[stage] != OWNER:
             guards[stage] = spares[pick(len(spares))]

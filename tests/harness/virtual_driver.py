@@ -20,7 +20,7 @@ from fusionai.wire.messages import CommitRecord, Fence, Mode
 from harness import topology as model
 from harness.network import Process, Stream
 from harness.topology import FEED, Layout
-from harness.virtual_broker import OWNER, stand_in
+from harness.virtual_broker import OWNER, Candidates, stand_in
 from harness.virtual_member import Attach, Detach, Enlist, Member, Pass
 from harness.virtual_stage import Output, State, Tensor
 
@@ -210,6 +210,7 @@ class Driver:
             process = self.world.members[peer].process
             if self.connections.get(peer) is not process:
                 self.connections[peer] = process
+                self.world.network.connect(self.process, process)
                 self.silence.watch(peer, now_s)
             if not process.alive:
                 self._later(lambda peer=peer, process=process: self._unreachable(peer, process))
@@ -311,18 +312,15 @@ class Driver:
         broker = self.world.broker
 
         def asked() -> None:
-            known = broker.candidates()
-            draining = broker.draining()
-            self.world.network.send(broker.process, self.process, "control", lambda: chosen(known, draining))
+            pool = broker.candidates()
+            self.world.network.send(broker.process, self.process, "control", lambda: chosen(pool))
 
-        def chosen(known: frozenset[str], draining: frozenset[str]) -> None:
+        def chosen(pool: Candidates) -> None:
             if not self.alive or (change is None and self.without is None):
                 return
-            there = self._candidates(known, draining)
-            topology = self.world.topology
             layout = self.layout if change is None else change(self.layout)
             if layout is not None:
-                layout = stand_in(layout, without | (draining & layout.members), there, topology.stateless, self._pick)
+                layout = stand_in(layout, without, pool, self.world.topology.stateless, self._pick)
             if layout is None or (change is not None and layout == self.layout):
                 self.world.told["nobody can be found" if layout is None else "nothing to change"] += 1
                 return
@@ -340,9 +338,6 @@ class Driver:
             self.handle(events.PlanGranted(self._roles(version)))
 
         self.world.network.send(self.process, broker.process, "control", asked)
-
-    def _candidates(self, known: frozenset[str], draining: frozenset[str]) -> frozenset[str]:
-        return known - draining
 
     def _pick(self, count: int) -> int:
         return self.world.choose.randrange(count)

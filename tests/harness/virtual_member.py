@@ -156,6 +156,12 @@ class Member:
         if message.stage in self.stages:
             self.stages[message.stage].offer_state()
 
+    def dismiss(self) -> None:
+        """The broker says that its part in the job has ended; a driver that knows nothing of it loses a member."""
+        if self.driver is not None:
+            self.world.network.cut(self.process, self.driver.process, members=False)
+        self.clear()
+
     def clear(self) -> None:
         self.stages.clear()
         self.snapshots.clear()

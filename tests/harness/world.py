@@ -37,11 +37,14 @@ LEFT_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Trigger:
-    """An action at the n-th event of a phase of the driver."""
+    """An action at the n-th event of a phase of the driver, once it is at `step`; in a chain also after another."""
 
     phase: DriverPhase
+    step: int
     countdown: int
     action: Callable[[], None]
+    after: Trigger | None = None
+    pulled: bool = False
 
 
 class World:
@@ -70,10 +73,11 @@ class World:
         self.triggers: list[Trigger] = []
         self.made_to_fail = False
         self._processes = 0
-        self._lost_since: set[str] = set()
-        """Whom the driver has lost since all was well."""
-        self._covered: dict[int, str] = {}
-        """Stage -> guard that had a snapshot of it when all was well last."""
+        self._trouble: list[events.PeerLost | events.LinkBroken | events.StageFailed] = []
+        """Since the job ran undisturbed, with the plan of then and the stages whose guards had a snapshot newer than the
+        checkpoint."""
+        self._before = layout
+        self._covered: set[int] = set()
         self.members: dict[str, Member] = {}
         self.broker = self._new_broker()
         self.broker.enrol(OWNER)
@@ -108,12 +112,14 @@ class World:
         raise AssertionError(f"the job did not come to an end: {self.stories()}")
 
     def _pull(self) -> None:
-        phase = self.driver.phase
-        for trigger in [trigger for trigger in self.triggers if trigger.phase is phase]:
-            trigger.countdown -= 1
-            if trigger.countdown <= 0:
-                self.triggers.remove(trigger)
-                trigger.action()
+        phase, step = self.driver.phase, len(self.journal)
+        for trigger in self.triggers:
+            armed = trigger.after is None or trigger.after.pulled
+            if trigger.phase is phase and not trigger.pulled and armed and step >= trigger.step:
+                trigger.countdown -= 1
+                if trigger.countdown <= 0:
+                    trigger.pulled = True
+                    trigger.action()
 
     def _check(self) -> None:
         for member in self.members.values():
@@ -150,17 +156,20 @@ class World:
     # -------------------------------------------------------------------------------------------- what drivers tell
 
     def before_event(self, driver: Driver, event: object) -> None:
-        machine = driver.machine
-        if machine.phase is DriverPhase.RUNNING:
+        if not isinstance(event, events.PeerLost | events.LinkBroken | events.StageFailed):
+            return
+        if driver.machine.phase is DriverPhase.RUNNING:
+            self._trouble = []
+            self._before = driver.layout
             self._covered = {
-                stage: guard
+                stage
                 for stage, guard in driver.layout.guards.items()
-                if any(held == stage for held, _ in self.members[guard].snapshots)
-                and any(step <= machine.step for held, step in self.members[guard].snapshots if held == stage)
+                if any(
+                    at == stage and max(driver.machine.saved, 0) < step <= driver.machine.step
+                    for at, step in self.members[guard].snapshots
+                )
             }
-            self._lost_since = set()
-        if isinstance(event, events.PeerLost):
-            self._lost_since.add(event.peer)
+        self._trouble.append(event)
 
     def check_ready(self, driver: Driver, base: int) -> None:
         for member in self.members.values():
@@ -170,15 +179,33 @@ class World:
 
     def check_restored(self, driver: Driver, told: commands.TellRestored) -> None:
         kind = "kept all" if not told.restored else "rolled back" if told.rollback else "replayed"
+        if told.rollback:
+            assert not self._could_replay(driver), f"back to {told.base} although there are snapshots: {self.stories()}"
         if told.restored and not told.rollback and told.base == told.committed:
             kind = "loaded"
         self.told[f"restored: {kind}"] += 1
+
+    def _could_replay(self, driver: Driver) -> bool:
+        """Whether all that happened since the job ran is the loss of one peer whose guards have what it lost."""
+        lost = {event.peer for event in self._trouble if isinstance(event, events.PeerLost)}
+        if len(lost) != 1 or any(isinstance(event, events.StageFailed) for event in self._trouble):
+            return False
+        links = [event for event in self._trouble if isinstance(event, events.LinkBroken)]
+        if len(links) > 1 or any(not lost & {link.reporter, link.other} for link in links):
+            return False
+        before, now = self._before, driver.layout
+        stages = {stage for stage, peer in before.places.items() if peer in lost}
+        moved = {stage for stage, peer in before.places.items() if now.places[stage] != peer}
+        stateful = stages - self.topology.stateless
+        there = all(before.guards.get(stage) in now.members for stage in stateful)
+        return bool(stateful) and moved <= stages and before.cut == now.cut and there and stateful <= self._covered
 
     # ------------------------------------------------------------------------------------------------------- faults
 
     def restart_driver(self) -> None:
         """The driver's process dies (or has ended) and starts again with what is on its disk."""
         self.network.kill(self.driver.process, silently=False)
+        self._trouble = []
         self.driver = self._new_driver()
         self.driver.start()
 
@@ -254,7 +281,7 @@ class World:
         def answer(kept: bool) -> None:
             answered[0] = True
             if not kept:
-                member.clear()
+                member.dismiss()
             network.timer(process, BEAT_S if kept else 0.1, lambda: self._beat(member, registered=kept))
 
         def give_up() -> None:
