@@ -71,6 +71,7 @@ class Subject:
         return [str(path) for path in dict.fromkeys(found)]
 
 
+BROKER: Final = "property/test_broker_machine.py"
 JOBS: Final = ("property/test_job_machines.py", "property/test_virtual_jobs.py")
 SUBJECTS: Final = {
     subject.name: subject
@@ -81,7 +82,7 @@ SUBJECTS: Final = {
         Subject("roles", ("unit/coordination/test_roles*.py", "unit/coordination/test_driver*.py", *JOBS)),
         Subject("silence", ("unit/coordination/test_silence*.py", "property/test_silence*.py")),
         Subject("lease", ("unit/coordination/test_lease.py", "unit/coordination/test_decisions.py")),
-        Subject("membership", ("unit/coordination/test_membership.py", "unit/coordination/test_decisions.py")),
+        Subject("membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)),
         Subject("plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")),
         Subject("machine", ("unit/coordination/test_machine.py",)),
     )
