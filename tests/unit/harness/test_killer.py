@@ -153,7 +153,11 @@ def test_who_was_killed_otherwise_while_frozen_is_not_missed():
     assert killer.blows[-1] == Blow(0, CAST[0], "wake", 0.0, hit=False)
 
 
-@pytest.mark.parametrize("pid", [0, 1, -1, -5, os.getpid(), os.getppid()])
+@pytest.mark.parametrize(
+    "pid",
+    [0, 1, -1, -5, os.getpid(), os.getppid()],
+    ids=["own group", "init", "everybody", "a group", "this process", "its parent"],
+)
 def test_the_test_itself_and_groups_are_out_of_bounds(pid: int):
     scene = Scene()
     with pytest.raises(ValueError, match="this test itself"):
