@@ -70,7 +70,7 @@ def disturbed(seed: int, *, any_order: bool = False) -> World:
             phase=phase,
             step=0 if late else choose.randrange(world.topology.steps),
             countdown=1 + int(MOMENTS[phase] * choose.random() ** 2),
-            action=lambda fault=choose.choice(faults.all): faults.strike(fault),
+            action=faults.one(choose.choice(EVERY_FAULT)),
             after=last if chained else None,
         )
         world.triggers.append(last)
@@ -83,36 +83,14 @@ class Faults:
     def __init__(self, world: World, choose: random.Random) -> None:
         self.world = world
         self.choose = choose
-        self.all: tuple[Callable[[], bool], ...] = (
-            self.a_stage_s_peer_dies,
-            self.a_stage_s_peer_dies,
-            self.a_guard_dies,
-            self.two_peers_die_at_once,
-            self.a_peer_dies_with_its_guard,
-            self.the_owner_s_process_dies,
-            self.the_owner_s_process_dies,
-            self.the_owner_s_process_freezes,
-            self.the_broker_dies,
-            self.the_broker_freezes,
-            self.a_peer_freezes,
-            self.a_link_breaks,
-            self.a_link_breaks_twice,
-            self.a_control_connection_breaks,
-            self.one_direction_is_blocked,
-            self.work_fails,
-            self.a_peer_flaps,
-            self.many_come_and_go,
-            self.a_peer_drains,
-            self.a_stage_is_to_move,
-            self.another_cut_is_wanted,
-            self.guards_change,
-            self.the_job_is_stopped,
-        )
 
-    def strike(self, fault: Callable[[], bool]) -> None:
-        phase = self.world.driver.phase
-        if not self.world.driver.ended and fault():
-            self.world.struck[fault.__name__, phase.value] += 1
+    def one(self, fault: Fault) -> Callable[[], None]:
+        def strike() -> None:
+            phase = self.world.driver.phase
+            if not self.world.driver.ended and fault(self):
+                self.world.struck[fault.__name__, phase.value] += 1
+
+        return strike
 
     # -------------------------------------------------------------------------------------------------- processes
 
@@ -255,9 +233,7 @@ class Faults:
         def change(layout: Layout) -> Layout:
             spares = sorted(set(layout.guards.values()))
             guards = {stage: self.choose.choice(spares) for stage in layout.guards if self.choose.random() < 0.7}
-            return Layout(
-                places=layout.places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut
-            )
+            return Layout(places=layout.places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut)
 
         self.world.driver.propose(change)
         return True
@@ -302,14 +278,43 @@ class Faults:
             self.world.boot(peer)
 
 
+Fault = Callable[[Faults], bool]
+"""Whether it could strike."""
+EVERY_FAULT: Final[tuple[Fault, ...]] = (
+    Faults.a_stage_s_peer_dies,
+    Faults.a_stage_s_peer_dies,
+    Faults.a_guard_dies,
+    Faults.two_peers_die_at_once,
+    Faults.a_peer_dies_with_its_guard,
+    Faults.the_owner_s_process_dies,
+    Faults.the_owner_s_process_dies,
+    Faults.the_owner_s_process_freezes,
+    Faults.the_broker_dies,
+    Faults.the_broker_freezes,
+    Faults.a_peer_freezes,
+    Faults.a_link_breaks,
+    Faults.a_link_breaks_twice,
+    Faults.a_control_connection_breaks,
+    Faults.one_direction_is_blocked,
+    Faults.work_fails,
+    Faults.a_peer_flaps,
+    Faults.many_come_and_go,
+    Faults.a_peer_drains,
+    Faults.a_stage_is_to_move,
+    Faults.another_cut_is_wanted,
+    Faults.guards_change,
+    Faults.the_job_is_stopped,
+)
+"""The commonest twice."""
+
+
 def main() -> None:
-    seed = int(sys.argv[1])
-    world = disturbed(seed, any_order="any" in sys.argv)
-    print(world.topology, world.plan[1], sep="\n")
+    world = disturbed(int(sys.argv[1]), any_order="any" in sys.argv)
+    sys.stdout.write(f"{world.topology}\n{world.plan[1]}\n")
     try:
-        print(world.run())
+        world.run()
     finally:
-        print(world.stories(), dict(world.struck), dict(world.told), sep="\n")
+        sys.stdout.write(f"{world.stories()}\n{dict(world.struck)}\n{dict(world.told)}\n")
 
 
 if __name__ == "__main__":

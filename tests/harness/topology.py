@@ -88,7 +88,6 @@ class Topology:
             evaluate_every=self.evaluate_every,
         )
 
-
     def neighbours(self, stage: int) -> frozenset[int]:
         around = {producer for producer, consumer in self.edges if consumer == stage} | self.consumers(stage)
         return frozenset(around | (set(self.tied) - {stage} if stage in self.tied else set[int]()))

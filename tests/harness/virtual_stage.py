@@ -14,7 +14,6 @@ from fusionai.coordination import stage as staging
 from fusionai.coordination.stage import StageMachine, Work
 from fusionai.wire.messages import Fence, Mode
 from harness import topology as model
-from harness.network import Stream
 from harness.topology import FEED, Topology
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class World:
         self.made_to_fail = False
         self._processes = 0
         self._trouble: list[events.PeerLost | events.LinkBroken | events.StageFailed] = []
-        """Since the job ran undisturbed, with the plan of then and the stages whose guards had a snapshot newer than the
+        """Since the job ran undisturbed; the plan of then; stages whose guards had a snapshot newer than the
         checkpoint."""
         self._before = layout
         self._covered: set[int] = set()
@@ -272,10 +272,7 @@ class World:
 
         def ask() -> None:
             broker.process.lost_link = lambda far, stream: self.broker.disconnected(far)
-            if registered:
-                kept = broker.beat(process, holds=member.holds_anything)
-            else:
-                kept = broker.register(process)
+            kept = broker.beat(process, holds=member.holds_anything) if registered else broker.register(process)
             network.send(broker.process, process, "control", lambda: answer(kept))
 
         def answer(kept: bool) -> None:

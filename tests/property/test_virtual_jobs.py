@@ -1,108 +1,181 @@
-"""Whole jobs on the shipped machines in virtual time: random cuts, delays, faults; the result never changes."""
+"""Whole jobs on the shipped machines in virtual time: random cuts, delays, faults; the result never changes.
+
+`python -m harness.course SEED` (in `tests`; `any` after it for any order) replays the course a failure names.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import random
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import pytest
 
-from harness.topology import Topology, random_topology, reference
+from fusionai.coordination.driver import DriverPhase
+from harness.course import EVERY_FAULT, disturbed, undisturbed
+from harness.topology import Layout, Topology, reference
 from harness.world import World
 
 CHAIN = Topology(
     stages=3,
-    steps=3,
-    microbatches=4,
+    steps=5,
+    microbatches=3,
     in_flight=(3, 2, 1),
     edges=frozenset({(0, 1), (1, 2)}),
     fed=frozenset({0, 2}),
 )
 TIED_WITH_SKIP = dataclasses.replace(
-    CHAIN, edges=CHAIN.edges | {(0, 2)}, tied=(0, 2), checkpoint_every=1, evaluate_every=1, evaluations=3
+    CHAIN, edges=CHAIN.edges | {(0, 2)}, tied=(0, 2), checkpoint_every=2, evaluate_every=2, evaluations=3
 )
+GUARDED = Layout(places={0: "a", 1: "b", 2: "c"}, guards={0: "x", 1: "y", 2: "x"}, snapshot_every=2)
+UNGUARDED = Layout(places={0: "a", 1: "b", 2: "c"})
+FEW, MANY, LONG = range(60), range(60, 500), range(1_000, 11_000)
 
 
-def job(seed: int) -> World:
-    choose = random.Random(seed)
-    return World(random_topology(choose), choose.randrange(2**32), spares=choose.randint(0, 2))
+@dataclasses.dataclass
+class Covered:
+    """What a number of courses met."""
+
+    courses: int = 0
+    events: int = 0
+    stale: int = 0
+    most_retained: int = 0
+    struck: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    told: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def table(self) -> str:
+        kinds = sorted({kind for kind, _ in self.struck})
+        lines = [f"{self.courses} courses, {self.events} events, {self.stale} stale messages", f"{dict(self.told)}"]
+        for kind in kinds:
+            phases = {phase: count for (name, phase), count in sorted(self.struck.items()) if name == kind}
+            lines.append(f"{kind}: {sum(phases.values())} {phases}")
+        return "\n".join(lines)
 
 
-def faulty(seed: int) -> World:
-    """A job with up to three faults at random moments."""
-    choose = random.Random(f"faults {seed}")
-    world = job(seed)
-    for _ in range(choose.randint(1, 3)):
-        moment_s = choose.uniform(0, 120) * choose.random()
-        match choose.choice(("driver", "stop", "stage")):
-            case "driver":
-                world.network.after(moment_s, lambda: None if world.driver.ended else world.restart_driver())
-            case "stop":
-                world.network.after(moment_s, lambda: world.stop("asked to"))
-            case _:
-                stage = choose.randrange(world.topology.stages)
-                world.network.after(moment_s, lambda stage=stage: world.kill_stage(stage))
-    return world
+def run_all(course: Callable[..., World], seeds: Iterable[int]) -> Covered:
+    covered = Covered()
+    for seed in seeds:
+        any_order = seed % 3 == 2
+        world = course(seed, any_order=any_order)
+        try:
+            assert world.run().steps == world.topology.steps
+        except Exception as error:
+            replay = f"python -m harness.course {seed}{' any' if any_order else ''}"
+            raise AssertionError(f"{course.__name__} {seed} ({replay}): {error}") from error
+        covered.courses += 1
+        covered.events += world.network.events
+        covered.stale += world.stale
+        covered.most_retained = max(covered.most_retained, world.most_retained)
+        covered.struck += world.struck
+        covered.told += world.told
+    return covered
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_any_order_of_arrival_gives_the_result_of_one_loop(seed: int):
-    assert job(seed).run().steps == job(seed).topology.steps
+def test_any_order_of_arrival_gives_the_result_of_one_loop():
+    run_all(undisturbed, FEW)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_whatever_dies_or_stops_the_result_is_that_of_one_loop(seed: int):
-    world = faulty(seed)
-    assert world.run().steps == world.topology.steps
+def test_whatever_dies_breaks_or_joins_the_result_is_that_of_one_loop():
+    covered = run_all(disturbed, FEW)
+    assert covered.stale > 0, "or the fences would be for nothing"
+
+
+@pytest.mark.slow
+def test_hundreds_of_courses_meet_every_fault_and_every_way_back(record_property: Callable[[str, object], None]):
+    run_all(undisturbed, MANY)
+    covered = run_all(disturbed, MANY)
+    record_property("covered", covered.table())
+    faults = {fault.__name__ for fault in EVERY_FAULT}
+    assert {kind for kind, _ in covered.struck} == faults
+    assert {phase for _, phase in covered.struck} == {
+        phase.value for phase in DriverPhase if phase is not DriverPhase.ENDED
+    }
+    for way in ("kept all", "loaded", "replayed", "rolled back"):
+        assert covered.told[f"restored: {way}"] > 10, way
+    assert covered.most_retained > 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hundred", range(40))
-def test_thousands_of_courses(hundred: int):
-    for seed in range(100 * hundred, 100 * hundred + 100):
-        job(1000 + seed).run()
-        faulty(1000 + seed).run()
+@pytest.mark.timeout(3600)
+def test_ten_thousand_courses(record_property: Callable[[str, object], None]):
+    record_property("covered", run_all(disturbed, LONG).table())
 
 
 def test_one_seed_is_one_course_of_events():
-    first, second = faulty(5), faulty(5)
+    first, second = disturbed(5), disturbed(5)
     first.run()
     second.run()
     assert first.network.now_s == second.network.now_s
+    assert first.network.events == second.network.events
     assert first.journal == second.journal
     assert first.stale == second.stale
 
 
+# ------------------------------------------------------------------------------------------------- at every moment
+
+
+def at_event(world: World, number: int, action: Callable[[], None]) -> World:
+    advance = world.network.advance
+
+    def advance_or_strike() -> bool:
+        if world.network.events == number:
+            action()
+        return advance()
+
+    world.network.advance = advance_or_strike
+    return world
+
+
 @pytest.mark.parametrize("topology", [CHAIN, TIED_WITH_SKIP], ids=["chain", "tied with a skip"])
 def test_the_driver_dies_at_every_moment(topology: Topology):
-    quiet = World(topology, 3)
+    quiet = World(topology, GUARDED, 3, spares=())
     quiet.run()
-    for tenth in range(25):
-        world = World(topology, 3)
-        world.network.after(quiet.network.now_s * tenth / 25, world.restart_driver)
-        world.run()
-        assert world.incarnations == 2
+    for number in range(0, quiet.network.events, 29):
+        world = World(topology, GUARDED, 3, spares=())
+        at_event(world, number, world.restart_driver).run()
+        assert world.incarnation == 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_dies_at_every_moment_and_a_spare_takes_its_place(stage: int):
-    quiet = World(TIED_WITH_SKIP, 4)
+def test_a_guarded_stage_dies_at_every_moment_and_nobody_goes_back(stage: int):
+    quiet = World(TIED_WITH_SKIP, GUARDED, 4)
     quiet.run()
-    for tenth in range(12):
-        world = World(TIED_WITH_SKIP, 4, spares=1)
-        world.network.after(quiet.network.now_s * tenth / 12, lambda world=world: world.kill_stage(stage))
-        world.run()
-        assert world.stages[stage].process == TIED_WITH_SKIP.stages
+    for number in range(150, quiet.network.events, 37):
+        world = World(TIED_WITH_SKIP, GUARDED, 4)
+        at_event(world, number, lambda world=world: world.kill(GUARDED.places[stage])).run()
+        assert world.told["restored: rolled back"] == 0
 
 
-def test_stale_messages_do_arrive_and_are_dropped():
-    """Otherwise the faults above would test nothing."""
-    dropped = 0
-    for seed in range(30):
-        world = faulty(seed)
-        world.run()
-        dropped += world.stale
-    assert dropped > 0
+def test_an_unguarded_stage_dies_at_every_moment_and_a_spare_takes_its_place():
+    quiet = World(TIED_WITH_SKIP, UNGUARDED, 4)
+    quiet.run()
+    rolled = 0
+    for number in range(100, quiet.network.events, 31):
+        world = World(TIED_WITH_SKIP, UNGUARDED, 4, spares=("x",))
+        world.improving = False
+        at_event(world, number, lambda world=world: world.kill("b")).run()
+        assert world.driver.layout.places[1] in ("x", "b")
+        rolled += world.told["restored: rolled back"]
+    assert rolled > 0
+
+
+def test_without_a_spare_the_job_waits_and_goes_on_when_the_machine_is_back():
+    world = World(CHAIN, Layout(places=dict.fromkeys(range(3), "a")), 5)
+    at_event(world, 300, lambda: world.kill("a", back_after_s=30.0)).run()
+    assert world.network.now_s > 30
+    assert world.told["nobody can be found"] > 0
+
+
+def test_a_job_goes_on_while_the_broker_is_away_until_somebody_is_lost():
+    world = World(CHAIN, GUARDED, 5)
+    world.restart_broker(away_s=40.0)
+    at_event(world, 200, lambda: world.kill("x")).run()
+    assert world.network.now_s < 40
+    assert world.told["fault: guard"] == 1
+    world = World(CHAIN, GUARDED, 5)
+    world.restart_broker(away_s=40.0)
+    at_event(world, 200, lambda: world.kill("a")).run()
+    assert world.network.now_s > 40
 
 
 def test_the_loop_depends_on_everything_that_matters():
@@ -110,8 +183,9 @@ def test_the_loop_depends_on_everything_that_matters():
     for changed in (
         dataclasses.replace(TIED_WITH_SKIP, tied=()),
         dataclasses.replace(TIED_WITH_SKIP, edges=CHAIN.edges),
-        dataclasses.replace(TIED_WITH_SKIP, microbatches=3),
+        dataclasses.replace(TIED_WITH_SKIP, microbatches=2),
         dataclasses.replace(TIED_WITH_SKIP, fed=frozenset({0})),
+        dataclasses.replace(TIED_WITH_SKIP, stateless=frozenset({1})),
     ):
         assert reference(changed).states[-1] != base
     assert reference(dataclasses.replace(TIED_WITH_SKIP, in_flight=(1, 1, 1))).states[-1] == base
