@@ -20,10 +20,10 @@ from fusionai.execution import envelopes
 from fusionai.execution.host import Host
 from fusionai.execution.keeper import Keeper
 from fusionai.execution.links import Links, dials
-from fusionai.execution.loading import load_stage
 from fusionai.execution.outbox import Outbox
 from fusionai.execution.placement import Placement
 from fusionai.execution.runtime import StageRuntime
+from fusionai.execution.stages import Stages
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -38,8 +38,6 @@ LinkLostSink = Callable[[PeerId, str], None]
 
 MAX_UNREAD: Final = 1024
 """Messages to a driver that does not read them."""
-HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
-"""Tensors a stage may hold for work to come, and snapshots a member may keep, where the provider set no limit."""
 
 
 class JobMember:
@@ -71,13 +69,13 @@ class JobMember:
         self._failed: dict[int, Fence] = {}
         self._links_told: set[tuple[Fence, PeerId]] = set()
         self._tasks: set[asyncio.Task[object]] = set()
-        self._runtimes: dict[int, StageRuntime] = {}
+        self._stages = Stages(host, job, self)
         self._attaching = asyncio.Lock()
         self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
         self._keeper = Keeper(
             host.transport,
             self._placement,
-            room_bytes=self._room_bytes,
+            room_bytes=lambda: self._stages.snapshot_room_bytes,
             now_s=host.clock.now_s,
             on_kept=lambda stage, step: self.to_driver(
                 wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step)
@@ -90,7 +88,7 @@ class JobMember:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        return tuple(sorted(self._runtimes))
+        return self._stages.numbers
 
     @property
     def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
@@ -120,7 +118,7 @@ class JobMember:
                     envelope = await channel.receive()
                     if isinstance(envelope.message, wire.Detach):
                         if envelope.message.fence >= self.fence:
-                            await self._detach(envelope.message.reason)
+                            await self._detach()
                             return True
                         self.stale_dropped += 1
                     else:
@@ -245,10 +243,8 @@ class JobMember:
             self._report(ExecutionError(f"{type(error).__name__}: {error}"), runtime)
 
     def _runtime(self, stage: int, fence: Fence) -> StageRuntime | None:
-        runtime = self._runtimes.get(stage)
-        if runtime is None or not runtime.accepts(fence):
-            self.stale_dropped += 1
-            return None
+        runtime = self._stages.accepting(stage, fence)
+        self.stale_dropped += runtime is None
         return runtime
 
     # ------------------------------------------------------------------------------------- enlisting and attaching
@@ -274,9 +270,8 @@ class JobMember:
         if not self._enlisted:
             self._enlisted = True
             self._start(self._beat())
-        places = self._placement.places
-        for stage in [stage for stage in self._runtimes if places.get(stage) != self._host.peer]:
-            self._start(_end(self._runtimes.pop(stage), "the plan places it elsewhere"))
+        own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
+        self._start(self._stages.keep_only(own))
         self._links.begin_round(self._placement.peers)
         self._keeper.begin_round(self._placement, enlist.partition)
         if self.owner == self._host.peer:
@@ -296,7 +291,7 @@ class JobMember:
         """Loads if need be, one stage after the other; later rounds may come meanwhile."""
         async with self._attaching:
             try:
-                runtime = await self._loaded(attach, tensors)
+                runtime = await self._made(attach, tensors)
             except GraphError as error:
                 self._refuse(attach, "bad_graph", str(error))
             except FusionError as error:
@@ -310,39 +305,16 @@ class JobMember:
                     for stage in runtime.linked_stages:
                         self._dial(self._placement.neighbours[stage])
 
-    async def _loaded(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
-        """The stage's runtime; the one at hand if this attach describes the same stage, otherwise another. None, and
-        refused, when the attach is not of the present round."""
+    async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
+        """None, and refused, when the attach is not of the present round, or no longer once the stage is loaded."""
         if attach.job != self.job:
             raise ExecutionError(f"this connection is for job {self.job}, the attach is for {attach.job}.")
         if not self._is_present(attach):
             return None
-        identity = (attach.graph_hash, bytes(attach.boundary), attach.options)
-        present = self._runtimes.get(attach.stage)
-        if present is not None and present.identity == identity:
-            return present
-        loaded = await load_stage(
-            self._host, attach, tensors, places=self._placement.places, memory_limit_bytes=self._unused_bytes()
-        )
+        runtime = await self._stages.made(attach, tensors, self._placement.places)
         if not self._is_present(attach):
             return None
-        runtime = StageRuntime(
-            job=self.job,
-            identity=identity,
-            graph=loaded.graph,
-            held_limit_bytes=self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES,
-            boundary=loaded.boundary,
-            options=attach.options,
-            program=loaded.program,
-            compute=self._host.compute,
-            postman=self,
-            fingerprint=self._host.fingerprint,
-            now_s=self._host.clock.now_s,
-        )
-        former = self._runtimes.pop(attach.stage, None)
-        if former is not None:
-            await _end(former, "another stage takes its place")
-        self._runtimes[attach.stage] = runtime
+        await self._stages.adopt(runtime)
         return runtime
 
     def _is_present(self, attach: wire.Attach) -> bool:
@@ -355,18 +327,6 @@ class JobMember:
             self._refuse(attach, "bad_message", f"this member was not enlisted under {attach.fence}")
             return False
         return True
-
-    def _unused_bytes(self) -> int | None:
-        """What is lent less what the stages here take. Snapshots do not count: a guard may need their room for the very
-        stage it takes over, and gives up no stage for a snapshot."""
-        if self._host.memory_limit_bytes is None:
-            return None
-        return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
-
-    def _room_bytes(self) -> int:
-        """What snapshots may take."""
-        unused_bytes = self._unused_bytes()
-        return HELD_WITHOUT_LIMIT_BYTES if unused_bytes is None else unused_bytes
 
     def _dial(self, neighbour: wire.Neighbour) -> None:
         """Open the link to a neighbour if it is this side's turn to, and it is not there."""
@@ -485,26 +445,23 @@ class JobMember:
 
     def _report(self, error: FusionError, runtime: StageRuntime | None = None) -> None:
         """A message that a stage can't obey fails that stage (or, unaddressed, all stages here)."""
-        for failed in [runtime] if runtime is not None else list(self._runtimes.values()):
-            self.failed(failed, "bad_message", str(error))
+        for failed in [runtime] if runtime is not None else self._stages.all:
+            self.failed(failed.stage, failed.fence, "bad_message", str(error))
 
-    def failed(self, runtime: StageRuntime, code: wire.RefusalCode, reason: str) -> None:
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None:
         """Tell the driver, once per stage and fence: the first failure ends the attempt."""
-        fence, stage = runtime.fence, runtime.stage
         if self._failed.get(stage) != fence:
             self._failed[stage] = fence
             self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
 
-    async def _detach(self, reason: str) -> None:
+    async def _detach(self) -> None:
         self._keeper.store.clear()
-        runtimes, self._runtimes = self._runtimes, {}
-        for runtime in runtimes.values():
-            await _end(runtime, reason)
+        await self._stages.keep_only(frozenset())
 
     async def close(self) -> None:
         """End everything that works for this member. Harmless when done before."""
         self._closed = True
-        await self._detach("closed")
+        await self._detach()
         await self._links.close()
         await self._keeper.close()
         tasks = self._tasks - {asyncio.current_task()}
@@ -512,12 +469,7 @@ class JobMember:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._detach("closed")  # what an attach under way had loaded meanwhile
-
-
-async def _end(runtime: StageRuntime, reason: str) -> None:
-    runtime.detach(reason)
-    await runtime.close()
+        await self._detach()  # what an attach under way had loaded meanwhile
 
 
 def _fence(message: wire.Message) -> Fence | None:

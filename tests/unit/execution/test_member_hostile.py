@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fusionai.execution import member as member_module
+from fusionai.execution import stages as stages_module
 from fusionai.execution.boundary import Port, boundaries
 from fusionai.execution.state import headers
 from fusionai.ir import schema
@@ -182,7 +183,7 @@ def test_another_stage_under_the_same_number_is_loaded_anew():
         other = stage_graph(layers(width=8))
         status = await stand.round(running.control, fence, **hashed(other))
         assert (status.fence, status.applied) == (fence, -1), "no state of the former stage"
-        assert stand.member._runtimes[0].identity[0] == schema.content_hash(other)
+        assert stand.member._stages[0].identity[0] == schema.content_hash(other)
 
     with_running(body)
 
@@ -288,7 +289,7 @@ def test_what_no_work_can_use_takes_no_memory(name: str):
         await running.return_gradient(0)
         await running.return_gradient(1)
         assert isinstance((await receive(running.control)).message, wire.Prepared)
-        runtime = running.stand.member._runtimes[0]
+        runtime = running.stand.member._stages[0]
         assert runtime.dropped == 20
         assert runtime.held.nbytes == 0
         assert runtime.held.microbatches == 0
@@ -329,7 +330,7 @@ def test_duplicates_are_summed_once():
         await running.feed_microbatch(1)
         await running.return_gradient(1)
         assert isinstance((await receive(running.control)).message, wire.Prepared)
-        assert running.stand.member._runtimes[0].dropped == 4
+        assert running.stand.member._stages[0].dropped == 4
 
     with_running(body)
 
@@ -357,7 +358,7 @@ def test_a_neighbour_that_plays_the_driver_loses_its_link_and_the_driver_hears_o
         lost = await running.link_lost()
         assert (lost.fence, lost.peer) == (FENCE, NEIGHBOUR)
         assert "only the driver may" in lost.reason
-        assert running.stand.member._runtimes[0]._machine.applied == 0, "nothing was obeyed"
+        assert running.stand.member._stages[0]._machine.applied == 0, "nothing was obeyed"
         assert await running.alive()
 
     with_running(body)
@@ -441,7 +442,7 @@ def test_a_lost_link_in_the_middle_of_a_step_is_reported_once_and_fails_no_stage
         assert (lost.peer, lost.fence) == (NEIGHBOUR, FENCE)
         message, carried = forward(microbatch=1)
         await running.feed.send(message, tuple(carried.values()))
-        await until(lambda: running.stand.member._runtimes[0]._machine.in_flight == 2)
+        await until(lambda: running.stand.member._stages[0]._machine.in_flight == 2)
         assert await running.alive(), "what can't be sent is no second report"
 
     with_running(body)
@@ -488,14 +489,14 @@ def test_a_neighbour_that_refuses_the_link_is_reported_at_once():
 
 
 def test_what_waits_for_later_work_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(member_module, "HELD_WITHOUT_LIMIT_BYTES", 3 * rows().nbytes)
+    monkeypatch.setattr(stages_module, "HELD_WITHOUT_LIMIT_BYTES", 3 * rows().nbytes)
 
     async def body(running: Running) -> None:
         for index in range(4):
             message, carried = forward(mode="eval", step=1, microbatch=index)
             await running.feed.send(message, tuple(carried.values()))
         assert "for later work" in (await running.failure()).reason
-        assert running.stand.member._runtimes[0].held.microbatches == 3
+        assert running.stand.member._stages[0].held.microbatches == 3
 
     with_running(body)
 
@@ -510,7 +511,7 @@ def test_a_commit_sent_again_is_applied_once():
             await running.commit()
         assert (await receive(running.control)).message == wire.Applied(fence=FENCE, stage=0, step=0)
         assert await running.alive()
-        assert running.stand.member._runtimes[0]._machine.applied == 1
+        assert running.stand.member._stages[0]._machine.applied == 1
 
     with_running(body)
 
@@ -529,7 +530,7 @@ def test_an_order_at_the_wrong_moment_is_refused_to_the_driver(message: wire.Mes
     async def body(running: Running) -> None:
         await running.control.send(message)
         assert (await running.failure()).code == "bad_message"
-        assert running.stand.member._runtimes[0]._machine.applied == 0
+        assert running.stand.member._stages[0]._machine.applied == 0
         assert await running.alive()
 
     with_running(body)
@@ -666,7 +667,7 @@ def test_nobody_overwrites_the_state_of_a_running_stage():
         await running.state.send(message, tuple(entries.values()))
         await running.feed_microbatch(0)
         await running.return_gradient(0)
-        program: Any = running.stand.member._runtimes[0].program
+        program: Any = running.stand.member._stages[0].program
         assert not program._imported
         assert await running.alive()
 
@@ -690,7 +691,7 @@ def test_a_backends_bug_reaches_the_driver_as_a_report(monkeypatch: pytest.Monke
         def broken(*args: object) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(type(running.stand.member._runtimes[0].program), "forward", broken)
+        monkeypatch.setattr(type(running.stand.member._stages[0].program), "forward", broken)
         message, carried = forward()
         await running.feed.send(message, tuple(carried.values()))
         assert (await running.failure()).reason == "ZeroDivisionError: a bug"

@@ -339,7 +339,6 @@ def test_a_recovered_stage_gives_its_guard_a_snapshot_at_once():
 def test_a_guard_without_room_says_so_and_does_not_acknowledge(monkeypatch: pytest.MonkeyPatch):
     async def body(stand: Stand) -> None:
         running, guard = await guarded(stand)
-        monkeypatch.setattr(stand.member_of(1), "_room_bytes", lambda: 10)
         monkeypatch.setattr(stand.member_of(1)._keeper.store, "_room_bytes", lambda: 10)
         for step in range(EVERY):
             await run_step(running, step, Course())

@@ -1,0 +1,298 @@
+"""The pieces of work of one stage: backend calls in the compute thread, and the messages that follow from them.
+
+Decides nothing: `coordination.stage` says which piece is next. What goes where is its stage's to know (`Stage`).
+
+Neighbours: `execution.runtime` has one bench and reports its work; `execution.held` has what arrived, `backends`
+compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from fusionai.backends.interface import Call, StageProgram
+from fusionai.coordination.stage import Work
+from fusionai.execution.accumulate import total_gradient
+from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
+from fusionai.execution.compute import ComputeThread, Timed
+from fusionai.execution.copies import Chunk, Copies
+from fusionai.execution.held import Held
+from fusionai.execution.retained import Sent
+from fusionai.execution.state import chunks, headers
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import CommitRecord, Fence, Span, StageOptions
+
+
+class Stage(Protocol):
+    """What the bench needs of the stage it works for."""
+
+    @property
+    def fence(self) -> Fence: ...
+
+    def send(self, receiver: int, message: Sent, tensors: Sequence[HostTensor]) -> None: ...
+
+    def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
+
+    async def state(self, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None: ...
+
+
+class Bench:
+    """One piece of work at a time. `copies` must be complete before the state changes."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        boundary: Boundary,
+        options: StageOptions,
+        program: StageProgram,
+        compute: ComputeThread,
+        held: Held,
+        copies: Copies,
+    ) -> None:
+        self.spans: list[Span] = []
+        self.norms: dict[str, float] = {}
+        """Of the last step whose gradients are summed."""
+        self.missing: frozenset[str] = frozenset()
+        """Entries that the last `initialise` could not make."""
+        self.resident_bytes = program.resident_bytes
+        """As of the last piece of work: the program itself must not be asked beside one."""
+        self.superseded = asyncio.Event()
+        """A later attach waits for the work under way; nobody reads what it exports."""
+        self._stage = stage
+        self._boundary = boundary
+        self._options = options
+        self._program = program
+        self._compute = compute
+        self._held = held
+        self._copies = copies
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def do(self, work: Work) -> bool:
+        """True if entries are missing after `initialise`. Raises what the backend raises; `TransportError` when the
+        connection of an export is lost."""
+        call = Call(work.mode, work.step, work.microbatch)
+        match work.kind:
+            case "forward":
+                await self._forward(call)
+            case "backward":
+                await self._backward(call)
+            case "weights":
+                _, timed = await self._compute.run(lambda: self._program.weight_gradients(call))
+                self._span("weights", work.microbatch, timed)
+            case "norms":
+                await self._norms_of(work.step)
+            case "apply":
+                await self._apply(work.record)
+            case "initialise":
+                return await self._initialise()
+            case "export":
+                await self._export(work.step)
+            case "share":
+                entries, _ = await self._compute.run(lambda: self._program.export_gradients(self._shared_keys))
+                self._send_shared(self._home, work.step, "partial", entries)
+            case "total":
+                await self._sum_shared(work.step)
+        return False
+
+    async def _forward(self, call: Call) -> None:
+        mode = call.mode
+        inputs = self._held.take_inputs(mode, call.step, call.microbatch)
+        wanted = self._boundary.wanted(mode)
+        values, timed = await self._compute.run(lambda: self._program.forward(call, inputs, wanted))
+        self._span("forward", call.microbatch, timed)
+        for port in self._boundary.sends:
+            if names := port.carried(mode):
+                sent = {name: values[name] for name in names}
+                self._stage.send(port.other, self._forward_message(call, port, sent), tuple(sent.values()))
+        outputs = {meaning: values[meaning] for meaning in self._boundary.job_outputs(mode)}
+        if outputs:
+            message = wire.Output(
+                fence=self._stage.fence,
+                mode=mode,
+                step=call.step,
+                replica=call.replica,
+                microbatch=call.microbatch,
+                stage=self._boundary.stage,
+                tensors=headers(outputs),
+            )
+            self._stage.output(message, tuple(outputs.values()))
+
+    def _forward_message(self, call: Call, port: Port, sent: Mapping[str, HostTensor]) -> wire.Forward:
+        return wire.Forward(
+            fence=self._stage.fence,
+            mode=call.mode,
+            step=call.step,
+            replica=call.replica,
+            microbatch=call.microbatch,
+            producer=self._boundary.stage,
+            consumer=port.other,
+            tensors=headers(sent),
+        )
+
+    async def _backward(self, call: Call) -> None:
+        arrived = self._held.take_gradients(call.step, call.microbatch)
+        microbatches = self._options.microbatches
+        seeds_loss = LOSS in self._boundary.job_outputs("train")
+
+        def work() -> dict[str, HostTensor]:
+            gradients = {value: total_gradient(by_consumer) for value, by_consumer in arrived.items()}
+            if seeds_loss:
+                gradients[LOSS] = _loss_seed(microbatches)
+            return self._program.backward(call, gradients)
+
+        returned, timed = await self._compute.run(work)
+        self._span("backward", call.microbatch, timed)
+        for port in self._boundary.receives:
+            if port.other == FEED or not port.needs_grad:
+                continue
+            # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
+            sent = {value: returned[value] for value in port.needs_grad if value in returned}
+            message = wire.Backward(
+                fence=self._stage.fence,
+                step=call.step,
+                replica=call.replica,
+                microbatch=call.microbatch,
+                consumer=self._boundary.stage,
+                producer=port.other,
+                tensors=headers(sent),
+            )
+            self._stage.send(port.other, message, tuple(sent.values()))
+
+    async def _norms_of(self, step: int) -> None:
+        total = self._held.take_total(step)  # away from home: it replaces the own sums
+
+        def work() -> dict[str, float]:
+            if total:
+                self._program.import_gradients(total, add=False)
+            self.resident_bytes = self._program.resident_bytes
+            return self._program.gradient_norms()
+
+        norms, timed = await self._compute.run(work)
+        foreign = {shared.key for shared in self._boundary.shared if shared.stages[0] != self._boundary.stage}
+        self.norms = {key: norm for key, norm in norms.items() if key not in foreign}
+        self._span("apply", 0, timed)
+
+    async def _apply(self, record: CommitRecord | None) -> None:
+        if record is None:
+            raise ExecutionError(f"stage {self._boundary.stage} was told to apply a step without its commit record.")
+
+        def work() -> None:
+            self._copies.complete()
+            self._program.apply(scale=record.scale, learning_rate=record.learning_rate)
+
+        _, timed = await self._compute.run(work)
+        self._span("apply", 0, timed)
+
+    async def _initialise(self) -> bool:
+        """True if the driver has to send what has no rule."""
+
+        def work() -> tuple[str, ...]:
+            missing = self._program.initialise()
+            self.resident_bytes = self._program.resident_bytes
+            return missing
+
+        missing, _ = await self._compute.run(work)
+        self.missing = frozenset(missing)
+        return bool(missing)
+
+    async def take_in(self, entries: Chunk) -> None:
+        """Part of a state."""
+
+        def work() -> None:
+            self._program.import_state(entries)
+            self.resident_bytes = self._program.resident_bytes
+
+        await self._compute.run(work)
+
+    async def _export(self, step: int) -> None:
+        """Ends early when a later attach waits: nobody would read the rest, and a full connection blocks."""
+        pending = chunks(self._program.export_state(("model", "optimizer")))
+        superseded = asyncio.create_task(self.superseded.wait())
+        try:
+            while not self.superseded.is_set():
+                chunk, _ = await self._compute.run(lambda: next(pending, None))
+                named = dict(chunk or ())
+                message = wire.StateChunk(
+                    fence=self._stage.fence,
+                    stage=self._boundary.stage,
+                    step=step,
+                    last=chunk is None,
+                    tensors=headers(named),
+                )
+                # Half a message must not be left on the connection: what was begun goes on alone.
+                sending = asyncio.create_task(self._stage.state(message, tuple(named.values())))
+                self._sending.add(sending)
+                sending.add_done_callback(self._sent)
+                await asyncio.wait({sending, superseded}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+                if chunk is None:
+                    return
+        finally:
+            superseded.cancel()
+
+    # --------------------------------------------------------------------------------------------- shared weights
+
+    @property
+    def _shared_keys(self) -> tuple[str, ...]:
+        return tuple(sorted(shared.key for shared in self._boundary.shared))
+
+    @property
+    def _home(self) -> int:
+        return self._boundary.shared[0].stages[0]
+
+    def _send_shared(
+        self, receiver: int, step: int, phase: Literal["partial", "total"], entries: Sequence[tuple[str, HostTensor]]
+    ) -> None:
+        named = dict(entries)
+        message = wire.SharedGradient(
+            fence=self._stage.fence,
+            step=step,
+            sender=self._boundary.stage,
+            receiver=receiver,
+            phase=phase,
+            tensors=headers(named),
+        )
+        self._stage.send(receiver, message, tuple(named.values()))
+
+    async def _sum_shared(self, step: int) -> None:
+        """At home: own sums plus the others' in stage order, then the total to everybody."""
+        parts = self._held.take_partials(step)
+
+        def work() -> list[tuple[str, HostTensor]]:
+            for _, part in parts:
+                self._program.import_gradients(part, add=True)
+            return self._program.export_gradients(self._shared_keys)
+
+        total, _ = await self._compute.run(work)
+        for sender, part in parts:
+            theirs = {key for key, _ in part}
+            self._send_shared(sender, step, "total", [(key, tensor) for key, tensor in total if key in theirs])
+
+    # ---------------------------------------------------------------------------------------------------- details
+
+    def _span(self, kind: Literal["forward", "backward", "weights", "apply"], microbatch: int, timed: Timed) -> None:
+        self.spans.append(Span(kind, microbatch, timed.start_s, timed.end_s))
+
+    def _sent(self, sending: asyncio.Task[None]) -> None:
+        self._sending.discard(sending)
+        if not sending.cancelled():
+            sending.exception()  # whoever waits for it has it; of a message left alone nobody asks
+
+    async def close(self) -> None:
+        for sending in self._sending:
+            sending.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+
+
+def _loss_seed(microbatches: int) -> HostTensor:
+    """d(mean over microbatches)/d(one microbatch's loss), rounded once to float32 as `(loss / M).backward()` does."""
+    seed = np.float32(1) / np.float32(microbatches)
+    return host_tensor("float32", (), seed.tobytes())
