@@ -201,13 +201,10 @@ def test_interrupted_and_bereaved_it_ends_bit_equal_to_an_undisturbed_run(pool: 
     third = Process(*command)
     third.wait_for(f"step {stopped_at + 3}/")
     pool.kill("two")
-    assert third.ended() == 1, third.text
-    assert "the job failed at step" in third.text
-    assert "two (" in third.text
-    assert "Run it again to resume" in third.text
-    assert "Traceback" not in third.text
+    third.wait_for("the job waits: waiting for a peer that lends")
     pool.start("two").wait_for("In pool")
-    assert fusion(*command).code == 0
+    assert third.ended() == 0, third.text
+    assert "Traceback" not in third.text
     resumed = json.loads((tmp_path / "b.json").read_text())
     assert resumed["losses"] == undisturbed["losses"]
     weights = [Path(run["checkpoint"]) / "model.safetensors" for run in (undisturbed, resumed)]

@@ -6,16 +6,18 @@ ask.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from fusionai.primitives.errors import WireError
+from fusionai.primitives.errors import TransportError, WireError
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.training.deployment import Deployment
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Transport
@@ -23,6 +25,9 @@ from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages as wire
 
 M = TypeVar("M", bound=wire.Message)
+
+ANSWER_S: Final = 15.0
+"""For an answer of the broker, a connection included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +38,20 @@ class Member:
     profile: PeerProfile
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A plan with its version, the tickets by peer id, and where each member listens."""
-
-    plan: Plan
-    tickets: dict[str, bytes]
-    addresses: dict[str, tuple[str, ...]]
-
-
 class PoolSession:
-    """`async with PoolSession(membership) as pool: ...`. `on_stop` is told the job somebody asked to stop."""
+    """`async with PoolSession(membership) as pool: ...`. `on_stop` is told the job somebody asked to stop.
+
+    Connects when first asked something, and again after the broker was away. Every question raises `TransportError`
+    when it is not answered within `ANSWER_S`."""
 
     def __init__(self, membership: Membership, *, on_stop: Callable[[JobId], None] | None = None) -> None:
         self.membership = membership
         self.transport: Transport = TcpTransport(membership.credentials)
         self._on_stop = on_stop
         self._conversation: Conversation | None = None
+        self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> PoolSession:
-        await self._connected()
         return self
 
     async def __aexit__(
@@ -80,32 +79,41 @@ class PoolSession:
     async def invite(self, *, uses: int, lifetime_s: float) -> str:
         return (await self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited)).invitation
 
-    async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Grant:
-        """Make a plan real. Raises `RefusedError` when a peer of it is taken or gone: plan again."""
+    async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
+        """Make a plan of version 0 real, or get new tickets for the plan in force. Raises `RefusedError` when a peer of
+        it is taken or gone, or another plan is in force: plan again."""
         question = wire.JobRequest(job=job, title=title, plan=msgspec.Raw(msgspec.msgpack.encode(plan)), steps=steps)
         granted = await self._ask(question, wire.JobGranted)
-        return Grant(
+        return Deployment(
             plan=msgspec.msgpack.decode(granted.plan, type=Plan),
             # A stage ticket or the driver's: the driver's comes last and is the one the owner dials with.
             tickets={one.peer: one.ticket for one in granted.tickets},
-            addresses={member.peer: member.addresses for member in granted.members},
+            members={member.peer: member.addresses for member in granted.members},
         )
 
     async def report(self, report: wire.JobReport) -> None:
         await self._ask(report, wire.Done)
 
     async def _ask(self, message: wire.Message, expected: type[M]) -> M:
-        answer = await (await self._connected()).ask(message)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                conversation = await self._connected()
+                answer = await conversation.ask(message)
+        except TimeoutError:
+            if self._conversation is not None:
+                self._conversation.channel.abort()
+            raise TransportError(f"the broker did not answer within {ANSWER_S:g} s.") from None
         if not isinstance(answer, expected):
             raise WireError(f"the broker answered {type(answer).__name__} to {type(message).__name__}.")
         return answer
 
     async def _connected(self) -> Conversation:
         """The open conversation, opened again if the broker was away."""
-        if self._conversation is None or self._conversation.channel.closed:
-            channel = await self.transport.dial(self.membership.broker_addresses, expect=None, stream="control")
-            self._conversation = Conversation(channel, notices=(wire.StopNotice,), on_notice=self._notice)
-        return self._conversation
+        async with self._connecting:
+            if self._conversation is None or self._conversation.channel.closed:
+                channel = await self.transport.dial(self.membership.broker_addresses, expect=None, stream="control")
+                self._conversation = Conversation(channel, notices=(wire.StopNotice,), on_notice=self._notice)
+            return self._conversation
 
     def _notice(self, message: wire.Message) -> None:
         if isinstance(message, wire.StopNotice) and self._on_stop is not None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
+
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
 from fusionai.capture.self_check import checkable, self_check
@@ -170,10 +172,20 @@ def problem_for(
     """What to plan: the graph's costs at the job's sizes over the peers that stand by. Raises `RecipeError` for a
     required peer that is not there; `note` hears of an excluded one that is not."""
     recipe = prepared.recipe
-    costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
-    slots = 2.0 if recipe.train.optimizer.kind == "adamw" else (1.0 if recipe.train.optimizer.momentum else 0.0)
     required = tuple(_named(name, members, recipe) for name in recipe.placement.required)
     excluded = [peer for name in recipe.placement.excluded for peer in _excluded(name, members, note)]
+    return msgspec.structs.replace(
+        standing_problem(prepared, members, owner),
+        excluded=tuple(dict.fromkeys(excluded)),
+        required=tuple(dict.fromkeys(required)),
+    )
+
+
+def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile) -> Problem:
+    """The same without the recipe's word on single peers: a job goes on when one it required is lost."""
+    recipe = prepared.recipe
+    costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
+    slots = 2.0 if recipe.train.optimizer.kind == "adamw" else (1.0 if recipe.train.optimizer.momentum else 0.0)
     return Problem(
         graph_hash=prepared.graph_hash,
         blocks=tuple(BlockCost(**{name: getattr(cost, name) for name in cost.__struct_fields__}) for cost in costs),
@@ -184,10 +196,13 @@ def problem_for(
         microbatches=recipe.train.microbatches,
         microbatch_tokens=prepared.tokens_per_microbatch,
         optimizer_bytes_per_trainable_byte=slots,
-        excluded=tuple(dict.fromkeys(excluded)),
-        required=tuple(dict.fromkeys(required)),
-        takeover=recipe.faults.takeover,
+        takeover=recipe.faults.numerics,
     )
+
+
+def excluded_peers(recipe: Recipe, members: tuple[Member, ...]) -> frozenset[str]:
+    """Those of `members` that the recipe keeps out."""
+    return frozenset(peer for name in recipe.placement.excluded for peer in _called(name, members))
 
 
 def _called(name: str, members: tuple[Member, ...]) -> list[PeerId]:

@@ -57,6 +57,8 @@ class JobRecords:
                 self._recorder.record_metric("eval.loss", loss, step=step)
                 if self._curves is not None:
                     self._curves.evaluation(step, loss)
+            case progress.PlanChanged(plan=plan):
+                self._recorder.use_plan(plan.version)
             case _:
                 return
         if self._recorder.failure is not None and not self._warned:

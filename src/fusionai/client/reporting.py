@@ -17,6 +17,8 @@ from fusionai.training import progress
 from fusionai.wire import messages as wire
 
 REPORT_EVERY_S: Final = 1.0
+MAX_LINES: Final = 100
+"""Kept for a broker that is away."""
 LAST_REPORT_S: Final = 5.0
 """The job is over: a broker that does not answer learns it from the members' leases."""
 
@@ -30,6 +32,8 @@ class Reporting:
         self._on_progress = tell
         self._away = False
         self._step = -1
+        self._lines: list[str] = []
+        """Not told yet."""
         self._seen = asyncio.Event()
 
     def see(self, event: progress.Progress) -> None:
@@ -42,11 +46,19 @@ class Reporting:
                 return
         self._seen.set()
 
+    def note(self, line: str) -> None:
+        """A line of the job's story, for those who ask the broker."""
+        self._lines.append(line)
+        del self._lines[:-MAX_LINES]
+        self._seen.set()
+
     async def run(self) -> None:
         while True:
             await self._seen.wait()
             self._seen.clear()
-            await self._tell("running", "")
+            await self._tell("running", self._lines[0] if self._lines else "")
+            if self._lines:
+                self._seen.set()
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def close(self, state: Literal["done", "failed"], detail: str) -> None:
@@ -65,6 +77,8 @@ class Reporting:
                 self._on_progress(progress.BrokerAway(error.message))
             self._away = True
         else:
+            if detail in self._lines:
+                self._lines.remove(detail)
             if self._away:
                 self._on_progress(progress.BrokerBack())
             self._away = False

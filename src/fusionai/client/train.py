@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.background import in_background
+from fusionai.client.beginning import begin, nobody
+from fusionai.client.fault_records import FaultRecord, FaultRecords
 from fusionai.client.job_directory import (
     check_checkpoint,
     check_recipe,
@@ -30,18 +31,19 @@ from fusionai.client.job_directory import (
     open_directory,
 )
 from fusionai.client.owner import known_owner, owner_membership
-from fusionai.client.pool_session import Grant, Member, PoolSession
-from fusionai.client.preparation import Prepared, prepare, problem_for
+from fusionai.client.pool_session import Member, PoolSession
+from fusionai.client.pool_watch import PoolWatch
+from fusionai.client.preparation import Prepared, excluded_peers, prepare, standing_problem
 from fusionai.client.records import JobRecords
+from fusionai.client.replanning import Replanner, is_present
 from fusionai.client.reporting import Reporting
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import learning_rate
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
 from fusionai.primitives.clock import SystemClock
-from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, RefusedError
+from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
 from fusionai.primitives.ids import JobId, PeerId, short
-from fusionai.scheduling.planner import plan
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.commits import CommitJournal
@@ -53,9 +55,6 @@ from fusionai.training.driver import Driver
 from fusionai.training.job import TrainingJob
 from fusionai.transport.enrolment import Membership
 from fusionai.wire.messages import StageOptions
-
-PLAN_ATTEMPTS: Final = 3
-"""A peer may be taken or gone between looking at the pool and asking for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +98,8 @@ class TrainingResult:
     directory: Path
     losses: tuple[float, ...] = field(default=())
     """Mean loss per committed step, from step 0, the journal's words."""
+    faults: tuple[FaultRecord, ...] = ()
+    """Of this start of the driver, oldest first."""
 
 
 async def train(
@@ -146,13 +147,13 @@ async def _run(
 ) -> TrainingResult:
     """`driving` is set when the job has become the pool's: from then on it is ended in order, not dropped."""
     asked = asyncio.Event()
+    clock = SystemClock()
     async with (
         _compute_thread() as compute,
         PoolSession(membership, on_stop=lambda _job: asked.set()) as pool,
     ):
         # What is quickly wrong is found before long work: the broker, the device, then data and model.
-        if not await pool.pool():
-            raise _nobody(pool, ())
+        members = await _look(pool, journal)
         backend, _ = await compute.run(lambda: open_backend("torch", device=options.device, threads=options.threads))
         report, _ = await compute.run(backend.probe)
         prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
@@ -162,54 +163,82 @@ async def _run(
             compute=compute,
             transport=pool.transport,
             fingerprint=report.fingerprint,
-            clock=SystemClock(),
+            clock=clock,
         )
         job = job_id(recipe, membership.peer, directory)
         reader = await in_background(lambda: open_latest(directory.checkpoints))
         if reader is not None:
             check_checkpoint(prepared, reader)
-        base = 0 if reader is None else reader.step
         owner = _owner_profile(membership.peer, report)
-        grant, members = await _make_plan_real(pool, prepared, job, owner, driving, on_event)
+        replanner = Replanner(
+            pool=pool,
+            job=job,
+            title=recipe.job.name,
+            steps=recipe.job.steps,
+            problem=await in_background(lambda: standing_problem(prepared, members or (), owner)),
+            policy=recipe.faults.takeover,
+            excluded=lambda members: excluded_peers(recipe, members),
+            journal=journal,
+            directory=directory,
+            clock=clock,
+        )
+        deployment = await begin(
+            replanner,
+            prepared,
+            owner,
+            members,
+            pool_name=membership.pool,
+            driving=driving,
+            note=lambda text: on_event(Noted(text)),
+        )
         keep_recipe(recipe, directory)
         journal.start_incarnation()
-        journal.adopt_plan(grant.plan.version, msgspec.json.encode(grant.plan))
-        on_event(Planned(job, grant.plan, members, prepared))
-        if base or journal.committed:
+        present = (*(member.profile for member in members or () if is_present(member)), owner)
+        on_event(Planned(job, deployment.plan, present, prepared))
+        if reader is not None or journal.committed:
+            base = 0 if reader is None else reader.step
             on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))
-        reporting = Reporting(pool, job, on_event)
+        reporting = Reporting(pool, job, lambda event: watched(event))
+        warn = lambda text: on_event(Noted(f"warning: {text}"))  # noqa: E731
         records = JobRecords(
             directory,
             job,
             membership.peer,
-            grant.plan.version,
+            deployment.plan.version,
             tensorboard=recipe.output.tensorboard,
-            warn=lambda text: on_event(Noted(f"warning: {text}")),
+            warn=warn,
         )
+        faults = FaultRecords(directory, deployment.plan, present, clock, say=reporting.note, warn=warn)
 
         def watched(event: progress.Progress) -> None:
             reporting.see(event)
             records.see(event)
+            faults.see(event)
+            watch.see(event)
             on_event(event)
 
         driver = Driver(
-            _training_job(recipe, prepared, job, grant, membership.peer, options),
+            _training_job(recipe, prepared, job, membership.peer, options),
             host,
+            deployment,
             journal=journal,
             checkpoints=_checkpoints(recipe, prepared, directory),
-            base=base,
+            saved=-1 if reader is None else reader.step,
+            replanner=replanner,
             on_progress=watched,
         )
+        watch = PoolWatch(replanner, driver, membership.peer, clock)
         watchers = [
             asyncio.create_task(_stop_when(stop, driver, "Ctrl-C")),
             asyncio.create_task(_stop_when(asked, driver, "fusion stop")),
             asyncio.create_task(reporting.run()),
+            asyncio.create_task(watch.run()),
         ]
-        reason = "interrupted"
+        reason, noticed = "interrupted", ()
         try:
             ended = await driver.run()
             if ended.failed is not None:
-                reason = _named(ended.failed.rstrip("."), members)
+                reason = _named(ended.failed.rstrip("."), present)
                 raise ExecutionError(
                     f"the job failed at step {ended.steps}: {reason}.",
                     hint=f"Run it again to resume: {journal.committed} steps are official and stay so.",
@@ -225,9 +254,23 @@ async def _run(
                 watcher.cancel()
             await driver.close(reason)
             records.close()
+            noticed = faults.close()
             if reason != "interrupted":  # dropped at once: nobody waits for the broker's answer either
                 await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
-        return _result(directory, journal, job, ended.stopped)
+        return _result(directory, journal, job, ended.stopped, noticed)
+
+
+async def _look(pool: PoolSession, journal: CommitJournal) -> tuple[Member, ...] | None:
+    """Who is in the pool; None while its broker is away, which only a job that has a plan already can bear."""
+    try:
+        members = await pool.pool()
+    except TransportError:
+        if journal.plan is None:
+            raise
+        return None
+    if not members:
+        raise nobody(pool.membership.pool, ())
+    return members
 
 
 @asynccontextmanager
@@ -237,45 +280,6 @@ async def _compute_thread() -> AsyncIterator[ComputeThread]:
         yield compute
     finally:
         compute.close()
-
-
-async def _make_plan_real(
-    pool: PoolSession,
-    prepared: Prepared,
-    job: JobId,
-    owner: PeerProfile,
-    driving: asyncio.Event,
-    on_event: Callable[[RunEvent], None],
-) -> tuple[Grant, tuple[PeerProfile, ...]]:
-    """Look, plan, ask; look again when a peer was taken meanwhile."""
-    for attempt in range(PLAN_ATTEMPTS):
-        members = await pool.pool()
-        usable = tuple(member for member in members if _usable(member, job))
-        if not usable:
-            raise _nobody(pool, members)
-        problem = problem_for(prepared, usable, owner, lambda text: on_event(Noted(text)))
-        made = await in_background(lambda problem=problem: plan(problem))
-        driving.set()
-        try:
-            grant = await pool.request(job, prepared.recipe.job.name, made, prepared.recipe.job.steps)
-        except RefusedError as error:
-            if error.code in ("busy", "unknown_peer", "leaving") and attempt + 1 < PLAN_ATTEMPTS:
-                continue
-            raise
-        present = (member.profile for member in members if member.view.state in ("idle", "active"))
-        return grant, (*present, owner)
-    raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def _nobody(pool: PoolSession, members: tuple[Member, ...]) -> PlanError:
-    present = [
-        f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"
-        for member in members
-    ]
-    return PlanError(
-        f"no peer stands by in pool {pool.membership.pool!r}: {'; '.join(present) or 'nobody lends a machine there'}.",
-        hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
-    )
 
 
 def _named(reason: str, members: tuple[PeerProfile, ...]) -> str:
@@ -300,26 +304,19 @@ def _owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
     )
 
 
-def _usable(member: Member, job: JobId) -> bool:
-    return member.view.state == "idle" or (member.view.state == "active" and member.view.job == job)
-
-
-def _training_job(
-    recipe: Recipe, prepared: Prepared, job: JobId, grant: Grant, owner: PeerId, options: TrainOptions
-) -> TrainingJob:
+def _training_job(recipe: Recipe, prepared: Prepared, job: JobId, owner: PeerId, options: TrainOptions) -> TrainingJob:
     evaluation = recipe.evaluation
     every = 0 if evaluation is None else (evaluation.every or recipe.job.steps)
     return TrainingJob(
         job=job,
         owner=owner,
-        plan=grant.plan,
         graph=prepared.captured.graph,
         options=StageOptions(
             seed=recipe.job.seed,
             precision=recipe.train.precision,
             optimizer=recipe.train.optimizer,
             microbatches=recipe.train.microbatches,
-            takeover=recipe.faults.takeover,
+            takeover=recipe.faults.numerics,
         ),
         steps=recipe.job.steps,
         learning_rate=lambda step: learning_rate(recipe.train, recipe.job.steps, step),
@@ -331,8 +328,6 @@ def _training_job(
         evaluate_every=every if prepared.source.evaluation_batches else 0,
         evaluation_batches=prepared.source.evaluation_batches,
         tokens_per_microbatch=prepared.tokens_per_microbatch,
-        members=grant.addresses,
-        tickets=grant.tickets,
     )
 
 
@@ -348,7 +343,13 @@ def _checkpoints(recipe: Recipe, prepared: Prepared, directory: RunDirectory) ->
     return Checkpoints(directory.checkpoints, header, files=prepared.files, keep=recipe.job.keep_checkpoints)
 
 
-def _result(directory: RunDirectory, journal: CommitJournal, job: JobId, stopped: str | None) -> TrainingResult:
+def _result(
+    directory: RunDirectory,
+    journal: CommitJournal,
+    job: JobId,
+    stopped: str | None,
+    faults: tuple[FaultRecord, ...] = (),
+) -> TrainingResult:
     return TrainingResult(
         job=job,
         steps=journal.committed,
@@ -356,6 +357,7 @@ def _result(directory: RunDirectory, journal: CommitJournal, job: JobId, stopped
         checkpoint=latest(directory.checkpoints),
         directory=directory.root,
         losses=tuple(record.loss for record in journal.records()),
+        faults=faults,
     )
 
 

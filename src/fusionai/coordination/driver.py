@@ -168,6 +168,11 @@ class DriverMachine:
     def fence(self) -> Fence:
         return Fence(self.roles.version, self.incarnation, self.attempt)
 
+    @property
+    def guards(self) -> Mapping[int, str]:
+        """Stage -> its guard, for those that live."""
+        return self._guards
+
     def start(self) -> list[DriverCommand]:
         self.step = self.official
         self.line = self._checkpoint

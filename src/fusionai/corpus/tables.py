@@ -218,9 +218,16 @@ class Placement(_Table, frozen=True, kw_only=True):
 
 
 class Faults(_Table, frozen=True, kw_only=True):
-    """Whether a stand-in peer must compute bit for bit the same."""
+    """Who may stand in for a lost peer: `exact`, only one that computes the same bits, and the job waits for one;
+    `tolerant`, anybody, and it is said where results may differ from then on; `refuse`, only one that computes the
+    same bits, and the job ends in order if there are only others."""
 
-    takeover: Literal["exact", "tolerant"] = "exact"
+    takeover: Literal["exact", "tolerant", "refuse"] = "exact"
+
+    @property
+    def numerics(self) -> Literal["exact", "tolerant"]:
+        """Whether other bits are tolerated."""
+        return "tolerant" if self.takeover == "tolerant" else "exact"
 
 
 class Output(_Table, frozen=True, kw_only=True):

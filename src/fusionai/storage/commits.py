@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -43,11 +44,12 @@ class AdoptedPlan(msgspec.Struct, frozen=True):
 
 
 class CommitJournal:
-    """Holds the job's lock from construction to `close`. One thread at a time; every change blocks on the disk."""
+    """Holds the job's lock from construction to `close`. Any thread may call; every change blocks on the disk."""
 
     def __init__(self, path: Path) -> None:
         """Open or make the journal, checking every row. Raises `StorageError`: in use, damaged, of another layout."""
         self._path = path
+        self._turn = threading.Lock()
         self._lock = JobLock(path.with_name(path.name + ".lock"))
         try:
             with storage_errors(path), self._sqlite_errors():
@@ -117,7 +119,7 @@ class CommitJournal:
 
     def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
         """Commits from this step on, in order."""
-        with self._sqlite_errors():
+        with self._turn, self._sqlite_errors():
             rows = self._database.execute(
                 "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
             ).fetchall()
@@ -185,7 +187,7 @@ class CommitJournal:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """All or nothing, on the disk at the end."""
-        with self._sqlite_errors():
+        with self._turn, self._sqlite_errors():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield

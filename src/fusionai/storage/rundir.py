@@ -4,7 +4,9 @@ recipe.json          the recipe this job was started with
 tokens/              derived data (`corpus.tokens`)
 journal.sqlite       commits (`commits`), with journal.sqlite.lock: who drives
 checkpoints/         `checkpoint`
+deployment.msgpack   who runs what where, with tickets; for its owner only
 telemetry.jsonl      spans and metrics
+faults.jsonl         what broke, who took over, how long it took
 tensorboard/         event files
 report.html          the report
 """
@@ -48,6 +50,14 @@ class RunDirectory:
     @property
     def telemetry(self) -> Path:
         return self._root / "telemetry.jsonl"
+
+    @property
+    def deployment(self) -> Path:
+        return self._root / "deployment.msgpack"
+
+    @property
+    def faults(self) -> Path:
+        return self._root / "faults.jsonl"
 
     @property
     def tensorboard(self) -> Path:

@@ -30,6 +30,7 @@ from fusionai.execution.state import headers
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
+from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
@@ -144,6 +145,15 @@ class Driver:
     def is_waiting(self) -> bool:
         """Whether a stage has nobody to run it."""
         return self._machine.phase is DriverPhase.WAITING
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, less the guards that are lost."""
+        living = self._machine.guards
+        return without_guards(
+            self.deployment.plan,
+            (guard.peer for guard in self.deployment.plan.guards if living.get(guard.stage) != guard.peer),
+        )
 
     def offer(self, deployment: Deployment, reason: str) -> None:
         """A newer plan, journalled: gone over to when nothing is under way."""
@@ -391,7 +401,12 @@ class Driver:
 
         async def ask() -> None:
             waiting = lambda reason: self._on_progress(progress.Waiting(reason))  # noqa: E731
-            self.offer(await self._replanner.replacement(self.deployment, without, reason, waiting), reason)
+            try:
+                deployment = await self._replanner.replacement(self.deployment, without, waiting)
+            except FusionError as error:
+                self._tell(events.CommandFailed(f"{reason.rstrip('.')}; {error}"), None)
+            else:
+                self.offer(deployment, reason)
 
         self._asking = self._last(ask())
 

@@ -13,7 +13,7 @@ from fusionai.training.deployment import Deployment
 
 class Replanner(Protocol):
     async def replacement(
-        self, present: Deployment, lost: frozenset[str], reason: str, waiting: Callable[[str], None]
+        self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
         """`present` with others in the place of `lost`, journalled as the plan in force. Takes as long as it takes;
         `waiting` hears what is waited for. Raises `FusionError` where the job can't go on at all."""

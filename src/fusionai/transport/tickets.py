@@ -50,6 +50,16 @@ def sign_ticket(ticket: Ticket, authority_key: Ed25519PrivateKey) -> bytes:
     return authority_key.sign(_DOMAIN + content) + content
 
 
+def expiry_s(data: bytes) -> float:
+    """When a ticket the broker gave to this machine ends, seconds since 1970. Checks nothing: others do.
+
+    Raises `TrustError` for what is no ticket."""
+    try:
+        return _DECODER.decode(data[_SIGNATURE_BYTES:]).expires_at_s
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TrustError(f"expected a ticket of this version, got another content: {error}.") from error
+
+
 def verify_ticket(
     data: bytes,
     authority_key: bytes,

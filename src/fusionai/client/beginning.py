@@ -1,0 +1,137 @@
+"""How a driver's start gets its deployment: the plan it had, if that is still in force, otherwise a new one.
+
+With the plan it had, stages that live keep their state. The broker renews the tickets; while it is away, those kept on
+the disk must do. In exact jobs a new plan takes only machines of the numerics that the steps so far were made with.
+
+Neighbours: `client.train` calls it, `client.replanning` makes plans real, `scheduling.planner` plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from fusionai.client.background import in_background
+from fusionai.client.deployments import kept_deployment
+from fusionai.client.pool_session import Member
+from fusionai.client.preparation import Prepared, problem_for
+from fusionai.client.replanning import Replanner
+from fusionai.primitives.errors import PlanError, RefusedError, TransportError
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.training.deployment import Deployment
+
+PLAN_ATTEMPTS: Final = 3
+"""A peer may be taken or gone between looking at the pool and asking for it."""
+
+
+async def begin(
+    replanner: Replanner,
+    prepared: Prepared,
+    owner: PeerProfile,
+    members: tuple[Member, ...] | None,
+    *,
+    pool_name: str,
+    driving: asyncio.Event,
+    note: Callable[[str], None],
+) -> Deployment:
+    """`members`: who is in the pool, None while its broker is away. `driving` is set before anything becomes the
+    pool's. Raises `PlanError`, `RecipeError`, `RefusedError`, `TransportError`."""
+    known = _known(replanner, prepared)
+    if known is None:
+        if members is None:
+            raise TransportError("the pool's broker can't be reached.", hint="A new job needs it; try again later.")
+        return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
+    driving.set()
+    try:
+        return await replanner.renewed(Deployment(plan=known))
+    except RefusedError as error:
+        if error.code == "unknown_job":  # it has ended for the pool: nobody holds anything of it
+            return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
+        if error.code != "stale_fence":
+            raise
+        return await replanner.replacement(Deployment(plan=known), frozenset(), note)
+    except TransportError:
+        kept = await in_background(lambda: kept_deployment(replanner.directory))
+        if kept is None or kept.plan != known:
+            raise
+        note("warning: the broker can't be reached; the job goes on with the plan and the tickets it had")
+        return kept
+
+
+def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
+    """The plan this job's last start obeyed, if it is one of this model and the recipe still allows it."""
+    adopted = replanner.journal.plan
+    if adopted is None:
+        return None
+    try:
+        plan = msgspec.json.decode(adopted.plan, type=Plan)
+    except msgspec.DecodeError:
+        return None  # of another version of this program
+    wanted = prepared.recipe.placement.stages
+    pool_stages = sum("stage" in stage.roles for stage in plan.stages)
+    fits = wanted is None or wanted == pool_stages
+    return plan if plan.graph_hash == prepared.graph_hash and fits else None
+
+
+async def _anew(
+    replanner: Replanner,
+    prepared: Prepared,
+    owner: PeerProfile,
+    *,
+    pool_name: str,
+    driving: asyncio.Event,
+    note: Callable[[str], None],
+) -> Deployment:
+    """Look, plan, ask; look again when a peer was taken meanwhile."""
+    for attempt in range(PLAN_ATTEMPTS):
+        members = await replanner.pool.pool()
+        usable = replanner.usable(members)
+        if not usable:
+            raise nobody(pool_name, members)
+        usable = _equal_numerics(replanner, usable)
+        problem = problem_for(prepared, usable, owner, note)
+        made = await in_background(lambda problem=problem: planned(problem))
+        driving.set()
+        try:
+            return await replanner.make_real(made)
+        except RefusedError as error:
+            if error.code in ("busy", "unknown_peer", "leaving") and attempt + 1 < PLAN_ATTEMPTS:
+                continue
+            raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Once steps are official, an exact job goes on only where they come out the same."""
+    adopted = replanner.journal.plan
+    if replanner.policy == "tolerant" or adopted is None or not replanner.journal.committed:
+        return usable
+    try:
+        plan = msgspec.json.decode(adopted.plan, type=Plan)
+    except msgspec.DecodeError:
+        return usable
+    made_with = {stage.fingerprint for stage in plan.stages if stage.peer != plan.feed} - {""}
+    equal = tuple(one for one in usable if one.profile.fingerprint in made_with)
+    if made_with and not equal:
+        names = ", ".join(sorted(one.profile.name for one in usable))
+        raise PlanError(
+            f"{replanner.journal.committed} steps are official, and none of the machines in the pool ({names}) "
+            "computes the same bits as those that made them.",
+            hint='Wait for such a machine, or set takeover = "tolerant" in [faults].',
+        )
+    return equal or usable
+
+
+def nobody(pool_name: str, members: tuple[Member, ...]) -> PlanError:
+    present = [
+        f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"
+        for member in members
+    ]
+    return PlanError(
+        f"no peer stands by in pool {pool_name!r}: {'; '.join(present) or 'nobody lends a machine there'}.",
+        hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
+    )

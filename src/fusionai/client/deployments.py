@@ -1,0 +1,39 @@
+"""The deployment in force, kept in the job's directory: with it a driver starts again while the broker is away.
+
+It holds tickets, so only its owner may read it. Decides nothing. Neighbours: `client.replanning` keeps each plan it
+gets, `client.train` begins with the one that is there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusionai.primitives.errors import TrustError
+from fusionai.scheduling.types import Plan
+from fusionai.storage.rundir import RunDirectory
+from fusionai.training.deployment import Deployment
+from fusionai.transport.private_files import read_private, write_private
+
+LARGEST_BYTES = 2**28
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    plan: Plan
+    members: dict[str, tuple[str, ...]]
+    tickets: dict[str, bytes]
+
+
+def keep_deployment(directory: RunDirectory, deployment: Deployment) -> None:
+    """Durable on return. Raises `StorageError`."""
+    kept = _Kept(deployment.plan, dict(deployment.members), dict(deployment.tickets))
+    write_private(directory.deployment, msgspec.msgpack.encode(kept))
+
+
+def kept_deployment(directory: RunDirectory) -> Deployment | None:
+    """None where there is none that is whole: the broker gives another. Raises `StorageError`."""
+    try:
+        content = read_private(directory.deployment, limit_bytes=LARGEST_BYTES)
+        kept = None if content is None else msgspec.msgpack.decode(content, type=_Kept)
+    except (TrustError, msgspec.DecodeError):
+        return None
+    return None if kept is None else Deployment(plan=kept.plan, members=kept.members, tickets=kept.tickets)

@@ -1,0 +1,155 @@
+"""Looks out for a better plan while a job runs: machines that leave, machines that could guard, machines too slow.
+
+Decides when another plan is worth asking for; one at a time, and never while a stage waits for one. Renews tickets long
+before they expire, so that a broker may be away for a while. A broker that is away is asked again at the next look.
+
+Neighbours: `client.replanning` makes plans real, `training.driver` goes over to them at a quiet moment;
+`scheduling.takeover` and `scheduling.straggling` say what is better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import msgspec
+
+from fusionai.client.background import in_background
+from fusionai.client.pool_session import Member
+from fusionai.client.replanning import RETRIED, Replanner
+from fusionai.primitives.clock import Clock
+from fusionai.primitives.errors import FusionError, RefusedError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.scheduling.straggling import Better, better_plan, observed, watching
+from fusionai.scheduling.takeover import reinforced, replaced
+from fusionai.scheduling.types import Plan
+from fusionai.training import progress
+from fusionai.training.driver import Driver
+from fusionai.transport.tickets import expiry_s
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 2.0
+RENEW_S: Final = 240.0
+"""Tickets are renewed when they last no longer than this, or for half of what they lasted at first if that is less."""
+PATIENCE_S: Final = 30.0
+"""How long an offered plan may wait for a quiet moment before another is offered."""
+
+
+class PoolWatch:
+    """`run` until cancelled; `see` takes the job's progress."""
+
+    def __init__(self, replanner: Replanner, driver: Driver, owner: PeerId, clock: Clock) -> None:
+        self._replanner = replanner
+        self._driver = driver
+        self._owner = owner
+        self._clock = clock
+        self._offered: tuple[int, float] = (0, 0.0)
+        """Newest version offered, and when."""
+        self._lasts_s = self._left_s()
+        self._step = 0
+        self._slow = watching(0)
+
+    def see(self, event: progress.Progress) -> None:
+        match event:
+            case progress.StepDone(record=record, spans=spans, replayed=False):
+                self._step = record.step + 1
+                busy_s = {
+                    stage: sum(
+                        one.end_s - one.start_s for one in all_ if one.kind in ("forward", "backward", "weights")
+                    )
+                    for stage, all_ in spans.items()
+                }
+                self._slow = observed(self._slow, self._driver.deployment.plan, busy_s)
+            case progress.PlanChanged():
+                self._slow = watching(self._step)
+            case _:
+                return
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._look()
+            except RefusedError as error:
+                if error.code not in (*RETRIED, "unknown_job"):
+                    raise
+                log.info("no better plan: %s", error)
+            except FusionError as error:
+                log.info("the pool can't be looked at: %s", error)
+
+    async def _look(self) -> None:
+        if self._driver.is_waiting:
+            return
+        await self._renew()
+        version, offered_s = self._offered
+        pending = version > self._driver.deployment.plan.version
+        if pending and self._clock.now_s() - offered_s < PATIENCE_S:
+            return
+        members = await self._replanner.pool.pool()
+        found = self._handed_over(members) or self._guarded(members) or await self._faster(members)
+        if found is None:
+            return
+        plan, reason = found
+        deployment = await self._replanner.make_real(plan)
+        self._offered = (deployment.plan.version, self._clock.now_s())
+        if not self._driver.is_waiting:
+            self._driver.offer(deployment, reason)
+
+    async def _renew(self) -> None:
+        if self._left_s() < min(RENEW_S, self._lasts_s / 2):
+            self._driver.renew(await self._replanner.renewed(self._driver.deployment))
+            self._lasts_s = self._left_s()
+
+    def _left_s(self) -> float:
+        ticket = self._driver.deployment.tickets.get(self._owner)
+        return 0.0 if ticket is None else expiry_s(ticket) - self._clock.wall_s()
+
+    def _plan(self) -> Plan:
+        return msgspec.structs.replace(self._driver.plan, version=0)
+
+    def _handed_over(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+        """Whoever leaves in order works until somebody has taken its place."""
+        plan = self._plan()
+        parts = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        leaving = [one for one in members if one.view.state == "draining" and one.view.peer in parts]
+        if not leaving:
+            return None
+        gone = frozenset(one.view.peer for one in leaving)
+        candidates = [one.profile for one in self._replanner.usable(members) if one.view.peer not in gone]
+        found = replaced(plan, self._replanner.problem, gone, candidates)
+        if not isinstance(found, Plan):
+            return None  # it stays; the next look may find somebody
+        names = ", ".join(one.profile.name or short(PeerId(one.view.peer)) for one in leaving)
+        return found, f"{names} leaves and hands its work over"
+
+    def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+        plan = self._plan()
+        candidates = [one.profile for one in self._replanner.usable(members) if one.view.state == "idle"]
+        found = reinforced(plan, self._replanner.problem, candidates) if candidates else None
+        if found is None:
+            return None
+        had = {(guard.stage, guard.peer) for guard in plan.guards}
+        stages = [str(guard.stage) for guard in found.guards if (guard.stage, guard.peer) not in had]
+        return found, f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} can be guarded now"
+
+    async def _faster(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+        if not self._slow.due(self._step):
+            return None
+        plan, watch, step = self._plan(), self._slow, self._step
+        there = tuple(one.profile for one in self._replanner.usable(members))
+        problem = msgspec.structs.replace(self._replanner.problem, peers=there)
+        better: Better | None = await in_background(lambda: better_plan(watch, plan, problem, step))
+        self._slow = self._slow.asked(step)
+        if better is None or not self._is_allowed(plan, better.plan):
+            return None
+        self._replanner.problem = better.problem
+        return better.plan, better.reason
+
+    def _is_allowed(self, plan: Plan, better: Plan) -> bool:
+        """Whether stages may move as `better` has it: in an exact job only among machines of the same numerics."""
+        if self._replanner.policy == "tolerant":
+            return True
+        numerics = {stage.fingerprint for one in (plan, better) for stage in one.stages if stage.peer != self._owner}
+        return len(numerics) == 1 and "" not in numerics

@@ -1,0 +1,165 @@
+"""Another plan for a running job: in place of peers that are lost, or because the pool offers something better.
+
+Decides who may be asked: machines that stand by, those of the job itself, and a lost machine only when nobody else will
+do and the broker has heard it since. Whether a machine of other numerics may stand in, the recipe says. A plan is
+journalled, and kept with its tickets, before anybody acts on it (recovery rule 16).
+
+Neighbours: `training.driver` asks, `client.pool_watch` looks out for better plans, `scheduling.takeover` makes them,
+`client.pool_session` asks the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+import msgspec
+
+from fusionai.client.deployments import keep_deployment
+from fusionai.client.pool_session import Member
+from fusionai.primitives.clock import Clock
+from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError
+from fusionai.primitives.ids import JobId
+from fusionai.scheduling.takeover import Waiting, replaced
+from fusionai.scheduling.types import PeerProfile, Plan, Problem
+from fusionai.storage.commits import CommitJournal
+from fusionai.storage.rundir import RunDirectory
+from fusionai.training.deployment import Deployment
+
+LOOK_S: Final = 0.5
+"""Between two looks at a pool where nobody fits, or for a broker that is away."""
+SETTLE_S: Final = 1.0
+"""A lost machine counts as back when the broker heard it so long after its loss; doubled for each time it was lost."""
+LONGEST_SETTLE_S: Final = 30.0
+RETRIED: Final = ("busy", "unknown_peer", "leaving", "stale_fence", "bad_message")
+"""Refusals that another look at the pool answers."""
+
+
+class Pool(Protocol):
+    """What is asked of the broker; `client.pool_session.PoolSession` is one."""
+
+    async def pool(self) -> tuple[Member, ...]: ...
+
+    async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment: ...
+
+
+@dataclass(slots=True)
+class _Loss:
+    at_s: float
+    times: int
+
+    @property
+    def settle_s(self) -> float:
+        return min(SETTLE_S * 2 ** (self.times - 1), LONGEST_SETTLE_S)
+
+
+@dataclass(kw_only=True)
+class Replanner:
+    """One job's. `problem`: what its plans are made from; may be replaced when speeds are measured anew."""
+
+    pool: Pool
+    job: JobId
+    title: str
+    steps: int
+    problem: Problem
+    policy: Literal["exact", "tolerant", "refuse"]
+    excluded: Callable[[tuple[Member, ...]], frozenset[str]]
+    """Those that the recipe keeps out."""
+    journal: CommitJournal
+    directory: RunDirectory
+    clock: Clock
+    _losses: dict[str, _Loss] = field(default_factory=dict[str, _Loss])
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def replacement(
+        self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
+    ) -> Deployment:
+        """See `training.replanner`. Raises `ExecutionError` where the recipe refuses who is there."""
+        now_s = self.clock.now_s()
+        for peer in lost:
+            known = self._losses.get(peer)
+            self._losses[peer] = _Loss(now_s, 1 if known is None else known.times + 1)
+        while True:
+            try:
+                members = await self.pool.pool()
+                plan = self._replaced(present.plan, lost, members)
+                if isinstance(plan, Plan):
+                    return await self.make_real(plan)
+                waiting(plan.sentence)
+            except RefusedError as error:
+                if error.code not in RETRIED:
+                    raise
+                waiting(f"the broker refused a plan: {error.message}")
+            except (TransportError, TimeoutError) as error:
+                waiting(f"the broker is needed for another plan and can't be reached: {error}")
+            await asyncio.sleep(LOOK_S)
+
+    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:
+        unversioned = msgspec.structs.replace(plan, version=0)
+        present = frozenset(member.view.peer for member in members if is_present(member))
+        # Whoever else the broker has lost meanwhile would only be lost again.
+        gone = lost | ({stage.peer for stage in plan.stages} - present - {plan.feed})
+        gone |= {guard.peer for guard in plan.guards} - present
+        others = [one.profile for one in self.usable(members) if one.view.peer not in gone]
+        found = replaced(unversioned, self.problem, gone, others)
+        if isinstance(found, Waiting):
+            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self._is_back(one)]
+            if returned:
+                found = replaced(unversioned, self.problem, gone, [*others, *returned])
+        if isinstance(found, Waiting) and self.policy == "refuse":
+            self._refuse(found, unversioned, gone, others)
+        return found
+
+    def _refuse(self, waiting: Waiting, plan: Plan, gone: frozenset[str], others: Sequence[PeerProfile]) -> None:
+        """Ends the job where it is other numerics alone that keep everybody from standing in."""
+        tolerant = msgspec.structs.replace(self.problem, takeover="tolerant")
+        if isinstance(replaced(plan, tolerant, gone, others), Plan):
+            raise ExecutionError(
+                f"{waiting.sentence}; those that are there compute other bits, and the recipe refuses them.",
+                hint='Set takeover = "tolerant" in [faults], or run it again when such a machine has joined.',
+            )
+
+    def _is_back(self, member: Member) -> bool:
+        loss = self._losses[member.view.peer]
+        since_s = self.clock.now_s() - loss.at_s
+        return since_s - member.view.last_heard_s >= loss.settle_s
+
+    def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+        """Who stands by for this job, or has a part in it already."""
+        kept_out = self.excluded(members)
+        return tuple(
+            member
+            for member in members
+            if member.view.peer not in kept_out
+            and (
+                (member.view.state == "idle" and member.view.rests_s == 0)
+                or (member.view.state == "active" and member.view.job == self.job)
+            )
+        )
+
+    async def make_real(self, plan: Plan) -> Deployment:
+        """`plan` (version 0) with the version and the tickets the broker gives it. Raises `RefusedError`,
+        `TransportError`, `StorageError`."""
+        async with self._turn:
+            granted = await self.pool.request(self.job, self.title, plan, self.steps)
+            await asyncio.to_thread(self.adopt, granted)
+            return granted
+
+    def adopt(self, deployment: Deployment) -> None:
+        """On the disk before anybody acts on it. Blocking."""
+        self.journal.adopt_plan(deployment.plan.version, msgspec.json.encode(deployment.plan))
+        keep_deployment(self.directory, deployment)
+
+    async def renewed(self, deployment: Deployment) -> Deployment:
+        """The plan in force with new tickets and the addresses of today. Raises `RefusedError` (`unknown_job` or
+        `stale_fence`: it is not in force any more), `TransportError`."""
+        async with self._turn:
+            granted = await self.pool.request(self.job, self.title, deployment.plan, self.steps)
+            await asyncio.to_thread(keep_deployment, self.directory, granted)
+            return granted
+
+
+def is_present(member: Member) -> bool:
+    return member.view.state in ("idle", "active", "draining")
