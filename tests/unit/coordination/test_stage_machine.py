@@ -22,12 +22,14 @@ from fusionai.coordination.stage import (
     DropSums,
     ExportAsked,
     ForwardArrived,
+    LoadSnapshot,
     Refuse,
     ReportApplied,
     ReportPrepared,
     ReportReady,
     ReportStatus,
     Resumed,
+    SendRetained,
     SharedArrived,
     StageCommand,
     StageEvent,
@@ -35,8 +37,10 @@ from fusionai.coordination.stage import (
     StagePhase,
     StageShape,
     StateArrived,
+    TakeSnapshot,
     Work,
     WorkDone,
+    WorkFailed,
 )
 from fusionai.wire.messages import CommitRecord, Fence
 
@@ -84,7 +88,7 @@ def running(at: int = 0, **changes: object) -> StageMachine:
     """A stage that has imported the state of step `at`."""
     machine = StageMachine(shape(**changes))
     machine.handle(Attached(FIRST))
-    machine.handle(Resumed(at, "import", at, None))
+    machine.handle(Resumed(at, "import", at))
     assert ReportReady(at) in machine.handle(StateArrived(at))
     return machine
 
@@ -118,7 +122,7 @@ def prepare(machine: StageMachine, step: int = 0) -> list[StageCommand]:
 
 EVENTS: tuple[StageEvent, ...] = (
     Attached(SECOND),
-    Resumed(0, "initialise", 0, None),
+    Resumed(0, "initialise", 0),
     StateArrived(0),
     ForwardArrived("train", 0, 0, 0),
     BackwardArrived(0, 0, 2),
@@ -126,6 +130,7 @@ EVENTS: tuple[StageEvent, ...] = (
     Committed(record(0), 0),
     ExportAsked(0),
     WorkDone(Work("initialise")),
+    WorkFailed(Work("forward")),
     Detached("over"),
 )
 
@@ -137,7 +142,11 @@ def in_phase(phase: StagePhase) -> StageMachine:
     machine.handle(Attached(FIRST))
     if phase is StagePhase.ATTACHED:
         return machine
-    machine.handle(Resumed(0, "import", 0, None))
+    if phase is StagePhase.REPLAYING:
+        machine.handle(Resumed(1, "import", 0, (record(0),), frozenset({1})))
+        machine.handle(StateArrived(0))
+        return machine
+    machine.handle(Resumed(0, "import", 0))
     if phase is StagePhase.RESTORING:
         return machine
     machine.handle(StateArrived(0))
@@ -255,7 +264,7 @@ def test_weight_gradients_put_off_die_with_the_fence():
     both_ways(machine, 0)
     machine.handle(Attached(SECOND))
     assert DropSums() in done(machine, Work("weights", 0, 0))
-    machine.handle(Resumed(0, "keep", 0, None))
+    machine.handle(Resumed(0, "keep", 0))
     assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
 
 
@@ -463,7 +472,7 @@ def test_an_attach_while_busy_waits_and_reports_of_the_old_fence_die_with_it():
     assert machine.accepts(FIRST)
     commands = done(machine, Work("norms", 0))
     assert ReportPrepared(0) not in commands
-    assert commands == [DropHeld(), ReportStatus(applied=0, prepared=0)]
+    assert commands == [DropHeld(), ReportStatus(applied=0, prepared=0, retained_from=1)]
     assert machine.accepts(SECOND)
 
 
@@ -480,7 +489,7 @@ def test_two_attaches_while_busy_lose_nothing_of_the_newer():
 def test_a_stale_attach_while_busy_is_refused_at_once_and_takes_no_report_with_it():
     machine = StageMachine(shape())
     machine.handle(Attached(SECOND))
-    machine.handle(Resumed(0, "initialise", 0, None))
+    machine.handle(Resumed(0, "initialise", 0))
     assert "already obeys" in refusal(machine.handle(Attached(FIRST)))
     assert done(machine, Work("initialise")) == [ReportReady(0)]
 
@@ -501,8 +510,8 @@ def test_partial_sums_die_with_the_fence():
     done(machine, Work("forward", 0, 0))
     forward(machine, 1, step=1)
     commands = machine.handle(Attached(SECOND))
-    assert commands == [DropSums(), DropHeld(), ReportStatus(applied=0, prepared=-1)]
-    machine.handle(Resumed(0, "keep", 0, None))
+    assert commands == [DropSums(), DropHeld(), ReportStatus(applied=0, prepared=-1, retained_from=1)]
+    machine.handle(Resumed(0, "keep", 0))
     assert machine.in_flight == 0
     assert work_of(forward(machine, 0)) == Work("forward", 0, 0), "from the first microbatch on"
 
@@ -510,8 +519,8 @@ def test_partial_sums_die_with_the_fence():
 def test_what_is_prepared_survives_an_attach_and_is_applied_by_the_record_in_resume():
     machine = running()
     prepare(machine)
-    assert machine.handle(Attached(SECOND)) == [DropHeld(), ReportStatus(applied=0, prepared=0)]
-    assert work_of(machine.handle(Resumed(1, "keep", 0, record(0)))) == Work("apply", 0, record=record(0))
+    assert machine.handle(Attached(SECOND)) == [DropHeld(), ReportStatus(applied=0, prepared=0, retained_from=1)]
+    assert work_of(machine.handle(Resumed(1, "keep", 0, (record(0),)))) == Work("apply", 0, record=record(0))
     assert done(machine, Work("apply", 0, record=record(0))) == [ReportReady(1)]
     assert machine.applied == 1
 
@@ -520,7 +529,7 @@ def test_what_was_prepared_and_not_committed_is_dropped_at_resume():
     machine = running()
     prepare(machine)
     machine.handle(Attached(SECOND))
-    assert machine.handle(Resumed(0, "keep", 0, None)) == [DropSums(), ReportReady(0)]
+    assert machine.handle(Resumed(0, "keep", 0)) == [DropSums(), ReportReady(0)]
     assert prepare(machine) == [ReportPrepared(0)]
 
 
@@ -528,7 +537,7 @@ def test_what_was_prepared_and_not_committed_is_dropped_at_resume():
 def test_a_stage_that_can_not_keep_its_state_says_where_it_is(committed: int, given: int | None):
     machine = running(at=0 if committed else 1)
     machine.handle(Attached(SECOND))
-    resumed = Resumed(committed, "keep", 0, None if given is None else record(given))
+    resumed = Resumed(committed, "keep", committed, () if given is None else (record(given),))
     assert f"can't keep its state and be at {committed}" in refusal(machine.handle(resumed))
     assert machine.phase is StagePhase.ATTACHED
 
@@ -536,14 +545,14 @@ def test_a_stage_that_can_not_keep_its_state_says_where_it_is(committed: int, gi
 def test_initialise_makes_state_zero_and_import_takes_the_step_that_was_asked_for():
     machine = StageMachine(shape())
     machine.handle(Attached(FIRST))
-    commands = machine.handle(Resumed(0, "initialise", 0, None))
+    commands = machine.handle(Resumed(0, "initialise", 0))
     assert commands == [DropSums(), DropRetained(EVERY_STEP), Compute(Work("initialise"))]
     assert not machine.expects_state
     assert done(machine, Work("initialise")) == [ReportReady(0)]
 
     machine = StageMachine(shape())
     machine.handle(Attached(FIRST))
-    assert machine.handle(Resumed(8, "import", 8, None)) == [DropSums(), DropRetained(EVERY_STEP)]
+    assert machine.handle(Resumed(8, "import", 8)) == [DropSums(), DropRetained(EVERY_STEP)]
     assert machine.expects_state
     assert "expected the state of step 8, got that of step 7" in refusal(machine.handle(StateArrived(7)))
     assert machine.phase is StagePhase.ATTACHED
@@ -555,7 +564,7 @@ def test_going_back_to_a_checkpoint_lowers_the_line_and_drops_what_was_sent_beyo
     machine.handle(Committed(record(5), line=6))
     done(machine, Work("apply", 5, record=record(5)))
     machine.handle(Attached(SECOND))
-    assert DropRetained(EVERY_STEP) in machine.handle(Resumed(2, "import", 2, None))
+    assert DropRetained(EVERY_STEP) in machine.handle(Resumed(2, "import", 2))
     machine.handle(StateArrived(2))
     prepare(machine, 2)
     assert DropRetained(3) in machine.handle(Committed(record(2), line=3)), "or replayed steps would pile up"
@@ -565,7 +574,7 @@ def test_whoever_loses_its_state_has_nothing_prepared():
     machine = running()
     prepare(machine)
     machine.handle(Attached(SECOND))
-    machine.handle(Resumed(0, "import", 0, None))
+    machine.handle(Resumed(0, "import", 0))
     machine.handle(Attached(Fence(1, 3, 0)))
     assert (machine.applied, machine.prepared) == (-1, -1)
 
@@ -606,3 +615,276 @@ def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
         assert machine.handle(event) == []
     assert machine.dropped == 3
     assert work_of(summed(machine)) is None
+
+
+def test_a_total_dies_with_the_sums_that_were_prepared():
+    """Or the home would vote again without summing anew, and one of the sharers would wait for ever."""
+    for lost in (False, True):
+        machine = running(microbatches=1, shares_with=frozenset({3}), shared_home=True)
+        machine.handle(SharedArrived(0, 3, "partial"))
+        summed(machine)
+        done(machine, Work("total", 0))
+        done(machine, Work("norms", 0))
+        machine.handle(Attached(SECOND))
+        machine.handle(Resumed(0, "import" if lost else "keep", 0))
+        if lost:
+            machine.handle(StateArrived(0))
+        assert machine.wants(SharedArrived(0, 3, "partial"))
+        assert work_of(summed(machine)) is None, "the other part is missing again"
+        assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == Work("total", 0)
+
+
+# ------------------------------------------------------------------------------------------------ retained, the line
+
+
+def guarded(at: int = 0, *, every: int = 2, snapshot: bool = False, **changes: object) -> StageMachine:
+    machine = StageMachine(shape(**changes))
+    machine.handle(Attached(FIRST, retain=True, snapshot_every=every))
+    machine.handle(Resumed(at, "import", at, snapshot=snapshot))
+    machine.handle(StateArrived(at))
+    return machine
+
+
+def step_done(machine: StageMachine, step: int, line: int) -> list[StageCommand]:
+    prepare(machine, step)
+    machine.handle(Committed(record(step), line=line))
+    return done(machine, Work("apply", step, record=record(step)))
+
+
+def retained_from(machine: StageMachine, fence: Fence, *, retain: bool = True) -> int:
+    commands = machine.handle(Attached(fence, retain=retain, snapshot_every=2))
+    (status,) = [command for command in commands if isinstance(command, ReportStatus)]
+    return status.retained_from
+
+
+def test_what_is_sent_is_retained_from_the_line_on():
+    machine = guarded()
+    for step, line in ((0, 0), (1, 0), (2, 2)):
+        step_done(machine, step, line)
+    assert retained_from(machine, SECOND) == 2
+
+
+def test_what_is_sent_while_nobody_is_guarded_is_not_retained():
+    machine = running()
+    assert retained_from(machine, SECOND, retain=False) == 0, "nothing was sent"
+    machine.handle(Resumed(0, "keep", 0))
+    forward(machine, 0)
+    done(machine, Work("forward", 0, 0))
+    assert retained_from(machine, Fence(1, 3, 0)) == 1
+    machine.handle(Resumed(0, "keep", 0))
+    step_done(machine, 0, line=0)
+    assert retained_from(machine, Fence(1, 4, 0)) == 1, "this step was done anew, and retained"
+
+
+def test_evaluation_sends_nothing_that_would_be_missed():
+    machine = running()
+    machine.handle(ForwardArrived("eval", 0, 0, 0))
+    done(machine, Work("forward", 0, 0, "eval"))
+    assert retained_from(machine, SECOND) == 0
+
+
+def test_a_round_without_guards_takes_nothing_away_that_it_may_need():
+    """The last guard was promoted: what its neighbours retained is what it replays from."""
+    machine = guarded()
+    for step in range(3):
+        step_done(machine, step, 0)
+    commands = machine.handle(Attached(SECOND, retain=False))
+    assert not any(isinstance(command, DropRetained) for command in commands)
+    assert ReportStatus(3, 2, 0) in commands
+    resumed = machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({2})))
+    assert SendRetained(frozenset({2}), 1, 3) in resumed
+    prepare(machine, 3)
+    assert DropRetained(4) in machine.handle(Committed(record(3), line=4)), "it goes with the next line"
+
+
+def test_retained_tensors_go_to_neighbours_that_replay_and_to_nobody_else():
+    machine = guarded(shares_with=frozenset({7}), shared_home=True)
+    for step in range(2):
+        machine.handle(SharedArrived(step, 7, "partial"))
+        forward_and_total(machine, step)
+    machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
+    (sent,) = [
+        command
+        for command in machine.handle(Resumed(2, "keep", 1, (record(1),), frozenset({0, 2, 7, 9})))
+        if isinstance(command, SendRetained)
+    ]
+    assert sent == SendRetained(frozenset({0, 2, 7}), 1, 2)
+    machine.handle(Attached(Fence(1, 3, 0), retain=True))
+    none = machine.handle(Resumed(2, "keep", 1, (record(1),), frozenset({9})))
+    assert not any(isinstance(command, SendRetained) for command in none)
+
+
+def forward_and_total(machine: StageMachine, step: int) -> None:
+    for microbatch in range(machine.shape.microbatches):
+        forward(machine, microbatch, step)
+        done(machine, Work("forward", step, microbatch))
+        backward(machine, microbatch, step)
+        done(machine, Work("backward", step, microbatch))
+    done(machine, Work("total", step))
+    done(machine, Work("norms", step))
+    machine.handle(Committed(record(step), line=0))
+    done(machine, Work("apply", step, record=record(step)))
+
+
+def test_a_stage_refuses_to_stream_what_it_no_longer_has():
+    machine = guarded()
+    for step, line in ((0, 0), (1, 0), (2, 2)):
+        step_done(machine, step, line)
+    machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
+    reason = refusal(machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({2}))))
+    assert "retains steps from 2, not from 1" in reason
+    assert machine.phase is StagePhase.ATTACHED
+
+
+def test_whoever_is_restored_at_the_official_step_needs_nothing_retained():
+    machine = running(microbatches=1)
+    prepare(machine)
+    machine.handle(Attached(SECOND))
+    commands = machine.handle(Resumed(0, "keep", 0, (), frozenset({2})))
+    assert ReportReady(0) in commands
+    assert machine.phase is StagePhase.RUNNING
+
+
+# ---------------------------------------------------------------------------------------------------------- snapshots
+
+
+def test_snapshots_come_on_multiples_of_the_interval():
+    machine = guarded(every=2)
+    assert not any(isinstance(c, TakeSnapshot) for c in step_done(machine, 0, 0))
+    assert TakeSnapshot(2) in step_done(machine, 1, 0)
+    assert not any(isinstance(c, TakeSnapshot) for c in step_done(machine, 2, 0))
+    assert TakeSnapshot(4) in step_done(machine, 3, 2)
+
+
+def test_a_stage_without_a_guard_gives_no_snapshot_even_if_it_is_asked():
+    machine = guarded(every=0, snapshot=True)
+    assert not any(isinstance(c, TakeSnapshot) for c in step_done(machine, 0, 1))
+
+
+def test_after_a_recovery_a_snapshot_is_given_at_once_and_once():
+    machine = guarded(at=3)
+    commands = machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
+    assert machine.handle(Resumed(3, "keep", 3, snapshot=True))[-2:] == [ReportReady(3), TakeSnapshot(3)]
+    machine.handle(Attached(Fence(1, 3, 0), retain=True, snapshot_every=2))
+    commands = machine.handle(Resumed(3, "keep", 3))
+    assert not any(isinstance(command, TakeSnapshot) for command in commands)
+
+
+def test_a_commit_that_was_missed_is_applied_before_the_snapshot_is_given():
+    machine = guarded()
+    prepare(machine)
+    machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
+    assert work_of(machine.handle(Resumed(1, "keep", 1, (record(0),), snapshot=True))) is not None
+    assert done(machine, Work("apply", 0, record=record(0))) == [ReportReady(1), TakeSnapshot(1)]
+
+
+# ---------------------------------------------------------------------------------------------------------- replaying
+
+
+def replaying(first: int = 2, below: int = 4, others: frozenset[int] = frozenset(), **changes: object) -> StageMachine:
+    machine = StageMachine(shape(microbatches=1, **changes))
+    machine.handle(Attached(FIRST, retain=True, snapshot_every=2))
+    records = tuple(record(step) for step in range(first, below))
+    resumed = Resumed(below, "snapshot", first, records, others | {1}, snapshot=True)
+    assert LoadSnapshot(first) in machine.handle(resumed)
+    assert machine.handle(StateArrived(first)) == [ReportReady(first)]
+    assert machine.phase is StagePhase.REPLAYING
+    return machine
+
+
+def test_a_replay_uses_the_records_and_asks_nobody():
+    machine = replaying()
+    for step in (2, 3):
+        assert work_of(forward(machine, 0, step)) == Work("forward", step, 0)
+        done(machine, Work("forward", step, 0))
+        assert work_of(backward(machine, 0, step)) == Work("backward", step, 0)
+        assert work_of(done(machine, Work("backward", step, 0))) == Work("norms", step)
+        commands = done(machine, Work("norms", step))
+        assert commands[0] == ReportPrepared(step)
+        assert work_of(commands) == Work("apply", step, record=record(step))
+        assert machine.phase is StagePhase.REPLAYING
+        commands = done(machine, Work("apply", step, record=record(step)))
+    assert commands == [ReportReady(4), TakeSnapshot(4)], "no report of a commit, no snapshot on the way"
+    assert machine.phase is StagePhase.RUNNING
+    assert retained_from(machine, SECOND) == 2, "what a replay sends is retained"
+
+
+def test_a_replay_takes_all_that_is_streamed_at_once_and_nothing_beyond():
+    machine = replaying(2, 9)
+    assert machine.wants(ForwardArrived("train", 8, 0, 0))
+    assert machine.wants(BackwardArrived(8, 0, 2)), "gradients may come before the forward"
+    assert not machine.wants(ForwardArrived("train", 9, 0, 0))
+    assert not machine.wants(BackwardArrived(9, 0, 2))
+    assert not machine.wants(ForwardArrived("train", 1, 0, 0))
+    machine.handle(BackwardArrived(2, 0, 2))
+    assert not machine.wants(BackwardArrived(2, 0, 2)), "once"
+    assert not machine.wants(BackwardArrived(2, 1, 2)), "there is one microbatch"
+    forward(machine, 0, 2)
+    done(machine, Work("forward", 2, 0))
+    done(machine, Work("backward", 2, 0))
+    assert not machine.wants(BackwardArrived(2, 0, 2)), "it has been used"
+
+
+def test_gradients_that_came_early_wait_for_their_forward():
+    machine = replaying()
+    assert work_of(backward(machine, 0, 2)) is None
+    assert work_of(forward(machine, 0, 2)) == Work("forward", 2, 0)
+    assert work_of(done(machine, Work("forward", 2, 0))) == Work("backward", 2, 0)
+
+
+def test_a_replay_sends_only_to_those_that_replay_with_it():
+    machine = replaying(others=frozenset({2}))
+    assert machine.sends_to(2, 2)
+    assert not machine.sends_to(0, 3)
+    assert machine.sends_to(0, 4), "that is no replay any more"
+    assert running().sends_to(0, 0)
+
+
+def test_totals_may_come_before_the_part_they_answer_in_a_replay():
+    machine = replaying(shares_with=frozenset({0}), shared_home=False)
+    assert machine.wants(SharedArrived(3, 0, "total"))
+    machine.handle(SharedArrived(2, 0, "total"))
+    assert not machine.wants(SharedArrived(2, 0, "total"))
+    forward(machine, 0, 2)
+    done(machine, Work("forward", 2, 0))
+    backward(machine, 0, 2)
+    assert work_of(done(machine, Work("backward", 2, 0))) == Work("share", 2)
+    assert work_of(done(machine, Work("share", 2))) == Work("norms", 2)
+
+
+def test_a_replay_without_all_its_records_is_refused():
+    machine = StageMachine(shape())
+    machine.handle(Attached(FIRST))
+    assert "steps [1] without" in refusal(machine.handle(Resumed(3, "import", 0, (record(0), record(2)))))
+    assert machine.phase is StagePhase.ATTACHED
+
+
+@pytest.mark.parametrize("kind", ["forward", "apply", "initialise"])
+def test_after_a_failure_a_stage_stands_and_only_half_changed_states_are_forgotten(kind: str):
+    machine = running()
+    if kind == "initialise":
+        machine = StageMachine(shape())
+        machine.handle(Attached(FIRST))
+        machine.handle(Resumed(0, "initialise", 0))
+    elif kind == "apply":
+        prepare(machine)
+        machine.handle(Committed(record(0), line=0))
+    else:
+        forward(machine, 0)
+    commands = machine.handle(WorkFailed(Work(kind)))  # pyright: ignore[reportArgumentType]
+    assert machine.phase is StagePhase.ATTACHED
+    assert machine.applied == (0 if kind == "forward" else -1)
+    assert commands == ([] if kind == "forward" else [DropSums(), DropRetained(EVERY_STEP)])
+    assert machine.handle(Attached(SECOND)) != [], "it is not busy any more"
+    assert machine.accepts(SECOND)
+
+
+def test_a_state_may_be_asked_for_while_the_commit_that_leads_to_it_is_applied():
+    machine = running(microbatches=1)
+    prepare(machine)
+    machine.handle(Committed(record(0), line=1))
+    assert "can't export step 0" in refusal(machine.handle(ExportAsked(0)))
+    assert machine.handle(ExportAsked(1)) == []
+    assert "can't export step 1" in refusal(machine.handle(ExportAsked(1))), "once"
+    forward(machine, 0, step=1)
+    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("export", 1)
