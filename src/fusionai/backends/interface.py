@@ -120,6 +120,11 @@ class Backend(Protocol):
 
     def probe(self) -> DeviceReport: ...
 
+    def warm_up(self) -> None:
+        """Do now what a framework puts off to its first training step, some seconds of it: a machine that stands by may
+        be needed at once."""
+        ...
+
     def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
         """Those of `ops` this backend can't run, sorted."""
         ...

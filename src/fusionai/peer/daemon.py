@@ -36,6 +36,7 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
         lambda: open_backend(options.backend, device=options.device, threads=options.threads)
     )
     report, _ = await compute.run(backend.probe)
+    await compute.run(backend.warm_up)
     transport = TcpTransport(membership.credentials)
     clock = SystemClock()
     link = await measured_link(transport, membership.broker_addresses, clock)

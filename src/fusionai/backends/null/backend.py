@@ -41,6 +41,9 @@ class NullBackend:
             fingerprint="null",
         )
 
+    def warm_up(self) -> None:
+        """Nothing is put off."""
+
     def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted({op for op in ops if op not in OPERATORS}))
 

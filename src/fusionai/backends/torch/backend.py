@@ -39,6 +39,12 @@ class TorchBackend:
         """Takes about half a second."""
         return measure_device(self._device)
 
+    def warm_up(self) -> None:
+        """torch imports its compiler, hundreds of modules, when the first optimizer is made."""
+        weight = torch.zeros(1, device=self._device, requires_grad=True)
+        (weight * weight).sum().backward()
+        torch.optim.AdamW([weight]).step()
+
     def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted({op for op in ops if op not in PLAIN and op not in CONTEXTUAL}))
 
