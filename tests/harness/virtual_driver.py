@@ -230,7 +230,13 @@ class Driver:
     def _resume(self, command: commands.SendResume) -> None:
         peer = self.layout.places[command.stage]
         resumed = staging.Resumed(
-            command.committed, command.source, command.base, command.records, command.replaying, command.snapshot
+            command.committed,
+            command.source,
+            command.base,
+            command.records,
+            command.replaying,
+            command.snapshot,
+            command.line,
         )
         self._send(peer, "control", (command.stage, resumed))
         if command.source == "import":

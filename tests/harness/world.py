@@ -77,7 +77,7 @@ class World:
         """Since the job ran undisturbed; the plan of then; stages whose guards had a snapshot newer than the
         checkpoint."""
         self._before = layout
-        self._covered: set[int] = set()
+        self._covered: dict[int, Process] = {}
         self.members: dict[str, Member] = {}
         self.broker = self._new_broker()
         self.broker.enrol(OWNER)
@@ -162,7 +162,7 @@ class World:
             self._trouble = []
             self._before = driver.layout
             self._covered = {
-                stage
+                stage: self.members[guard].process
                 for stage, guard in driver.layout.guards.items()
                 if any(
                     at == stage and max(driver.machine.saved, 0) < step <= driver.machine.step
@@ -197,15 +197,15 @@ class World:
         stages = {stage for stage, peer in before.places.items() if peer in lost}
         moved = {stage for stage, peer in before.places.items() if now.places[stage] != peer}
         stateful = stages - self.topology.stateless
-        there = all(before.guards.get(stage) in now.members for stage in stateful)
-        return bool(stateful) and moved <= stages and before.cut == now.cut and there and stateful <= self._covered
+        living = {stage for stage, process in self._covered.items() if process.alive and process.name in now.members}
+        return bool(stateful) and moved <= stages and before.cut == now.cut and stateful <= living
 
     # ------------------------------------------------------------------------------------------------------- faults
 
     def restart_driver(self) -> None:
         """The driver's process dies (or has ended) and starts again with what is on its disk."""
         self.network.kill(self.driver.process, silently=False)
-        self._trouble = []
+        self._trouble, self._covered = [], {}
         self.driver = self._new_driver()
         self.driver.start()
 

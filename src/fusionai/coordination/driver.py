@@ -310,6 +310,7 @@ class DriverMachine:
                 records=last,
                 replaying=replaying,
                 snapshot=self._wants_snapshot(stage),
+                line=self.line,
             )
             for stage in self.roles.stages
             if stage not in replaying

@@ -45,6 +45,7 @@ class SendResume:
     records: tuple[CommitRecord, ...] = ()
     replaying: frozenset[int] = frozenset()
     snapshot: bool = False
+    line: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Resumed:
     records: tuple[CommitRecord, ...] = ()
     replaying: frozenset[int] = frozenset()
     snapshot: bool = False
+    line: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,10 +492,13 @@ class StageMachine:
     def _resume_keeping(self, event: Resumed) -> list[StageCommand]:
         neighbours = self.shape.consumers.union(*self.shape.producers.values(), self.shape.shares_with)
         to = event.replaying & neighbours
-        retained: list[StageCommand] = [SendRetained(to, event.base, event.committed)] if to else []
+        retained: list[StageCommand] = []
         self._kept_from = min(self._kept_from, event.committed)  # from there on everything is done anew
         if to and event.base < self._kept_from:
             return [Refuse(f"stage {self.shape.stage} retains steps from {self._kept_from}, not from {event.base}")]
+        if to:
+            retained.append(SendRetained(to, event.base, event.committed))
+        retained += self._raise_line(min(event.line, event.base) if to else event.line)
         if self.applied == event.committed:
             self.prepared = self.applied - 1
             self._shared_totals.clear()  # of the sums that were prepared and are dropped
@@ -580,11 +584,14 @@ class StageMachine:
         self._commit = event.record
         if event.save:
             self._exports.append(event.record.step + 1)
-        if event.line <= self.line:
+        return self._raise_line(event.line)
+
+    def _raise_line(self, line: int) -> list[StageCommand]:
+        if line <= self.line:
             return []
-        self.line = event.line
-        self._kept_from = max(self._kept_from, event.line)
-        return [DropRetained(self.line)]
+        self.line = line
+        self._kept_from = max(self._kept_from, line)
+        return [DropRetained(line)]
 
     def on_export_asked(self, event: StageEvent) -> list[StageCommand]:
         assert isinstance(event, ExportAsked)

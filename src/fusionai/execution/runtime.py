@@ -163,6 +163,7 @@ class StageRuntime:
                         message.records,
                         frozenset(message.replaying),
                         message.snapshot,
+                        message.line,
                     )
                 )
             case wire.Export():

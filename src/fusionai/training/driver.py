@@ -312,6 +312,7 @@ class Driver:
                 records=command.records,
                 replaying=tuple(sorted(command.replaying)),
                 snapshot=command.snapshot,
+                line=command.line,
             ),
         )
         self._start(self._push_state(command))

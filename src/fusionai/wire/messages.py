@@ -443,6 +443,8 @@ class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
     """Stages that replay these steps: the others neither send nor need anything of them."""
     snapshot: bool = False
     """Give your guard a snapshot as soon as you are at `committed`."""
+    line: Count = 0
+    """For `keep`, as in `Commit`: whoever misses commits again and again would retain ever more."""
 
 
 class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
