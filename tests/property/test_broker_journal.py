@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusionai.broker.journal import Journal, mirror_path
+from fusionai.broker.journal import Journal, Remembered, mirror_path
 from fusionai.coordination.events import Fact, JobNoted
 from fusionai.primitives.errors import StorageError, UsageError
 
@@ -32,7 +32,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Compact:
-    size: int
+    """The state's size follows from the row it is taken after, as in the product: a row has one state."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Killed:
 Step = Append | Compact | Restart | Killed
 STEPS = st.one_of(
     st.builds(Append, st.lists(st.integers(0, 3000), min_size=1, max_size=4).map(tuple)),
-    st.builds(Compact, st.integers(1, 20_000)),
+    st.just(Compact()),
     st.just(Restart()),
     st.just(Killed()),
 )
@@ -95,7 +95,8 @@ class Life:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "broker" / "journal.sqlite"
-        self.state = b""
+        self.states = {0: b""}
+        """By the row they were taken after."""
         self.facts: list[Fact] = []
         self.sequence = 0
         self.directory = directory
@@ -112,9 +113,9 @@ class Life:
                     self.sequence = self.journal.append(self.sequence, facts)
                     self.facts += facts
                 case Compact() if self.sequence:
-                    self.state = bytes([self.sequence % 251]) * step.size
-                    self.journal.compact(self.state)
-                    self.facts = []
+                    self.states[self.sequence] = bytes([self.sequence % 251]) * (1 + self.sequence * 997 % 20_000)
+                    self.journal.compact(self.states[self.sequence])
+                    assert self.journal.load() == Remembered(self.sequence, self.states[self.sequence], ())
                 case Restart():
                     self.journal.close()
                     self.open()
@@ -139,8 +140,12 @@ class Life:
         assert self.journal.healed == ()
 
     def check(self) -> None:
+        """Everything, from the newest base or, where that was damaged together with the rows it replaced, from an
+        older one: both say the same."""
         kept = self.journal.load()
-        assert (kept.sequence, kept.state, list(kept.facts)) == (self.sequence, self.state, self.facts)
+        first = kept.sequence - len(kept.facts)
+        assert kept.sequence == self.sequence
+        assert (kept.state, list(kept.facts)) == (self.states[first], self.facts[first:])
 
     @property
     def files(self) -> tuple[Path, Path, Path]:

@@ -35,6 +35,8 @@ _SCHEMA: Final = (
 )
 _TABLES: Final = {"journal", "head", "base"}
 _ROWS: Final = "SELECT sequence, term, fact, chain FROM journal ORDER BY sequence"
+_UNREADABLE: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""The latter where SQLite's own message quotes what it could not understand."""
 _NOT_DAMAGE: Final = (
     "SQLITE_BUSY",
     "SQLITE_LOCKED",
@@ -141,7 +143,7 @@ def read_table(path: Path) -> TableReading:
         return TableReading(copy=Copy(), damaged="it is cut off")
     try:
         table = open_table(path)
-    except sqlite3.DatabaseError as error:
+    except _UNREADABLE as error:
         return TableReading(copy=Copy(), damaged=_damage(error))
     try:
         return table.read()
@@ -240,7 +242,7 @@ def _read(connection: sqlite3.Connection) -> TableReading:
         problem = "" if checked == "ok" else str(checked)
         head = _head(connection)
         bases = _bases(connection) if "base" in tables else ()
-    except sqlite3.DatabaseError as error:
+    except _UNREADABLE as error:
         problem = _damage(error)
     # From both ends: what lies behind a page that can't be read is worth having too.
     for order in ("ASC", "DESC"):
@@ -251,7 +253,7 @@ def _read(connection: sqlite3.Connection) -> TableReading:
                 if numbers and _fits(row.fact, bytes) and _fits(row.chain, bytes):
                     rows[row.sequence] = row
             break
-        except sqlite3.DatabaseError as error:
+        except _UNREADABLE as error:
             problem = _damage(error)
     if head is None:
         problem = problem or "its head is missing"
@@ -289,7 +291,7 @@ def _fits(value: object, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def _damage(error: sqlite3.DatabaseError) -> str:
+def _damage(error: Exception) -> str:
     """What is wrong with the file. Raises the error again where it is not the file that is wrong."""
     if getattr(error, "sqlite_errorname", "").startswith(_NOT_DAMAGE):
         raise error

@@ -36,11 +36,10 @@ def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float, wall_s: fl
 def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> MemberView:
     """`last_heard_s` is the age of the last sign of life; 0.0 for a member that holds no lease any more."""
     lease = desk.leases.get(member.peer)
-    rests_s = desk.rest_left_s(member, wall_s) if member.phase == "idle" else 0.0
-    state = member.phase
+    state, rests_s = member.phase, 0.0
     if member.phase == "idle" and not desk.reachable(member):
         state = SILENT
-    elif rests_s:
+    elif member.phase == "idle" and (rests_s := desk.rest_left_s(member, wall_s)):
         state = RESTING
     return MemberView(
         peer=member.peer,
