@@ -71,7 +71,7 @@ def train(
                 "evaluations": [{"step": step, "loss": loss} for step, loss in story.evaluations],
                 "checkpoint": result.checkpoint,
                 "directory": result.directory,
-                "faults": () if data is None else data.faults,
+                "faults": result.faults,
                 "plan": None if story.planned is None else story.planned.plan,
             },
         )

@@ -90,8 +90,9 @@ class Watch:
     def _plan_changed(self, event: progress.PlanChanged) -> None:
         self._plan = event.plan
         if self._view is not None:
-            # After a fault, the fault's own line has the reason.
-            self._view.plan_changed(event.plan, "" if self._faults.open() else event.reason.rstrip("."))
+            told = any(event.reason == episode.reason for episode in self._faults.open())
+            # What a fault's own line says is not said again.
+            self._view.plan_changed(event.plan, "" if told else console.printable(event.reason.rstrip(".")))
 
     def say(self, text: str) -> None:
         if self._view is None:
