@@ -36,6 +36,8 @@ class RunStory:
     commits: list[tuple[float, int]] = field(default_factory=list)
     tenures: Tenures = field(default_factory=Tenures)
     began_s: float = 0.0
+    last_s: float = 0.0
+    """Of the last event of the job itself; a demo goes on without one."""
 
     def __post_init__(self) -> None:
         self.began_s = self.now_s()
@@ -69,6 +71,7 @@ class RunStory:
                 self.faults.broker_answers(self._at_s())
                 return ("the broker is started again; all its members are registered",)
             case _:
+                self.last_s = self._at_s()
                 self._collect(event)
                 return self.faults.see(event, self._at_s())
 
@@ -123,7 +126,7 @@ class RunStory:
             timed_step=StepSpans(step=middle.record.step + 1, spans=middle.spans),
             faults=tuple(self._fault(episode) for episode in self.faults.episodes),
             commits=tuple(self.commits),
-            tenures=self.tenures.until(self._at_s()),
+            tenures=self.tenures.until(self.last_s),
             configuration=configuration(recipe),
             status="done" if result.stopped is None else "stopped",
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from fusionai.dashboard.report_data import Tenure
 from fusionai.scheduling.types import Plan
 
@@ -50,9 +52,11 @@ class Tenures:
             self._end((peer, "away", None), at_s)
 
     def until(self, end_s: float) -> tuple[Tenure, ...]:
-        """All of them, those still going on up to `end_s`, in order of their beginnings."""
+        """All of them up to `end_s`, in order of their beginnings."""
         going = [self._tenure(key, since_s, end_s) for key, since_s in self._open.items()]
-        return tuple(sorted((*self._ended, *going), key=lambda one: (one.from_s, one.peer, one.part, one.stage or 0)))
+        ended = [msgspec.structs.replace(one, to_s=min(one.to_s, end_s)) for one in self._ended]
+        shown = (one for one in (*ended, *going) if one.from_s < end_s)
+        return tuple(sorted(shown, key=lambda one: (one.from_s, one.peer, one.part, one.stage or 0)))
 
     def _end(self, key: tuple[str, _Part, int | None], at_s: float) -> None:
         self._ended.append(self._tenure(key, self._open.pop(key), at_s))
