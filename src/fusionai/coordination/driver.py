@@ -692,7 +692,7 @@ class DriverMachine:
     def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
         """Before anything ran, or with a stage missing, there is nothing to save; in a step, it is finished first."""
         assert isinstance(event, StopAsked)
-        self._stop = event.reason
+        self._stop = self._stop if self._stop is not None else event.reason
         if self.phase is DriverPhase.WAITING or not self._probed:
             return self._end()
         return []

@@ -1,84 +1,142 @@
-"""The driver's machine, row by row: barriers, feeding, votes, journal before commit, replay, checkpoints, the end."""
+"""The driver's machine, row by row: rounds, feeding, votes, journal before commit, replay, checkpoints, plans, end."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 
 import pytest
 
-from fusionai.coordination.driver import (
-    TABLE,
+from fusionai.coordination.driver import REPLAY_AHEAD, TABLE, DriverMachine, DriverPhase, JobShape, norms_hash
+from fusionai.coordination.driver_commands import (
     AnnounceReady,
-    CheckpointWritten,
-    CommandFailed,
-    CommitJournalled,
+    AskPlan,
     DecideScale,
     DriverCommand,
-    DriverEvent,
-    DriverMachine,
-    DriverPhase,
     EndJob,
     Evaluate,
-    EvaluationDone,
     Feed,
-    JobShape,
     JournalCommit,
-    LossArrived,
-    ProbeAnswered,
-    ScaleDecided,
+    PassSnapshot,
     SendAttach,
     SendCommit,
     SendProbe,
     SendResume,
-    StageLost,
+    StepCommitted,
+    TellFault,
+    TellRestored,
+    WarnTolerant,
+    WriteCheckpoint,
+)
+from fusionai.coordination.driver_events import (
+    CheckpointWritten,
+    CommandFailed,
+    CommitJournalled,
+    DriverEvent,
+    EvaluationDone,
+    LinkBroken,
+    LossArrived,
+    MemberEnlisted,
+    PeerLost,
+    PlanGranted,
+    ProbeAnswered,
+    ScaleDecided,
+    SnapshotStored,
+    StageFailed,
     StagePrepared,
     StageReady,
     StageReported,
-    StepCommitted,
     StopAsked,
-    WarnTolerant,
-    WriteCheckpoint,
-    norms_hash,
 )
+from fusionai.coordination.roles import Roles
 from fusionai.wire.messages import CommitRecord, Fence
 
 FENCE = Fence(1, 1, 0)
 NORMS = {0: {"b": 2.0}, 1: {"a": 1.0}}
+PLACES = {0: "p0", 1: "p1"}
+GUARDS = {0: "g0", 1: "g1"}
+"""Of guarded jobs; others have none."""
+SHAPE = frozenset(field.name for field in dataclasses.fields(JobShape))
 
 
-def shape(**changes: object) -> JobShape:
+def plan(version: int = 1, **changes: object) -> Roles:
     fields: dict[str, object] = {
-        "stages": (0, 1),
-        "steps": 4,
-        "microbatches": 2,
+        "version": version,
+        "owner": "owner",
+        "places": PLACES,
+        "snapshot_every": 2,
         "feed_window": 2,
-        "canonical_order": ("a", "b"),
+        "neighbours": {0: frozenset({1}), 1: frozenset({0})},
+        "fed": frozenset({0}),
     }
-    return JobShape(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
+    return Roles(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
 
 
-def driver(
-    *, base: int = 0, journal: tuple[CommitRecord, ...] = (), source: str = "initialise", **changes: object
-) -> DriverMachine:
-    return DriverMachine(
-        shape=shape(**changes),
+def record(step: int, loss: float = 1.5) -> CommitRecord:
+    """What `commit` leads to."""
+    return CommitRecord(
+        step=step,
+        scale=0.4,
+        learning_rate=0.5 / (step + 1),
+        total_norm=2.5,
+        norms_hash=norms_hash({"a": 1.0, "b": 2.0}),
+        data_cursor=2 * (step + 1),
         fence=FENCE,
-        learning_rate=lambda step: 0.5 / (step + 1),
-        journal=journal,
-        base=base,
-        source=source,  # pyright: ignore[reportArgumentType]
+        loss=loss,
     )
 
 
+def driver(*, official: int = 0, saved: int = -1, **changes: object) -> DriverMachine:
+    """`changes`: of the job's shape or of the plan."""
+    fields: dict[str, object] = {"steps": 9, "microbatches": 2, "canonical_order": ("a", "b")}
+    fields |= {name: value for name, value in changes.items() if name in SHAPE}
+    return DriverMachine(
+        shape=JobShape(**fields),  # pyright: ignore[reportArgumentType]
+        roles=plan(**{name: value for name, value in changes.items() if name not in SHAPE}),  # pyright: ignore[reportArgumentType]
+        incarnation=1,
+        learning_rate=lambda step: 0.5 / (step + 1),
+        official=official,
+        records={step: record(step) for step in range(max(0, saved - 1), official)},
+        saved=saved,
+    )
+
+
+def enlist(machine: DriverMachine, held: Mapping[str, set[tuple[int, int]]] | None = None) -> list[DriverCommand]:
+    """Every member answers, with the snapshots it holds."""
+    commands: list[DriverCommand] = []
+    for peer in sorted({*machine.roles.places.values(), *machine.roles.guards.values()}):
+        commands += machine.handle(MemberEnlisted(peer, frozenset((held or {}).get(peer, set()))))
+    return commands
+
+
+def report(machine: DriverMachine, applied: int, retained_from: int = 0, **lost: int) -> list[DriverCommand]:
+    """Every stage is at `applied`; `s1=-1`: but for stage 1."""
+    commands: list[DriverCommand] = []
+    for stage in machine.roles.stages:
+        at = lost.get(f"s{stage}", applied)
+        commands += machine.handle(StageReported(stage, at, at - 1, retained_from))
+    return commands
+
+
+def all_ready(machine: DriverMachine) -> list[DriverCommand]:
+    commands: list[DriverCommand] = []
+    for stage in machine.roles.stages:
+        commands += machine.handle(StageReady(stage, machine.step))
+    return commands
+
+
 def ready(machine: DriverMachine) -> list[DriverCommand]:
+    """Everybody starts without state."""
     machine.start()
-    for stage in machine.shape.stages:
-        machine.handle(StageReported(stage, -1, -1))
-    for stage in machine.shape.stages[:-1]:
-        assert machine.handle(StageReady(stage, machine.base)) == []
-    assert machine.handle(StageReady(machine.shape.stages[-1], machine.base)) == [SendProbe(machine.base)]
-    return machine.handle(ProbeAnswered((1.5, 1.5)))
+    enlist(machine)
+    report(machine, -1)
+    assert all_ready(machine)[-1] == SendProbe(machine.step)
+    commands = machine.handle(ProbeAnswered((1.5, 1.5)))
+    for stage, guard in machine.roles.guards.items():
+        commands += machine.handle(SnapshotStored(stage, machine.step, guard))
+    return commands
 
 
 def running(**changes: object) -> DriverMachine:
@@ -87,11 +145,15 @@ def running(**changes: object) -> DriverMachine:
     return machine
 
 
+def guarded(**changes: object) -> DriverMachine:
+    return running(guards=GUARDS, **changes)
+
+
 def vote(machine: DriverMachine, step: int, loss: float = 1.0) -> list[DriverCommand]:
     """Every loss and every vote of a step; the commands of the last."""
     for microbatch in range(machine.shape.microbatches):
-        commands = machine.handle(LossArrived(step, microbatch, loss + microbatch))
-    for stage in machine.shape.stages:
+        machine.handle(LossArrived(step, microbatch, loss + microbatch))
+    for stage in machine.roles.stages:
         commands = machine.handle(StagePrepared(stage, step, NORMS[stage]))
     return commands
 
@@ -116,77 +178,81 @@ def kinds(commands: list[DriverCommand]) -> list[type]:
     return [type(command) for command in commands]
 
 
+def failure(commands: list[DriverCommand]) -> str:
+    (end,) = [command for command in commands if isinstance(command, EndJob)]
+    assert end.failed is not None
+    return end.failed
+
+
 # ------------------------------------------------------------------------------------------------ every other pair
 
 EVENTS: tuple[DriverEvent, ...] = (
+    MemberEnlisted("p0"),
     StageReported(0, -1, -1),
     StageReady(0, 0),
+    SnapshotStored(0, 0, "g0"),
+    ProbeAnswered((1.0, 1.0)),
     LossArrived(0, 0, 1.0),
     StagePrepared(0, 0, {}),
     ScaleDecided(0, 1.0, 1.0),
-    CommitJournalled(
-        CommitRecord(
-            step=0, scale=1.0, learning_rate=1.0, total_norm=1.0, norms_hash="", data_cursor=1, fence=FENCE, loss=0.0
-        )
-    ),
+    CommitJournalled(record(0)),
     CheckpointWritten(0),
     EvaluationDone(0),
     StopAsked("enough"),
-    StageLost(0, "gone"),
+    PeerLost("p1", "gone"),
+    LinkBroken("p0", "p1", "cut"),
+    StageFailed(0, "no memory"),
+    PlanGranted(plan(2)),
     CommandFailed("disk full"),
 )
 
 
 def in_phase(phase: DriverPhase) -> DriverMachine:
     machine = driver(steps=1)
-    match phase:
-        case DriverPhase.ATTACHING:
-            machine.start()
-        case DriverPhase.RESUMING:
-            machine.start()
-            for stage in (0, 1):
-                machine.handle(StageReported(stage, -1, -1))
-        case DriverPhase.PROBING:
-            machine.start()
-            for stage in (0, 1):
-                machine.handle(StageReported(stage, -1, -1))
-            for stage in (0, 1):
-                machine.handle(StageReady(stage, 0))
-        case DriverPhase.RUNNING:
-            ready(machine)
-        case DriverPhase.SAVING | DriverPhase.ENDED:
-            ready(machine)
+    machine.start()
+    if phase in (DriverPhase.LOADING, DriverPhase.PROBING):
+        enlist(machine)
+        report(machine, -1)
+        if phase is DriverPhase.PROBING:
+            all_ready(machine)
+    elif phase is DriverPhase.REPLAYING:
+        enlist(machine)
+        report(machine, 0)
+    elif phase is DriverPhase.WAITING:
+        machine.handle(PeerLost("p0", "gone"))
+    elif phase is not DriverPhase.ATTACHING:
+        ready(machine := driver(steps=1))
+        if phase is not DriverPhase.RUNNING:
             commit(machine, 0)
-            if phase is DriverPhase.ENDED:
-                machine.handle(CheckpointWritten(1))
+        if phase is DriverPhase.ENDED:
+            machine.handle(CheckpointWritten(1))
     assert machine.phase is phase
     return machine
+
+
+def test_the_table_has_a_row_for_every_event_and_phase_somewhere():
+    assert {event for _, event in TABLE} == {type(event) for event in EVENTS}
+    assert {phase for phase, _ in TABLE} == set(DriverPhase) - {DriverPhase.ENDED}
 
 
 @pytest.mark.parametrize(
     ("phase", "event"),
     [pair for pair in itertools.product(DriverPhase, EVENTS) if (pair[0], type(pair[1])) not in TABLE],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_what_has_no_row_comes_too_late_and_changes_nothing(phase: DriverPhase, event: DriverEvent):
     machine = in_phase(phase)
-    before = (machine.phase, machine.step)
+    before = (machine.phase, machine.step, machine.attempt)
     assert machine.handle(event) == []
-    assert (machine.phase, machine.step) == before
+    assert (machine.phase, machine.step, machine.attempt) == before
 
 
 @pytest.mark.parametrize("phase", [phase for phase in DriverPhase if phase is not DriverPhase.ENDED])
-@pytest.mark.parametrize("event", [StageLost(1, "cable cut"), CommandFailed("disk full")], ids=["lost", "failed"])
-def test_a_lost_stage_or_a_failed_command_ends_the_job_at_any_moment_with_its_reason(
-    phase: DriverPhase, event: DriverEvent
-):
+def test_a_failed_command_ends_the_job_at_any_moment_with_its_reason(phase: DriverPhase):
     machine = in_phase(phase)
     step = machine.step
-    (end,) = machine.handle(event)
-    assert isinstance(end, EndJob)
-    assert end.steps == step
-    assert end.failed is not None
-    assert ("stage 1 was lost: cable cut" if isinstance(event, StageLost) else "disk full") in end.failed
+    (end,) = machine.handle(CommandFailed("disk full"))
+    assert end == EndJob(step, failed="disk full")
     assert machine.phase is DriverPhase.ENDED
 
 
@@ -194,11 +260,18 @@ def test_a_lost_stage_or_a_failed_command_ends_the_job_at_any_moment_with_its_re
 
 
 def test_all_status_then_resume_then_all_ready_then_work():
-    machine = driver(base=3, source="import", steps=9)
-    assert machine.start() == [SendAttach(FENCE)]
+    machine = driver(official=3, saved=3)
+    assert machine.start() == [SendAttach(FENCE, machine.roles, {})]
+    machine.handle(MemberEnlisted("p0"))
+    assert machine.handle(MemberEnlisted("p1")) == []
     assert machine.handle(StageReported(1, -1, -1)) == []
     assert machine.handle(StageReported(1, -1, -1)) == [], "twice is not two"
-    assert machine.handle(StageReported(0, -1, -1)) == [SendResume(stage, 3, "import", None) for stage in (0, 1)]
+    both = frozenset({0, 1})
+    assert machine.handle(StageReported(0, -1, -1)) == [
+        TellRestored(committed=3, base=3, restored=(0, 1), rollback=False),
+        *[SendResume(stage, committed=3, source="import", base=3, replaying=both) for stage in (0, 1)],
+    ]
+    assert machine.phase is DriverPhase.LOADING
     assert machine.handle(StageReady(0, 3)) == []
     assert machine.handle(StageReady(0, 3)) == []
     assert machine.handle(StageReady(1, 3)) == [SendProbe(3)]
@@ -208,72 +281,109 @@ def test_all_status_then_resume_then_all_ready_then_work():
     assert fed(commands) == [(3, 0), (3, 1)]
 
 
+def test_a_guard_that_has_not_answered_holds_the_round_up():
+    machine = driver(guards=GUARDS)
+    assert machine.start() == [SendAttach(FENCE, machine.roles, GUARDS)]
+    report(machine, -1)
+    for peer in ("p0", "p1", "g0"):
+        assert machine.handle(MemberEnlisted(peer)) == []
+    assert isinstance(machine.handle(MemberEnlisted("g1"))[0], TellRestored)
+
+
 def test_a_stage_that_is_not_of_the_plan_does_not_complete_a_barrier():
     machine = driver()
     machine.start()
+    enlist(machine)
     machine.handle(StageReported(0, -1, -1))
     assert machine.handle(StageReported(99, -1, -1)) == []
     assert machine.phase is DriverPhase.ATTACHING
-    machine.handle(StageReported(1, -1, -1))
-    machine.handle(StageReady(0, 0))
-    assert machine.handle(StageReady(99, 0)) == []
-    assert machine.phase is DriverPhase.RESUMING
-
-
-def test_a_stage_that_is_ready_elsewhere_ends_the_job():
-    machine = driver(base=3, source="import")
-    machine.start()
-    for stage in (0, 1):
-        machine.handle(StageReported(stage, -1, -1))
-    (end,) = machine.handle(StageReady(1, 2))
-    assert isinstance(end, EndJob)
-    assert end.failed == "stage 1 is at step 2 instead of 3"
-
-
-def test_a_probe_that_comes_back_different_is_not_ready():
     machine = driver()
     machine.start()
-    for stage in (0, 1):
-        machine.handle(StageReported(stage, -1, -1))
-    for stage in (0, 1):
-        machine.handle(StageReady(stage, 0))
-    (end,) = machine.handle(ProbeAnswered((1.0, 1.0000001)))
-    assert isinstance(end, EndJob)
-    assert end.failed is not None
-    assert "twice" in end.failed
+    enlist(machine)
+    report(machine, 0)
+    machine.handle(StageReady(0, 0))
+    assert machine.handle(StageReady(99, 0)) == []
+    assert machine.phase is DriverPhase.REPLAYING
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_stage_that_is_ready_elsewhere_ends_the_job(lost: bool):
+    machine = driver(official=3, saved=3)
+    machine.start()
+    enlist(machine)
+    report(machine, -1 if lost else 3)
+    assert failure(machine.handle(StageReady(1, 2))) == "stage 1 is at step 2 instead of 3"
+
+
+def test_a_stage_that_was_not_to_load_ends_the_job_if_it_says_it_did():
+    machine = driver(official=3, saved=3)
+    machine.start()
+    enlist(machine)
+    report(machine, 3, retained_from=3, s0=-1)
+    assert machine.phase is DriverPhase.LOADING
+    assert "stage 1" in failure(machine.handle(StageReady(1, 3)))
+
+
+@pytest.mark.parametrize("losses", [(1.0, 1.0000001), (0.0, -0.0)])
+def test_a_probe_that_comes_back_different_is_not_ready(losses: tuple[float, float]):
+    assert "twice" in failure(in_phase(DriverPhase.PROBING).handle(ProbeAnswered(losses)))
+
+
+def probing(**changes: object) -> DriverMachine:
+    machine = driver(**changes)  # pyright: ignore[reportArgumentType]
+    machine.start()
+    enlist(machine)
+    report(machine, -1)
+    all_ready(machine)
+    return machine
 
 
 def test_a_tolerant_job_is_told_of_a_probe_that_comes_back_different():
-    machine = driver(takeover="tolerant")
-    machine.start()
-    for stage in (0, 1):
-        machine.handle(StageReported(stage, -1, -1))
-    for stage in (0, 1):
-        machine.handle(StageReady(stage, 0))
-    commands = machine.handle(ProbeAnswered((1.0, 1.0000001)))
+    commands = probing(takeover="tolerant").handle(ProbeAnswered((1.0, 1.0000001)))
     assert isinstance(commands[0], WarnTolerant)
     assert commands[1] == AnnounceReady(0)
 
 
 def test_a_probe_without_a_number_is_still_the_same_twice():
-    machine = driver()
-    machine.start()
-    for stage in (0, 1):
-        machine.handle(StageReported(stage, -1, -1))
-    for stage in (0, 1):
-        machine.handle(StageReady(stage, 0))
-    assert machine.handle(ProbeAnswered((float("nan"), float("nan"))))[0] == AnnounceReady(0)
+    assert probing().handle(ProbeAnswered((float("nan"), float("nan"))))[0] == AnnounceReady(0)
+
+
+def test_a_job_is_probed_once_and_not_again_after_a_fault():
+    machine = running()
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    enlist(machine)
+    report(machine, 0)
+    assert fed(all_ready(machine)) == [(0, 0), (0, 1)]
+    machine = probing()
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    enlist(machine)
+    report(machine, 0)
+    assert all_ready(machine)[-1] == SendProbe(0), "it never was"
 
 
 def test_a_job_whose_steps_are_all_in_the_checkpoint_ends_when_it_is_ready():
-    assert ready(driver(base=4, source="import")) == [AnnounceReady(4), EndJob(4)]
+    assert ready(driver(steps=4, official=4, saved=4)) == [AnnounceReady(4), EndJob(4)]
+
+
+def test_a_driver_that_died_at_the_end_saves_and_ends():
+    commands = ready(driver(steps=4, official=4, saved=2))
+    assert [record.step for record in running(official=4, saved=2).records.values()] == [1, 2, 3]
+    assert commands == [AnnounceReady(2), Feed(2, 0), Feed(2, 1)], "nobody is there: all is done again from 2"
+    machine = driver(steps=4, official=4, saved=2)
+    machine.start()
+    enlist(machine)
+    report(machine, 4)
+    all_ready(machine)
+    commands = machine.handle(ProbeAnswered((1.0, 1.0)))
+    assert commands == [AnnounceReady(4), WriteCheckpoint(4, ask=True)]
+    assert machine.handle(CheckpointWritten(4)) == [EndJob(4)]
 
 
 # --------------------------------------------------------------------------------------------------------- feeding
 
 
 def test_feeding_stays_within_the_window_and_one_step_ahead_of_the_vote():
-    machine = driver(feed_window=3, microbatches=2)
+    machine = driver(feed_window=3)
     assert fed(ready(machine)) == [(0, 0), (0, 1), (1, 0)]
     assert fed(machine.handle(LossArrived(0, 0, 1.0))) == [(1, 1)]
     assert fed(machine.handle(LossArrived(0, 1, 1.0))) == [], "step 2 is two steps ahead of the vote"
@@ -379,39 +489,32 @@ def test_norms_of_parameters_the_model_does_not_have_end_the_job():
 # ------------------------------------------------------------------------------------------------------------ replay
 
 
-def records(count: int, loss: float = 1.0) -> tuple[CommitRecord, ...]:
-    machine = running()
-    made: list[CommitRecord] = []
-    for step in range(count):
-        made.append(journalled(machine, step, loss))
-        machine.handle(CommitJournalled(made[-1]))
-    return tuple(made)
+def rolling_back(official: int, saved: int = -1, **changes: object) -> DriverMachine:
+    """Nobody has any state: all start at the checkpoint and are voted on again."""
+    return running(official=official, saved=saved, **changes)
 
 
 def test_replayed_steps_use_the_journalled_record_and_are_not_journalled_again():
-    journal = records(2)
-    machine = running(journal=journal)
+    machine = rolling_back(2)
     vote(machine, 0)
     commands = machine.handle(ScaleDecided(0, 99.0, 99.0))
-    assert commands[:2] == [SendCommit(journal[0], line=1, save=False), StepCommitted(journal[0], (1.0, 2.0), True)]
+    assert commands[:2] == [SendCommit(record(0), line=1, save=False), StepCommitted(record(0), (1.0, 2.0), True)]
     vote(machine, 1)
-    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(journal[1], line=2, save=False)
+    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(record(1), line=2, save=False)
     vote(machine, 2)
     assert kinds(machine.handle(ScaleDecided(2, 2.5, 0.4))) == [JournalCommit]
 
 
 def test_a_replay_from_a_checkpoint_begins_with_the_record_after_it():
-    journal = records(3)
-    machine = running(base=1, source="import", journal=journal[1:])
+    machine = rolling_back(3, saved=1)
     vote(machine, 1)
-    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(journal[1], line=2, save=False)
+    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(record(1), line=2, save=False)
 
 
 @pytest.mark.parametrize("different", ["loss", "norms"])
 def test_a_replay_with_other_bits_fails_if_exact_and_warns_if_tolerant(different: str):
-    journal = records(1, loss=3.0) if different == "loss" else records(1)
     for takeover in ("exact", "tolerant"):
-        machine = running(journal=journal, takeover=takeover)
+        machine = rolling_back(1, takeover=takeover)
         if different == "loss":
             vote(machine, 0, loss=3.25)
         else:
@@ -421,21 +524,259 @@ def test_a_replay_with_other_bits_fails_if_exact_and_warns_if_tolerant(different
             machine.handle(StagePrepared(1, 0, NORMS[1]))
         commands = machine.handle(ScaleDecided(0, 2.5, 0.4))
         if takeover == "exact":
-            (end,) = commands
-            assert isinstance(end, EndJob)
-            assert end.failed is not None
-            assert "replay is not exact" in end.failed
+            assert "replay is not exact" in failure(commands)
         else:
             assert kinds(commands)[:3] == [WarnTolerant, SendCommit, StepCommitted]
             assert isinstance(commands[1], SendCommit)
-            assert commands[1].record == journal[0], "the journal's word stands"
+            assert commands[1].record == record(0), "the journal's word stands"
 
 
 def test_a_step_whose_loss_is_not_a_number_replays_exactly():
-    journal = records(1, loss=math.nan)
-    machine = running(journal=journal)
+    machine = rolling_back(1)
+    machine.records[0] = record(0, loss=math.nan)
     vote(machine, 0, loss=math.nan)
     assert kinds(machine.handle(ScaleDecided(0, 2.5, 0.4)))[0] is SendCommit
+
+
+# ------------------------------------------------------------------------------------------------------ one stage lost
+
+
+def promoted(steps: int = 3, **changes: object) -> DriverMachine:
+    """Guarded; after these steps the peer of stage 1 is lost and its guard, which has snapshot 2, is in its place."""
+    machine = guarded(**changes)
+    for step in range(steps):
+        commit(machine, step)
+        if step == 1:
+            for stage, guard in GUARDS.items():
+                machine.handle(SnapshotStored(stage, 2, guard))
+    assert machine.handle(PeerLost("p1", "gone")) == [
+        TellFault("peer", "p1", (1,), steps, "gone"),
+        AskPlan(frozenset({"p1"}), "gone"),
+    ]
+    new = plan(2, places={0: "p0", 1: "g1"}, guards={0: "g0"})
+    assert machine.handle(PlanGranted(new)) == [SendAttach(Fence(2, 1, 1), new, {0: "g0"})]
+    return machine
+
+
+def test_a_lost_stage_starts_from_its_snapshot_with_the_records_and_then_its_neighbours_stream():
+    machine = promoted()
+    enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
+    replaying = frozenset({1})
+    assert report(machine, 3, 2, s1=-1) == [
+        TellRestored(committed=3, base=2, restored=(1,), rollback=False),
+        SendResume(1, committed=3, source="snapshot", base=2, records=(machine.records[2],), replaying=replaying),
+    ]
+    assert machine.handle(StageReady(1, 2)) == [
+        SendResume(
+            0,
+            committed=3,
+            source="keep",
+            base=2,
+            records=(machine.records[2],),
+            replaying=replaying,
+            snapshot=True,
+            line=2,
+        )
+    ]
+    assert machine.phase is DriverPhase.REPLAYING
+    assert machine.handle(StageReady(0, 3)) == []
+    assert machine.handle(StagePrepared(1, 2, NORMS[1])) == []
+    assert fed(machine.handle(StageReady(1, 3))) == [(3, 0), (3, 1)]
+    assert machine.phase is DriverPhase.RUNNING
+
+
+def test_whoever_holds_the_snapshot_elsewhere_is_told_to_pass_it_on():
+    machine = promoted()
+    enlist(machine, {"g0": {(0, 2), (1, 2)}})
+    assert PassSnapshot(1, 2, "g0", "g1") in report(machine, 3, 2, s1=-1)
+    commands = machine.handle(PeerLost("g0", "gone"))
+    assert commands[1] == SendAttach(Fence(2, 1, 2), machine.roles, {}), "the snapshot was on its way"
+
+
+def test_a_guard_nobody_waits_for_may_go_while_others_load():
+    machine = promoted()
+    enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
+    report(machine, 3, 2, s1=-1)
+    assert kinds(machine.handle(PeerLost("g0", "gone"))) == [TellFault]
+    assert machine.phase is DriverPhase.LOADING
+
+
+def replaying(steps: int = 8, **changes: object) -> DriverMachine:
+    """Stage 0, which is fed, was lost and replays from step 0 on."""
+    machine = driver(official=steps, snapshot_every=9, **changes)  # pyright: ignore[reportArgumentType]
+    machine.start()
+    enlist(machine)
+    report(machine, steps, 0, s0=-1)
+    commands = machine.handle(StageReady(0, 0))
+    assert fed(commands) == [(step, microbatch) for step in range(REPLAY_AHEAD) for microbatch in range(2)]
+    assert all(command.only == {0} for command in commands if isinstance(command, Feed))
+    return machine
+
+
+def test_a_replay_is_fed_a_little_ahead_of_the_slowest_that_replays():
+    machine = replaying()
+    assert fed(machine.handle(StagePrepared(0, 0, {}))) == [(REPLAY_AHEAD, 0), (REPLAY_AHEAD, 1)]
+    assert machine.handle(StagePrepared(0, 0, {})) == [], "twice"
+    assert machine.handle(StagePrepared(0, 5, {})) == [], "not in turn"
+    assert machine.handle(StagePrepared(1, 1, {})) == [], "it does not replay"
+    for step in range(1, 8):
+        commands = machine.handle(StagePrepared(0, step, {}))
+    assert commands == [], "nothing official is left"
+    assert machine.handle(StagePrepared(0, 8, {})) == []
+
+
+def test_only_stages_that_take_data_are_fed_in_a_replay():
+    machine = promoted()
+    enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
+    report(machine, 3, 2, s1=-1)
+    assert fed(machine.handle(StageReady(1, 2))) == []
+
+
+@pytest.mark.parametrize("takeover", ["exact", "tolerant"])
+def test_each_replayed_step_must_have_the_norms_of_the_first_time(takeover: str):
+    machine = promoted(takeover=takeover)
+    enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
+    report(machine, 3, 2, s1=-1)
+    machine.handle(StageReady(1, 2))
+    commands = machine.handle(StagePrepared(1, 2, {"a": math.nextafter(1.0, 2.0)}))
+    if takeover == "exact":
+        assert "stage 1 replayed step 2 with another norm of a" in failure(commands)
+    else:
+        assert kinds(commands) == [WarnTolerant]
+
+
+def test_a_driver_that_never_saw_the_norms_of_a_step_takes_the_replay_as_it_is():
+    machine = replaying()
+    assert EndJob not in kinds(machine.handle(StagePrepared(0, 0, {"b": 77.0})))
+
+
+def test_a_stage_at_a_snapshot_of_the_official_step_is_ready_when_it_has_loaded():
+    machine = promoted()
+    enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 3)}})
+    commands = report(machine, 3, 2, s1=-1)
+    assert commands[1] == SendResume(1, committed=3, source="snapshot", base=3, replaying=frozenset({1}))
+    machine.handle(StageReady(1, 3))
+    assert fed(machine.handle(StageReady(0, 3))) == [(3, 0), (3, 1)]
+
+
+# ------------------------------------------------------------------------------------------ guards, snapshots, the line
+
+
+def test_the_line_is_the_oldest_of_the_newest_snapshots():
+    machine = guarded(snapshot_every=1)
+    for step in range(2):
+        commit(machine, step)
+    assert machine.line == 0
+    machine.handle(SnapshotStored(0, 2, "g0"))
+    assert machine.line == 0, "stage 1 has none yet"
+    machine.handle(SnapshotStored(1, 1, "g1"))
+    assert machine.line == 1
+    machine.handle(SnapshotStored(1, 0, "g1"))
+    assert machine.line == 1, "it never falls"
+
+
+@pytest.mark.parametrize(
+    "event", [SnapshotStored(1, 1, "g0"), SnapshotStored(1, 2, "g1"), SnapshotStored(9, 1, "g1")], ids=str
+)
+def test_snapshots_at_strangers_or_of_steps_to_come_do_not_count(event: SnapshotStored):
+    machine = guarded(snapshot_every=1)
+    commit(machine, 0)
+    machine.handle(SnapshotStored(0, 1, "g0"))
+    assert machine.handle(event) == []
+    assert machine.line == 0
+
+
+def test_nothing_is_fed_beyond_the_line_and_twice_the_interval():
+    machine = guarded(snapshot_every=1)
+    commit(machine, 0)
+    vote(machine, 1)
+    assert machine.handle(LossArrived(2, 0, 1.0)) != [], "step 2 is two steps after the line and was not fed"
+    machine = guarded(snapshot_every=1)
+    commit(machine, 0)
+    assert fed(commit(machine, 1)) == []
+    machine.handle(SnapshotStored(0, 1, "g0"))
+    assert fed(machine.handle(SnapshotStored(1, 1, "g1"))) == [(2, 0), (2, 1)]
+
+
+def test_an_unguarded_job_retains_nothing_and_is_fed_without_end():
+    machine = running(snapshot_every=1)
+    for step in range(5):
+        commands = commit(machine, step)
+        assert commands[0] == SendCommit(machine.records[step], line=step + 1, save=False)
+
+
+def test_a_lost_guard_is_struck_out_without_a_round():
+    machine = guarded(snapshot_every=1)
+    for step in range(2):
+        commit(machine, step)
+    machine.handle(SnapshotStored(1, 2, "g1"))
+    attempt = machine.attempt
+    commands = machine.handle(PeerLost("g0", "gone"))
+    assert commands == [TellFault("guard", "g0", (), 2, "gone"), Feed(2, 0), Feed(2, 1)], "it is waited for no more"
+    assert (machine.attempt, machine.line) == (attempt, 2)
+    assert machine.handle(PeerLost("g0", "gone")) == [], "once"
+    assert machine.handle(SnapshotStored(0, 2, "g0")) == []
+
+
+def test_a_guard_lost_while_all_report_does_not_hold_the_round_up():
+    machine = driver(guards=GUARDS)
+    machine.start()
+    report(machine, -1)
+    for peer in ("p0", "p1", "g0"):
+        machine.handle(MemberEnlisted(peer))
+    commands = machine.handle(PeerLost("g1", "gone"))
+    assert kinds(commands)[:2] == [TellFault, TellRestored]
+
+
+def test_a_guard_lost_while_a_plan_is_waited_for_must_not_be_in_it():
+    machine = guarded()
+    machine.handle(PeerLost("p0", "gone"))
+    assert machine.handle(PeerLost("g1", "too"))[1] == AskPlan(frozenset({"p0", "g1"}), "too")
+
+
+def test_after_a_recovery_those_give_a_snapshot_whose_guard_has_not_the_official_step():
+    machine = guarded()
+    commit(machine, 0)
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    enlist(machine, {"g0": {(0, 0), (0, 1)}, "g1": {(1, 0)}})
+    wanted = {c.stage: c.snapshot for c in report(machine, 1) if isinstance(c, SendResume)}
+    assert wanted == {0: False, 1: True}
+
+
+def test_a_restarted_driver_takes_the_line_from_what_guards_hold():
+    """Or it would feed nothing, far beyond a line that nobody moves."""
+    machine = driver(official=6, guards=GUARDS)
+    machine.start()
+    enlist(machine, {"g0": {(0, 6)}, "g1": {(1, 6)}})
+    report(machine, 6, 4)
+    assert machine.line == 6
+    all_ready(machine)
+    assert fed(machine.handle(ProbeAnswered((1.0, 1.0)))) == [(6, 0), (6, 1)]
+
+
+def test_records_are_kept_as_long_as_a_snapshot_or_the_checkpoint_may_need_them():
+    machine = guarded(snapshot_every=1, checkpoint_every=2, feed_window=9)
+    for step in range(2):
+        commit(machine, step)
+    machine.handle(CheckpointWritten(2))
+    assert sorted(machine.records) == [0, 1]
+    for stage, guard in GUARDS.items():
+        machine.handle(SnapshotStored(stage, 2, guard))
+    assert sorted(machine.records) == [1], "one before the newest checkpoint"
+
+
+def test_a_roll_back_takes_the_line_back_and_snapshots_of_later_steps_do_not_count():
+    machine = guarded(snapshot_every=1)
+    commit(machine, 0)
+    for stage, guard in GUARDS.items():
+        machine.handle(SnapshotStored(stage, 1, guard))
+    machine.handle(PeerLost("p1", "gone"))
+    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"}, guards={0: "g0"}, snapshot_every=1)))
+    enlist(machine, {"g0": {(0, 1)}})
+    commands = report(machine, 1, 1, s1=-1)
+    assert commands[0] == TellRestored(committed=1, base=0, restored=(0, 1), rollback=True)
+    assert (machine.step, machine.official, machine.line) == (0, 1, 0)
+    assert [c.snapshot for c in commands if isinstance(c, SendResume)] == [True, False]
 
 
 # -------------------------------------------------------------------------------------------- checkpoints, evaluation
@@ -456,8 +797,8 @@ def journal_of(commands: list[DriverCommand]) -> CommitRecord:
     return sent.record
 
 
-def test_checkpoints_come_at_their_steps_and_not_while_replaying():
-    machine = running(checkpoint_every=2, steps=9, journal=records(3))
+def test_checkpoints_come_at_their_steps():
+    machine = running(checkpoint_every=2, official=3, saved=0)
     saves: list[int] = []
     for step in range(6):
         vote(machine, step)
@@ -467,7 +808,7 @@ def test_checkpoints_come_at_their_steps_and_not_while_replaying():
         for written in [command for command in commands if isinstance(command, WriteCheckpoint)]:
             saves.append(written.step)
             machine.handle(CheckpointWritten(written.step))
-    assert saves == [4, 6]
+    assert saves == [2, 4, 6]
 
 
 def test_the_base_is_saved_before_anything_is_fed():
@@ -498,7 +839,13 @@ def test_the_last_commit_saves_and_the_job_ends_when_checkpoint_and_evaluation_a
 
 
 def test_a_stop_before_any_work_ends_at_once():
-    for phase in (DriverPhase.ATTACHING, DriverPhase.RESUMING, DriverPhase.PROBING):
+    for phase in (
+        DriverPhase.ATTACHING,
+        DriverPhase.LOADING,
+        DriverPhase.REPLAYING,
+        DriverPhase.PROBING,
+        DriverPhase.WAITING,
+    ):
         machine = in_phase(phase)
         assert machine.handle(StopAsked("enough")) == [EndJob(0, stopped="enough")]
 
@@ -545,3 +892,281 @@ def test_the_norms_hash_depends_on_every_bit_and_on_no_order():
     assert norms_hash({"a": 1.0}) != norms_hash({"a": math.nextafter(1.0, 2.0)})
     assert norms_hash({"a": 1.0}) != norms_hash({"b": 1.0})
     assert norms_hash({"a": 0.0}) != norms_hash({"a": -0.0})
+
+
+# ------------------------------------------------------------------------------------------------------ faults, rounds
+
+
+def test_a_fault_voids_the_step_under_way_and_begins_a_round_with_a_higher_fence():
+    machine = running(feed_window=4)
+    machine.handle(LossArrived(0, 0, 1.0))
+    machine.handle(StagePrepared(0, 0, NORMS[0]))
+    commands = machine.handle(LinkBroken("p0", "p1", "cut"))
+    assert commands == [TellFault("link", "p1", (1,), 0, "cut"), SendAttach(Fence(1, 1, 1), machine.roles, {})]
+    enlist(machine)
+    report(machine, 0)
+    assert fed(all_ready(machine)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for microbatch in range(2):
+        machine.handle(LossArrived(0, microbatch, 1.0))
+    assert machine.handle(StagePrepared(1, 0, NORMS[1])) == [], "the vote of before does not count"
+
+
+def test_a_decision_asked_for_before_a_fault_counts_no_more():
+    machine = running()
+    vote(machine, 0)
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    enlist(machine)
+    report(machine, 0)
+    all_ready(machine)
+    assert machine.handle(ScaleDecided(0, 2.5, 0.4)) == []
+
+
+def test_a_round_waits_for_a_commit_on_its_way_to_the_disk_and_stages_learn_it_from_their_resume():
+    machine = running(evaluate_every=1)
+    written = journalled(machine, 0)
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    enlist(machine)
+    for stage in (0, 1):
+        assert machine.handle(StageReported(stage, 0, 0)) == []
+    told, restored, *resumes = machine.handle(CommitJournalled(written))
+    assert told == StepCommitted(written, (1.0, 2.0), replayed=False)
+    assert isinstance(restored, TellRestored)
+    assert (restored.committed, machine.official) == (1, 1)
+    assert [r.records for r in resumes if isinstance(r, SendResume)] == [(written,), (written,)]
+    assert Evaluate(1) in all_ready(machine), "it has become due"
+
+
+def test_a_commit_that_reaches_the_disk_while_a_plan_is_waited_for_counts():
+    machine = running()
+    written = journalled(machine, 0)
+    machine.handle(PeerLost("p1", "gone"))
+    assert kinds(machine.handle(CommitJournalled(written))) == [StepCommitted]
+    assert (machine.step, machine.phase) == (1, DriverPhase.WAITING)
+
+
+def again(machine: DriverMachine) -> None:
+    """Through a round with everybody where it was."""
+    enlist(machine)
+    report(machine, machine.step)
+    all_ready(machine)
+
+
+def test_a_link_that_breaks_again_before_a_commit_costs_one_of_its_ends():
+    machine = running()
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    again(machine)
+    commands = machine.handle(LinkBroken("p1", "p0", "cut"))
+    assert commands[-1] == AskPlan(frozenset({"p1"}), "cut")
+    machine = running()
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    again(machine)
+    commit(machine, 0)
+    assert kinds(machine.handle(LinkBroken("p0", "p1", "cut"))) == [TellFault, SendAttach], "it did carry a step"
+
+
+@pytest.mark.parametrize(
+    ("event", "changes"),
+    [
+        (LinkBroken("p0", "p0", "itself"), {}),
+        (LinkBroken("p0", "nobody", "?"), {}),
+        (LinkBroken("g0", "p0", "not of this plan"), {}),
+    ],
+    ids=["itself", "a stranger", "no guard"],
+)
+def test_links_of_strangers_mean_nothing(event: LinkBroken, changes: dict[str, object]):
+    assert running(**changes).handle(event) == []
+
+
+def test_the_owner_is_never_blamed_for_a_link_and_its_feed_counts():
+    machine = running()
+    assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [TellFault, SendAttach]
+    again(machine)
+    assert machine.handle(LinkBroken("p0", "owner", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut")
+
+
+def test_who_has_trouble_with_several_is_blamed_and_else_who_is_guarded():
+    three = {0: "p0", 1: "p1", 2: "p2"}
+    ring = {stage: frozenset({0, 1, 2} - {stage}) for stage in range(3)}
+    machine = guarded(places=three, neighbours=ring)
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    machine.handle(LinkBroken("p0", "p2", "cut"))
+    assert machine.handle(LinkBroken("p0", "p2", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut")
+    machine = running(guards={0: "g0"})
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    assert machine.handle(LinkBroken("p0", "p1", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut"), "g0 can take over"
+
+
+def test_a_guard_whose_link_breaks_again_before_a_snapshot_came_through_is_struck_out():
+    machine = guarded(snapshot_every=3)
+    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [TellFault, SendAttach]
+    again(machine)
+    commit(machine, 0)
+    assert machine.handle(LinkBroken("g0", "p0", "cut"))[0] == TellFault("guard", "g0", (), 1, "cut")
+    assert machine.phase is DriverPhase.RUNNING
+    machine = guarded(snapshot_every=3)
+    machine.handle(LinkBroken("p0", "g0", "cut"))
+    again(machine)
+    machine.handle(SnapshotStored(0, 0, "g0"))
+    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [TellFault, SendAttach]
+
+
+def test_a_stage_that_fails_is_retried_once_then_moved_then_the_job_fails():
+    machine = running()
+    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [TellFault, SendAttach]
+    again(machine)
+    commands = machine.handle(StageFailed(1, "no memory"))
+    assert commands == [TellFault("stage", "p1", (1,), 0, "no memory"), AskPlan(frozenset({"p1"}), "no memory")]
+    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"})))
+    assert failure(machine.handle(StageFailed(1, "no memory"))) == "stage 1 failed: no memory"
+
+
+def test_failures_are_forgiven_by_a_commit_and_fatal_ones_never():
+    machine = running()
+    machine.handle(StageFailed(1, "no memory"))
+    again(machine)
+    commit(machine, 0)
+    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [TellFault, SendAttach]
+    assert "nobody can" in failure(running().handle(StageFailed(1, "nobody can", fatal=True)))
+
+
+def test_the_owner_s_own_stage_can_not_be_moved():
+    machine = running(places={0: "p0", 1: "owner"})
+    machine.handle(StageFailed(1, "no memory"))
+    again(machine)
+    assert "the job's own machine" in failure(machine.handle(StageFailed(1, "no memory")))
+
+
+def test_strangers_and_those_already_lost_are_not_lost_again():
+    machine = running()
+    assert machine.handle(PeerLost("nobody", "?")) == []
+    machine.handle(PeerLost("p1", "gone"))
+    assert machine.handle(PeerLost("p1", "gone")) == []
+    assert machine.handle(PeerLost("p0", "too"))[-1] == AskPlan(frozenset({"p0", "p1"}), "too")
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_a_waiting_job_takes_any_newer_plan_at_once_also_one_with_the_lost_peer():
+    machine = running()
+    machine.handle(PeerLost("p1", "gone"))
+    assert machine.handle(PlanGranted(plan(1))) == [], "that is the one it has"
+    assert machine.handle(PlanGranted(plan(2))) == [SendAttach(Fence(2, 1, 1), plan(2), {})]
+    assert machine.handle(PeerLost("p1", "still gone"))[-1] == AskPlan(frozenset({"p1"}), "still gone")
+
+
+def test_a_better_plan_waits_for_the_boundary_of_a_step():
+    machine = running(feed_window=3)
+    machine.handle(LossArrived(0, 0, 1.0))
+    better = plan(2, guards=GUARDS)
+    assert machine.handle(PlanGranted(better)) == []
+    assert fed(machine.handle(LossArrived(0, 1, 1.0))) == [], "the step after is begun already, no other is"
+    commit(machine, 0)
+    assert machine.phase is DriverPhase.RUNNING
+    assert commit(machine, 1)[-1] == SendAttach(Fence(2, 1, 1), better, GUARDS)
+
+
+def test_a_better_plan_lets_a_step_that_is_half_fed_be_finished():
+    machine = running(feed_window=1)
+    machine.handle(PlanGranted(plan(2, guards=GUARDS)))
+    assert fed(machine.handle(LossArrived(0, 0, 1.0))) == [(0, 1)]
+    assert fed(machine.handle(LossArrived(0, 1, 1.0))) == []
+
+
+def test_state_that_moves_goes_by_way_of_a_checkpoint():
+    machine = running()
+    moved = plan(2, places={0: "p0", 1: "new"})
+    machine.handle(PlanGranted(moved))
+    assert commit(machine, 0)[-1] == WriteCheckpoint(1, ask=True)
+    assert fed(machine.handle(SnapshotStored(0, 0, "g0"))) == []
+    assert machine.handle(CheckpointWritten(1)) == [SendAttach(Fence(2, 1, 1), moved, {})]
+
+
+def test_another_cut_goes_by_way_of_a_checkpoint():
+    machine = running(checkpoint_every=1)
+    machine.handle(PlanGranted(plan(2, partition="other")))
+    assert WriteCheckpoint(1, ask=False) in commit(machine, 0), "one is due anyway"
+    assert kinds(machine.handle(CheckpointWritten(1))) == [SendAttach]
+
+
+def test_a_plan_waits_for_an_evaluation():
+    machine = running(evaluate_every=1)
+    machine.handle(PlanGranted(plan(2, guards=GUARDS)))
+    assert commit(machine, 0)[-1] == Evaluate(1)
+    assert kinds(machine.handle(EvaluationDone(1))) == [SendAttach]
+
+
+def test_plans_overtaken_by_a_fault_or_by_a_newer_one_are_dropped():
+    machine = guarded()
+    machine.handle(PeerLost("g0", "gone"))
+    machine.handle(PlanGranted(plan(2, guards=GUARDS)))
+    assert SendAttach not in kinds(commit(machine, 0)), "it has the lost guard"
+    machine = running()
+    machine.handle(PlanGranted(plan(3, guards={0: "g0"})))
+    machine.handle(PlanGranted(plan(2, guards={1: "g1"})))
+    assert commit(machine, 0)[-1] == SendAttach(Fence(3, 1, 1), plan(3, guards={0: "g0"}), {0: "g0"})
+
+
+def test_a_plan_that_waits_is_taken_when_a_peer_is_lost_if_it_leaves_the_living_alone():
+    machine = running()
+    ready_made = plan(2, places={0: "p0", 1: "new"})
+    machine.handle(PlanGranted(ready_made))
+    assert machine.handle(PeerLost("p1", "gone"))[-1] == SendAttach(Fence(2, 1, 1), ready_made, {})
+    for other in (plan(2, places={0: "new", 1: "other"}), plan(2, places={0: "p0", 1: "new"}, partition="other")):
+        machine = running()
+        machine.handle(PlanGranted(other))
+        assert machine.handle(PeerLost("p1", "gone"))[-1] == AskPlan(frozenset({"p1"}), "gone"), "state would be lost"
+        assert machine.handle(PlanGranted(ready_made)) == [SendAttach(Fence(2, 1, 1), ready_made, {})]
+
+
+def test_a_plan_with_a_peer_that_is_lost_before_it_began_is_dropped():
+    machine = guarded()
+    machine.handle(PlanGranted(plan(2, guards={0: "g0"})))
+    machine.handle(PeerLost("g0", "gone"))
+    assert SendAttach not in kinds(commit(machine, 0))
+
+
+# ------------------------------------------------------------------------------------------- faults in the middle of it
+
+
+def test_what_a_fault_interrupted_is_taken_up_again():
+    machine = running(steps=1, evaluate_every=1)
+    commit(machine, 0)
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    enlist(machine)
+    report(machine, 1)
+    assert all_ready(machine) == [WriteCheckpoint(1, ask=True), Evaluate(1)]
+    assert machine.phase is DriverPhase.SAVING
+
+
+def test_a_checkpoint_that_gets_to_the_disk_in_a_round_counts():
+    machine = running(steps=1)
+    commit(machine, 0)
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    assert machine.handle(CheckpointWritten(1)) == []
+    enlist(machine)
+    report(machine, 1)
+    assert all_ready(machine) == [EndJob(1)]
+
+
+def test_an_evaluation_of_a_state_that_is_gone_is_not_waited_for():
+    machine = running(evaluate_every=1)
+    commit(machine, 0)
+    machine.handle(PeerLost("p1", "gone"))
+    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"})))
+    enlist(machine)
+    report(machine, 1, 1, s1=-1)
+    assert not any(isinstance(command, Evaluate) for command in all_ready(machine))
+    assert machine.step == 0
+    vote(machine, 0)
+    assert Evaluate(1) in machine.handle(ScaleDecided(0, 2.5, 0.4))
+
+
+def test_a_stop_while_stages_are_restored_ends_when_they_are():
+    machine = running()
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    assert machine.handle(StopAsked("enough")) == []
+    enlist(machine)
+    report(machine, 0)
+    assert all_ready(machine) == [WriteCheckpoint(0, ask=True)]
+    assert machine.handle(CheckpointWritten(0)) == [EndJob(0, stopped="enough")]
