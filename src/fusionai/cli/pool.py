@@ -1,6 +1,6 @@
-"""`fusion pool` and `fusion leave`: who is there; take this machine out.
+"""`fusion pool` and `fusion leave`: who is there and what happened lately; take this machine out.
 
-Decides how members read. Neighbours: `cli.session` asks.
+Decides how members read, and how much of the running jobs' stories. Neighbours: `cli.session` asks.
 """
 
 from __future__ import annotations
@@ -17,27 +17,34 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.types import PeerProfile
-from fusionai.wire.messages import MemberView
+from fusionai.wire.messages import JobView, MemberView
 
 if TYPE_CHECKING:
     from fusionai.client.pool_session import Member, PoolSession
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
+_TOLD_LINES = 8
+"""Of each running job's story, the newest; `fusion logs` has all of it."""
 
 
 @click.command()
 @home_option
 @json_option
 def pool(home: Path, json_file: Path | None) -> None:
-    """Who is in the pool, what they lend, and what they are doing."""
+    """Who is in the pool, what they lend, what they are doing, and what happened to the running jobs lately."""
     from fusionai.cli.session import in_pool
 
-    async def ask(session: PoolSession) -> tuple[str, tuple[Member, ...]]:
-        return session.membership.pool, await session.pool()
+    async def ask(session: PoolSession) -> tuple[str, tuple[Member, ...], list[JobView]]:
+        members = await session.pool()
+        running = [job for job in await session.jobs() if job.state not in ("done", "failed")]
+        # One by one: only a question about one job is answered with its story.
+        return session.membership.pool, members, [view for job in running for view in await session.jobs(job.job)]
 
-    name, members = in_pool(home, ask)
+    name, members, jobs = in_pool(home, ask)
     if json_file is not None:
-        write_json(json_file, "pool", {"pool": name, "members": [_figures(*_parts(member)) for member in members]})
+        figures = [_figures(*_parts(member)) for member in members]
+        stories = [{"job": job.job, "state": job.state, "story": list(job.story[-_TOLD_LINES:])} for job in jobs]
+        write_json(json_file, "pool", {"pool": name, "members": figures, "jobs": stories})
     if not members:
         console.line(
             f"Nobody is in pool {console.printable(name)} yet. `fusion invite` on the broker's machine prints an "
@@ -45,11 +52,15 @@ def pool(home: Path, json_file: Path | None) -> None:
         )
         return
     console.table(
-        ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "stages", "heard"),
+        ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "heard"),
         [_row(*_parts(member)) for member in members],
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
     )
+    for job in jobs:
+        console.line(f"{job.job}, {job.step + 1} steps done, lately:")
+        for entry in job.story[-_TOLD_LINES:]:
+            console.line(f"  {console.printable(entry)}")
 
 
 @click.command()
@@ -84,11 +95,25 @@ def _row(member: MemberView, profile: PeerProfile) -> tuple[str, ...]:
         f"{profile.flops_per_s / 1e9:.3g} GFLOP/s",
         format_bytes(profile.memory_bytes),
         f"{profile.share:.0%}",
-        _STATES.get(member.state, member.state),
+        _state(member),
         member.job,
-        " ".join(str(stage) for stage in member.stages),
+        _part(member),
         f"{format_seconds(member.last_heard_s)} ago" if member.last_heard_s else "",
     )
+
+
+def _state(member: MemberView) -> str:
+    if member.state == "resting":
+        # Lost too often lately; it is given work again by itself.
+        return f"resting {format_seconds(member.rests_s)}"
+    return _STATES.get(member.state, member.state)
+
+
+def _part(member: MemberView) -> str:
+    """What it does in its job: the stages it runs, and those it keeps snapshots of to take them over."""
+    runs = " ".join(str(stage) for stage in member.stages)
+    guards = " ".join(str(stage) for stage in member.guards)
+    return ", ".join(part for part in (f"runs {runs}" if runs else "", f"guards {guards}" if guards else "") if part)
 
 
 def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
@@ -98,6 +123,8 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "state": member.state,
         "job": member.job or None,
         "stages": list(member.stages),
+        "guards": list(member.guards),
+        "rests_s": member.rests_s,
         "addresses": list(member.addresses),
         "device": profile.device,
         "device_name": profile.device_name,

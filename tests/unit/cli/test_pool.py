@@ -1,0 +1,40 @@
+"""How members of a pool read: what they do, what they keep for others, how long they rest."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fusionai.cli import pool
+from fusionai.scheduling.types import PeerProfile
+from fusionai.wire.messages import MemberView
+
+PROFILE = PeerProfile(peer="a" * 52, name="attic", flops_per_s=1e9, memory_bytes=2**30)
+
+
+def member(**changes: object) -> MemberView:
+    view = MemberView(
+        peer="a" * 52, state="active", boot=1, addresses=(), profile=msgspec.Raw(msgspec.msgpack.encode(PROFILE))
+    )
+    return msgspec.structs.replace(view, **changes)
+
+
+@pytest.mark.parametrize(
+    ("view", "state", "part"),
+    [
+        (member(stages=(0, 2), job="job-1"), "working", "runs 0 2"),
+        (member(guards=(1, 3), job="job-1"), "working", "guards 1 3"),
+        (member(stages=(0,), guards=(1,), job="job-1"), "working", "runs 0, guards 1"),
+        (member(state="idle"), "standing by", ""),
+        (member(state="resting", rests_s=240.0), "resting 4 min 0 s", ""),
+        (member(state="draining", stages=(1,), job="job-1"), "leaving", "runs 1"),
+    ],
+)
+def test_a_row_says_what_a_member_does(view: MemberView, state: str, part: str):
+    row = pool._row(view, PROFILE)
+    assert (row[1], row[6], row[7], row[8]) == ("attic", state, view.job, part)
+
+
+def test_figures_have_guards_and_rest():
+    figures = pool._figures(member(guards=(1,), rests_s=3.0), PROFILE)
+    assert (figures["guards"], figures["rests_s"]) == ([1], 3.0)
