@@ -319,7 +319,8 @@ class Stage:
         machine = self.machine
         assert machine.in_flight <= machine.shape.in_flight, "credit"
         assert self.step <= len(self.member.world.journal), "ahead of the journal"
-        replaying = machine.phase is staging.StagePhase.REPLAYING
+        # Streamed for a replay, also for one that failed.
+        replaying = machine.phase in (staging.StagePhase.REPLAYING, staging.StagePhase.ATTACHED)
         window = self.topology.feed_window
         trained = sum(mode == "train" for mode, _, _ in self.held)
         assert replaying or trained <= window, f"{trained} microbatches held, {window} may be under way"

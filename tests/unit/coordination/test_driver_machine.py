@@ -1010,6 +1010,15 @@ def test_a_guard_whose_link_breaks_again_before_a_snapshot_came_through_is_struc
     assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [TellFault, SendAttach]
 
 
+def test_a_guard_struck_out_for_its_link_while_all_report_does_not_hold_the_round_up():
+    machine = guarded()
+    machine.handle(LinkBroken("p0", "g0", "cut"))
+    for peer in ("p0", "p1", "g1"):
+        machine.handle(MemberEnlisted(peer))
+    report(machine, 0)
+    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut")))[:2] == [TellFault, TellRestored]
+
+
 def test_a_stage_that_fails_is_retried_once_then_moved_then_the_job_fails():
     machine = running()
     assert kinds(machine.handle(StageFailed(1, "no memory"))) == [TellFault, SendAttach]
