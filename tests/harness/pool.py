@@ -197,12 +197,16 @@ class HandReplanner:
 
     pool: MemoryPool
     journal: CommitJournal
+    dead: asyncio.Event
+    """The driver that asks is dead already."""
 
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
         while True:
             await self.pool.broker_there.wait()
+            if self.dead.is_set():
+                await asyncio.Event().wait()
             plan = self._replaced(present.plan, lost)
             if plan is not None:
                 break
@@ -417,7 +421,7 @@ class Job:
                 journal=journal,
                 checkpoints=Checkpoints(self.directory, self.header(), files={}, keep=100),
                 saved=saved,
-                replanner=HandReplanner(self.pool, journal) if self.replans else NoReplanner(),
+                replanner=HandReplanner(self.pool, journal, killed) if self.replans else NoReplanner(),
                 on_progress=watch,
             )
             self.driver = driver

@@ -85,9 +85,10 @@ def run(
     *,
     peers: int = 6,
     starts: int = 1,
+    then: Callable[[MemoryPool, progress.Progress], None] = lambda pool, event: None,
     **changes: object,
 ) -> list[Run]:
-    """`starts`: of the driver, one after the other; a strike ends each but the last."""
+    """`starts`: of the driver, one after the other; a strike ends each but the last. `then` hears what is told."""
 
     async def body() -> list[Run]:
         async with MemoryPool(peers, backend) as pool:
@@ -110,7 +111,7 @@ def run(
                     strike.see(pool, job, message)
 
             pool.on_message = see
-            return [await job.run() for _ in range(starts)]
+            return [await job.run(on_event=lambda event: then(pool, event)) for _ in range(starts)]
 
     done = asyncio.run(body())
     for strike in strikes:
@@ -174,7 +175,6 @@ def test_a_stage_dies_and_its_guard_takes_over(
 ):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](stage), kills(stage))])
     assert_same(done, undisturbed, tmp_path)
-    assert len(events(done, progress.FaultSeen)) == 1, [e for e in done.events if not isinstance(e, progress.StepDone)]
     (seen,) = events(done, progress.FaultSeen)
     assert isinstance(seen, progress.FaultSeen)
     assert (seen.kind, seen.peer, seen.stages) == ("peer", peer_id(stage), (stage,))
@@ -185,3 +185,134 @@ def test_a_stage_dies_and_its_guard_takes_over(
     assert isinstance(restored, progress.Restored)
     assert (restored.stages, restored.rollback) == ((stage,), False)
     assert len(events(done, progress.Recovered)) == 1
+
+
+# ------------------------------------------------------------------------------------------------- several, and guards
+
+
+@pytest.mark.parametrize("stages", [(0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("point", ["a backward", "the commit"])
+def test_several_stages_die_at_once_and_replay_together(
+    point: str, stages: tuple[int, ...], llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    (done,) = run(tmp_path, llama, [Strike(POINTS[point](stages[0]), kills(*stages))])
+    assert_same(done, undisturbed, tmp_path)
+    final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
+    assert set(stages) <= set(final.stages)
+    assert not final.rollback
+
+
+@pytest.mark.parametrize("point", ["a forward", "a snapshot"])
+def test_a_guard_dies_and_nobody_stands_still(point: str, llama: Captured, undisturbed: Run, tmp_path: Path):
+    (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(GUARDS[1]))])
+    assert_same(done, undisturbed, tmp_path)
+    assert [event.kind for event in done.events if isinstance(event, progress.FaultSeen)] == ["guard"]
+    assert not events(done, progress.PlanChanged)
+    assert not events(done, progress.Restored)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_dies_with_its_guard_and_all_go_back_to_the_checkpoint(
+    stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    (done,) = run(tmp_path, llama, [Strike(on_commit(stage, 5), kills(stage, GUARDS[stage]))], peers=7)
+    assert_same(done, undisturbed, tmp_path)
+    final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
+    assert (final.rollback, final.base, final.committed) == (True, 3, 6)
+
+
+def test_a_guard_dies_first_its_stage_later(llama: Captured, undisturbed: Run, tmp_path: Path):
+    strikes = [Strike(POINTS["a forward"](1), kills(GUARDS[1])), Strike(on_commit(1, 4), kills(1))]
+    (done,) = run(tmp_path, llama, strikes, peers=7)
+    assert_same(done, undisturbed, tmp_path)
+    final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
+    assert (final.rollback, final.base, final.committed) == (True, 3, 5)
+    replayed = [done.record.step for done in done.steps() if done.replayed]
+    assert replayed == [3, 4]
+
+
+def on_commit(stage: int, step: int) -> Callable[[wire.Message], bool]:
+    return lambda m: isinstance(m, wire.Commit) and (m.stage, m.record.step) == (stage, step)
+
+
+RECOVERING: dict[str, Callable[[wire.Message], bool]] = {
+    "attach": lambda m: isinstance(m, wire.Attach) and m.fence.attempt == 1,
+    "status": lambda m: isinstance(m, wire.Status) and m.fence.attempt == 1,
+    "load": lambda m: isinstance(m, wire.Resume) and m.source in ("import", "snapshot"),
+    "loaded": lambda m: isinstance(m, wire.Ready) and m.fence.attempt == 1,
+    "replay": lambda m: isinstance(m, wire.Prepared) and m.fence.attempt == 1,
+}
+
+
+@pytest.mark.parametrize("second", [0, GUARDS[1], 2], ids=["its neighbour", "its stand-in", "the one after"])
+@pytest.mark.parametrize("moment", RECOVERING)
+def test_another_dies_while_the_first_is_restored(
+    moment: str, second: int, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    strikes = [Strike(on_commit(1, 3), kills(1)), Strike(RECOVERING[moment], kills(second))]
+    (done,) = run(tmp_path, llama, strikes, peers=8)
+    assert_same(done, undisturbed, tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- driver, broker, nobody
+
+
+def dies(*peers: int) -> Callable[[MemoryPool, Job], None]:
+    """The driver, and with it these peers."""
+
+    def act(pool: MemoryPool, job: Job) -> None:
+        pool.kill(*(peer_id(number) for number in peers))
+        job.die()
+
+    return act
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_driver_dies_and_finds_its_stages_where_they_are(
+    point: str, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    killed, resumed = run(tmp_path, llama, [Strike(POINTS[point](1), dies())], starts=2)
+    assert killed.end is None
+    assert_same(resumed, undisturbed, tmp_path)
+    assert not any(done.replayed for done in resumed.steps())
+    assert not events(resumed, progress.FaultSeen)
+
+
+@pytest.mark.parametrize("point", ["a backward", "the commit", "its state for a checkpoint", "a snapshot"])
+def test_the_driver_dies_with_a_stage(point: str, llama: Captured, undisturbed: Run, tmp_path: Path):
+    _, resumed = run(tmp_path, llama, [Strike(POINTS[point](1), dies(1))], starts=2)
+    assert_same(resumed, undisturbed, tmp_path)
+    assert not any(done.replayed for done in resumed.steps()), resumed.events
+
+
+@pytest.mark.parametrize("point", ["a forward", "the commit"])
+def test_without_its_broker_a_job_waits_only_for_a_lost_stage(
+    point: str, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    def strike(pool: MemoryPool, job: Job) -> None:
+        pool.broker_there.clear()
+        pool.kill(peer_id(GUARDS[0]), peer_id(1))
+
+    def come_back(pool: MemoryPool, event: progress.Progress) -> None:
+        if isinstance(event, progress.FaultSeen) and event.kind == "peer":
+            asyncio.get_running_loop().call_soon(pool.broker_there.set)
+
+    (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), strike)], then=come_back)
+    assert_same(done, undisturbed, tmp_path)
+
+
+@pytest.mark.parametrize("point", ["a forward", "the commit", "its state for a checkpoint"])
+def test_with_nobody_left_a_job_waits_until_the_machine_is_back(
+    point: str, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    tasks: list[asyncio.Task[None]] = []
+
+    def revive(pool: MemoryPool, event: progress.Progress) -> None:
+        if isinstance(event, progress.Waiting):
+            tasks.append(asyncio.ensure_future(pool.revive(peer_id(1))))
+
+    (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(1))], guards={}, peers=3, then=revive)
+    assert_same(done, undisturbed, tmp_path)
+    assert len(events(done, progress.Waiting)) == 1
+    final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
+    assert final.base in (0, 3)
