@@ -12,12 +12,13 @@ import torch
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.torch.clipping import clip_scale
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
+from fusionai.backends.torch.optimizers import StageOptimizer
 from fusionai.backends.torch.probe import measure_device
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import fix_cublas_workspace
 from fusionai.primitives.errors import ExecutionError, UsageError
-from fusionai.wire.messages import StageOptions
+from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 
 class TorchBackend:
@@ -40,10 +41,10 @@ class TorchBackend:
         return measure_device(self._device)
 
     def warm_up(self) -> None:
-        """torch imports its compiler, hundreds of modules, when the first optimizer is made."""
+        """torch starts threads, and on a GPU loads its libraries, with the first gradient."""
         weight = torch.zeros(1, device=self._device, requires_grad=True)
         (weight * weight).sum().backward()
-        torch.optim.AdamW([weight]).step()
+        StageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.0)
 
     def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted({op for op in ops if op not in PLAIN and op not in CONTEXTUAL}))
