@@ -43,6 +43,7 @@ class Driver:
         self.incarnation = world.incarnation
         self.connections: dict[str, Process] = {}
         self.silence = Silence()
+        self.saving: int | None = None
         self.collected: dict[tuple[Fence, int], dict[int, str]] = {}
         self.writing: set[int] = set()
         """Steps whose states are all here and on their way to the disk."""
@@ -105,7 +106,11 @@ class Driver:
     def handle(self, event: object) -> None:
         if self.alive:
             self.world.before_event(self, event)
-            self._perform_all(self.machine.handle(event))  # pyright: ignore[reportArgumentType]
+            line, guards = self.machine.line, self.machine._guards
+            given = self.machine.handle(event)  # pyright: ignore[reportArgumentType]
+            if self.machine.line > line and self.machine._guards == guards:
+                self.world.check_line(self)
+            self._perform_all(given)
 
     def lost_link(self, far: Process, stream: Stream) -> None:
         """Of the process: a connection with a member is the driver's, one between members its own member's."""
@@ -193,6 +198,7 @@ class Driver:
     def _attach(self, fence: Fence, roles: Roles, guards: dict[int, str]) -> None:
         """What was under way for the old fence is dropped; states on their way to the disk get there."""
         self.member.linked.clear()
+        self.saving = None
         self.collected.clear()
         self.evaluated.clear()
         self.unfed.clear()
@@ -209,6 +215,8 @@ class Driver:
         for peer in members:
             process = self.world.members[peer].process
             if self.connections.get(peer) is not process:
+                if peer in self.connections:
+                    self.world.connected_anew(peer)
                 self.connections[peer] = process
                 self.world.network.connect(self.process, process)
                 self.silence.watch(peer, now_s)
@@ -278,6 +286,8 @@ class Driver:
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def _write_checkpoint(self, step: int, *, ask: bool) -> None:
+        assert self.saving is None, "one checkpoint at a time: there is one reader of a stage's state"
+        self.saving = step
         if ask and step not in self.writing:
             for stage, peer in self.layout.places.items():
                 self._send(peer, "control", (stage, staging.ExportAsked(step)))
@@ -299,6 +309,7 @@ class Driver:
     def _write(self, step: int, states: dict[int, str]) -> None:
         self.world.checkpoints[step] = states
         self.writing.discard(step)
+        self.saving = None if self.saving == step else self.saving
         self.handle(events.CheckpointWritten(step))
         if self.machine.phase is DriverPhase.RUNNING:  # otherwise somebody may still be loading an older one
             for older in [other for other in self.world.checkpoints if other < self.machine.saved]:

@@ -77,6 +77,8 @@ class World:
         """Since the job ran undisturbed; the plan of then; stages whose guards had a snapshot newer than the
         checkpoint."""
         self._before = layout
+        self._ran = False
+        """Whether this driver has run the job."""
         self._covered: dict[int, Process] = {}
         self.members: dict[str, Member] = {}
         self.broker = self._new_broker()
@@ -156,10 +158,12 @@ class World:
     # -------------------------------------------------------------------------------------------- what drivers tell
 
     def before_event(self, driver: Driver, event: object) -> None:
+        running = driver.machine.phase is DriverPhase.RUNNING
+        if running:
+            self._trouble, self._ran = [], True
         if not isinstance(event, events.PeerLost | events.LinkBroken | events.StageFailed):
             return
-        if driver.machine.phase is DriverPhase.RUNNING:
-            self._trouble = []
+        if running:
             self._before = driver.layout
             self._covered = {
                 stage: self.members[guard].process
@@ -171,6 +175,19 @@ class World:
             }
         self._trouble.append(event)
 
+    def connected_anew(self, peer: str) -> None:
+        """A driver found another process of this machine before it missed the first."""
+        self._trouble.append(events.PeerLost(peer, "another process"))
+
+    def check_line(self, driver: Driver) -> None:
+        """It has risen: every living guard has a snapshot from which what is retained leads on."""
+        line = driver.machine.line
+        for stage, guard in driver.machine._guards.items():
+            member = self.members[guard]
+            if driver.connections.get(guard) is member.process and member.process.alive and member.holds_anything:
+                newest = max((step for at, step in member.snapshots if at == stage), default=-1)
+                assert line <= newest, f"line {line}, but {guard} has stage {stage} of step {newest}"
+
     def check_ready(self, driver: Driver, base: int) -> None:
         for member in self.members.values():
             for stage in member.stages.values():
@@ -180,6 +197,7 @@ class World:
     def check_restored(self, driver: Driver, told: commands.TellRestored) -> None:
         kind = "kept all" if not told.restored else "rolled back" if told.rollback else "replayed"
         if told.rollback:
+            assert self._trouble or not self._ran, f"back to {told.base} although nothing happened: {self.stories()}"
             assert not self._could_replay(driver), f"back to {told.base} although there are snapshots: {self.stories()}"
         if told.restored and not told.rollback and told.base == told.committed:
             kind = "loaded"
@@ -205,7 +223,7 @@ class World:
     def restart_driver(self) -> None:
         """The driver's process dies (or has ended) and starts again with what is on its disk."""
         self.network.kill(self.driver.process, silently=False)
-        self._trouble, self._covered = [], {}
+        self._trouble, self._covered, self._ran = [], {}, False
         self.driver = self._new_driver()
         self.driver.start()
 

@@ -57,7 +57,7 @@ def decide(
         return Restoration(base=committed, sources={}, holders={})
     known = {step for held in snapshots.values() for _, step in held}
     for base in sorted({*known, checkpoint, committed}, reverse=True):
-        if not records_from <= base <= committed and base != committed:
+        if not records_from <= base <= committed:
             continue
         restored = _closure(roles, positions, snapshots, lost, base, committed, checkpoint)
         if restored is None:

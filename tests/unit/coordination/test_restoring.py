@@ -127,6 +127,10 @@ def test_without_a_checkpoint_the_first_state_is_made_again():
     assert found == Restoration(base=0, sources={1: "initialise"}, holders={})
 
 
+def test_the_checkpoint_of_the_first_step_is_imported():
+    assert resolve({}, positions(retained_from=1, s1=LOST), checkpoint=1).sources == {1: "import"}
+
+
 def test_a_checkpoint_of_the_official_step_restores_the_lost_alone():
     found = resolve({}, positions(retained_from=C, s1=LOST), checkpoint=C, records_from=C - 1)
     assert found == Restoration(base=C, sources={1: "import"}, holders={})
