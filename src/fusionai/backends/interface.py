@@ -27,15 +27,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of a device: the part of a report that takes time to measure and may be remembered."""
+
+    flops_per_s: float
+    """Sustained float32 matrix-product speed with the allowed threads."""
+    memory_bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What a backend measured of its device, one run of a few seconds (`Backend.probe`)."""
+    """What a backend found out about its device (`Backend.probe`)."""
 
     backend: str
     backend_version: str
     device: str
     device_name: str
     flops_per_s: float
-    """Sustained float32 matrix-product speed with the allowed threads."""
     memory_bandwidth_bytes_per_s: float
     memory_bytes: int
     threads: int
@@ -118,7 +126,10 @@ class Backend(Protocol):
     name: str
     device: str
 
-    def probe(self) -> DeviceReport: ...
+    def probe(self, speeds: Speeds | None = None) -> DeviceReport:
+        """Measures the device, a run of a few seconds at most. With `speeds` known from before it does not measure
+        them; everything else, above all the fingerprint, is of this moment."""
+        ...
 
     def warm_up(self) -> None:
         """Do now what a framework puts off to its first training step, some seconds of it: a machine that stands by may

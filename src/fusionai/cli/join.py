@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -46,6 +47,7 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
 @click.option("--name", default="", help="What people see.  [default: the host's name]")
 @click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
+@click.option("--measure", is_flag=True, help="Measure this machine's speed even if it was done in the last 7 days.")
 @address_option
 @home_option
 @json_option
@@ -60,6 +62,7 @@ def join(
     name: str,
     host: str,
     port: int,
+    measure: bool,
     addresses: tuple[str, ...],
     home: Path,
     json_file: Path | None,
@@ -88,6 +91,7 @@ def join(
         host=host,
         port=port,
         advertise=addresses,
+        measure=measure,
     )
 
     def ready(announced: PeerReady) -> None:
@@ -99,6 +103,9 @@ def join(
             f"{profile.device} ({profile.device_name}), {format_bytes(profile.memory_bytes)}, "
             f"{profile.share:.0%} of the time; reachable at {', '.join(announced.addresses)}. Ctrl-C leaves."
         )
+        if announced.measured_at_s is not None:
+            measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced.measured_at_s))
+            console.note(f"Using the speed measured on {measured}; `--measure` measures it again.")
 
     run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop))
     console.line("Left the pool.")

@@ -17,6 +17,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
 from fusionai.peer.door import Door
+from fusionai.peer.measurement import measured_device
 from fusionai.peer.options import PeerOptions, PeerReady
 from fusionai.peer.profile import make_profile, measured_link
 from fusionai.peer.registration import Registration
@@ -35,10 +36,12 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
     backend, _ = await compute.run(
         lambda: open_backend(options.backend, device=options.device, threads=options.threads)
     )
-    report, _ = await compute.run(backend.probe)
+    clock = SystemClock()
+    (report, measured_at_s), _ = await compute.run(
+        lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
+    )
     await compute.run(backend.warm_up)
     transport = TcpTransport(membership.credentials)
-    clock = SystemClock()
     link = await measured_link(transport, membership.broker_addresses, clock)
     profile = make_profile(options, membership.peer, report, link)
     host = Host(
@@ -56,7 +59,7 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
     leaving = asyncio.Event()
 
     def registered(answer: wire.Registered) -> None:
-        announce(PeerReady(membership.peer, answer.pool, addresses, profile))
+        announce(PeerReady(membership.peer, answer.pool, addresses, profile, measured_at_s))
 
     def leave(drain: bool) -> None:
         door.closing = True

@@ -13,7 +13,7 @@ from fusionai.scheduling.types import PeerProfile
 class PeerOptions:
     """`invitation` is needed the first time only. `memory_limit_bytes` None lends what the device has, less a
     reserve. `share` in (0, 1] is the part of the time lent. `advertise`: addresses to announce instead of this
-    machine's own (a forwarded port, a name)."""
+    machine's own (a forwarded port, a name). `measure`: even if it was done lately."""
 
     home: Path
     invitation: str | None = None
@@ -26,6 +26,7 @@ class PeerOptions:
     host: str = "0.0.0.0"
     port: int = 0
     advertise: tuple[str, ...] = ()
+    measure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,5 @@ class PeerReady:
     pool: str
     addresses: tuple[str, ...]
     profile: PeerProfile
+    measured_at_s: float | None = None
+    """Since 1970, when the speeds were measured; None: at this start."""

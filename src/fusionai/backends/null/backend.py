@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fusionai.backends.interface import DeviceReport
+from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.null.program import NullCosts, NullStageProgram
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
@@ -27,15 +27,16 @@ class NullBackend:
     name: str = "null"
     device: str = "none"
 
-    def probe(self) -> DeviceReport:
-        """What `costs` says; nothing is measured."""
+    def probe(self, speeds: Speeds | None = None) -> DeviceReport:
+        """What `costs` says, or `speeds`; nothing is measured."""
+        known = speeds or Speeds(self.costs.flops_per_s, self.costs.memory_bandwidth_bytes_per_s)
         return DeviceReport(
             backend=self.name,
             backend_version="1",
             device=self.device,
             device_name="no device",
-            flops_per_s=self.costs.flops_per_s,
-            memory_bandwidth_bytes_per_s=self.costs.memory_bandwidth_bytes_per_s,
+            flops_per_s=known.flops_per_s,
+            memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
             memory_bytes=self.costs.memory_bytes,
             threads=1,
             fingerprint="null",

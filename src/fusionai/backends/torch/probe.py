@@ -15,7 +15,7 @@ from typing import Final
 import psutil
 import torch
 
-from fusionai.backends.interface import DeviceReport
+from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.torch.host import to_host
 
 MEASURE_S: Final = 0.2
@@ -24,8 +24,23 @@ MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096, "mps": 2048}
 COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20, "mps": 128 << 20}
 
 
-def measure_device(device: torch.device) -> DeviceReport:
-    """Speeds with the threads this process may use now. Takes about half a second."""
+def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
+    """All but the speeds is found out now."""
+    return DeviceReport(
+        backend="torch",
+        backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
+        device=device.type,
+        device_name=device_name(device),
+        flops_per_s=speeds.flops_per_s,
+        memory_bandwidth_bytes_per_s=speeds.memory_bandwidth_bytes_per_s,
+        memory_bytes=memory_bytes(device),
+        threads=torch.get_num_threads(),
+        fingerprint=fingerprint(device),
+    )
+
+
+def measure_speeds(device: torch.device) -> Speeds:
+    """With the threads this process may use now. Takes about half a second."""
     size = MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
     result = torch.empty_like(left)
@@ -34,17 +49,7 @@ def measure_device(device: torch.device) -> DeviceReport:
     target = torch.zeros_like(source)
     # A copy reads and writes every byte.
     bandwidth_bytes_per_s = 2.0 * source.nbytes * _calls_per_s(lambda: target.copy_(source), device)
-    return DeviceReport(
-        backend="torch",
-        backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
-        device=device.type,
-        device_name=device_name(device),
-        flops_per_s=flops_per_s,
-        memory_bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        memory_bytes=memory_bytes(device),
-        threads=torch.get_num_threads(),
-        fingerprint=fingerprint(device),
-    )
+    return Speeds(flops_per_s, bandwidth_bytes_per_s)
 
 
 def device_name(device: torch.device) -> str:
