@@ -5,7 +5,8 @@ sender's key, the job and the plan version. A control connection needs the drive
 connection brings and takes states, other members' bring snapshots.
 
 A job whose driver's connection ended is kept for it to come back: for `ORPHANED_S`, or until another job's driver comes
-with a valid ticket, for then the broker has given this machine away.
+with a valid ticket, for then the broker has given this machine away. A neighbour that heard of a round earlier than
+this machine waits `EARLY_S` for the driver.
 
 Neighbours: `execution.member` serves what is let in, `transport.tickets` checks signatures.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Final
 
 from fusionai.execution.host import Host
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 OPENING_TIMEOUT_S: Final = 10.0
 ORPHANED_S: Final = 900.0
 """How long stages and snapshots wait for their driver."""
+EARLY_S: Final = 2.0
+"""The driver tells all members of a round at the same time, so neighbours differ by the way there, not by more."""
 
 
 class Door:
@@ -43,6 +47,8 @@ class Door:
         self._patience: dict[JobId, asyncio.Task[None]] = {}
         """For each job whose driver's connection ended."""
         self.closing = False
+        self._changed = asyncio.Event()
+        """Set for an instant when a job is opened."""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -84,7 +90,7 @@ class Door:
             case "control":
                 await self._serve_driver(channel, ticket, job, peer, opening.fence)
             case "state" | "tensors" as stream:
-                member = self._members.get(job)
+                member = await self._member_of(job)
                 if member is None:
                     await self._refuse(channel, "unknown_job", "")
                     return
@@ -101,6 +107,14 @@ class Door:
                     await member.serve_state(channel)
                 else:
                     await member.serve_snapshots(peer, channel)
+
+    async def _member_of(self, job: JobId) -> JobMember | None:
+        """None when the driver does not come either."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EARLY_S):
+                while job not in self._members and not self.closing:
+                    await self._changed.wait()
+        return self._members.get(job)
 
     async def _serve_driver(
         self, channel: Channel, ticket: Ticket, job: JobId, owner: PeerId, opened: wire.Fence
@@ -124,6 +138,8 @@ class Door:
             if member is None:
                 member = self._members[job] = JobMember(self._host, job, owner, opened)
                 self.idle.clear()
+                self._changed.set()
+                self._changed.clear()
             log.info("job %s of %s opened", job, short(owner))
             await self._serve_member(channel, job, member, opened)
 
@@ -188,6 +204,7 @@ class Door:
 
     async def close(self) -> None:
         self.closing = True
+        self._changed.set()
         for job in list(self._members):
             self._end(job, "this peer leaves")
         await asyncio.gather(*self._ending)

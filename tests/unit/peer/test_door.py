@@ -82,9 +82,22 @@ def test_a_stranger_reaches_nothing():
 
 
 @pytest.mark.parametrize("stream", ["tensors", "state"])
-def test_without_a_job_there_is_nothing_to_join(stream: wire.Stream):
+def test_without_a_job_there_is_nothing_to_join(stream: wire.Stream, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.peer.door.EARLY_S", 0.01)
+
     async def body(stand: Stand) -> None:
         assert (await refused(await stand.open(stream, as_peer=NEIGHBOUR))).code == "unknown_job"
+
+    with_stand(body)
+
+
+@pytest.mark.parametrize("stream", ["tensors", "state"])
+def test_a_neighbour_that_is_here_before_the_driver_waits_for_it(stream: wire.Stream):
+    async def body(stand: Stand) -> None:
+        early = asyncio.create_task(stand.open(stream, as_peer=NEIGHBOUR))
+        await until(lambda: len(stand.pool.doors[0]._changed._waiters) == 1)
+        assert isinstance((await stand.open())[1], wire.Done)
+        assert isinstance((await early)[1], wire.Done)
 
     with_stand(body)
 
