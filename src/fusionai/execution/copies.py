@@ -97,8 +97,9 @@ class Copies:
                 await self._send_all(copy)
                 self._failures = 0
             except FusionError as error:
-                log.warning("stage %d: the snapshot of step %d did not arrive: %s", self._stage, copy.step, error)
                 self._failures += 1
+                level = logging.WARNING if self._failures <= FAILURES_TOLD else logging.DEBUG  # it is known by then
+                log.log(level, "stage %d: the snapshot of step %d did not arrive: %s", self._stage, copy.step, error)
                 if self._failures == FAILURES_TOLD:
                     self._on_failures(str(error))
             except Exception:
