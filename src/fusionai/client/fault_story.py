@@ -41,8 +41,12 @@ class Episode:
     """Whether the fingerprints promise the same bits; None where nobody took over."""
     base: int | None = None
     """The state it goes on from has so many steps in it; None if no state was lost."""
+    replays: int = 0
+    """So many official steps are computed again from there."""
     rollback: bool = False
     """All stages went back to a checkpoint."""
+    guarded: bool = False
+    """Whoever took over had kept its snapshots."""
     over_s: float | None = None
     """When the job was past it; None: not yet."""
     recovered_s: float | None = None
@@ -129,7 +133,7 @@ class FaultStory:
         for episode in self.open():
             # A broken link is often the first sign of a peer's end: one fault, not two.
             if episode.peer == event.peer and event.kind == "peer" and episode.kind == "link":
-                episode.kind, episode.reason = "peer", event.reason
+                episode.kind, episode.reason = "peer", _bare(event)
                 episode.killed = self._take_killed(event.peer)
                 return (f"step {episode.step}: {self._what(episode)}",)
             if episode.peer == event.peer and event.kind == episode.kind == "link":
@@ -139,7 +143,7 @@ class FaultStory:
             event.kind,
             event.step + 1,
             now_s,
-            event.reason,
+            _bare(event),
             event.peer,
             guarded if event.kind == "guard" else event.stages,
             killed=event.kind != "link" and self._take_killed(event.peer),
@@ -168,10 +172,12 @@ class FaultStory:
         former, self._plan = self._plan, event.plan
         places = {stage.stage: stage for stage in event.plan.stages}
         before = {} if former is None else {stage.stage: stage for stage in former.stages}
+        guards = set() if former is None else {(guard.stage, guard.peer) for guard in former.guards}
         for episode in self.open():
             for stage in episode.stages:
                 if stage in places and (places[stage].peer != episode.peer or self._waiting):
                     episode.takeover[stage] = places[stage].peer
+                    episode.guarded = (stage, places[stage].peer) in guards
                     same = stage in before and bool(places[stage].fingerprint)
                     same = same and places[stage].fingerprint == before[stage].fingerprint
                     episode.exact = same and episode.exact is not False
@@ -180,7 +186,7 @@ class FaultStory:
         for episode in self.open():
             episode.rollback = event.rollback
             if event.rollback or any(stage in event.stages for stage in episode.stages):
-                episode.base = event.base
+                episode.base, episode.replays = event.base, event.committed - event.base
 
     def _recovered(self, event: progress.Recovered, now_s: float) -> tuple[str, ...]:
         lines: list[str] = []
@@ -229,8 +235,13 @@ class FaultStory:
         if episode.base is None:
             return ""
         if episode.rollback:
-            return f"with all stages from the checkpoint of step {episode.base}"
-        return f"from its snapshot of step {episode.base}" if episode.base else "from the initial weights"
+            origin = f"with all stages from the checkpoint of step {episode.base}"
+            origin = origin if episode.base else "with all stages from the beginning"
+        else:
+            origin = f"from {'its snapshot' if episode.guarded else 'a kept state'} of step {episode.base}"
+        if not episode.replays:
+            return origin
+        return f"{origin}, {episode.replays} {'step' if episode.replays == 1 else 'steps'} again"
 
     def _what(self, episode: Episode) -> str:
         name, stages = self.name(episode.peer) if episode.peer else "", stages_in_words(episode.stages)
@@ -249,6 +260,11 @@ class FaultStory:
                 return f"{stages} failed on {name}: {reason}"
             case "broker":
                 return "the broker was killed" if episode.killed else "the broker was away"
+
+
+def _bare(event: progress.FaultSeen) -> str:
+    """The reason without what the line around it says anyway."""
+    return event.reason.removeprefix(f"peer {short(PeerId(event.peer))} was lost: ")
 
 
 def stages_in_words(stages: Sequence[int]) -> str:

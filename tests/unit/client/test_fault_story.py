@@ -63,11 +63,17 @@ def test_a_takeover_is_told_in_a_line(story: FaultStory) -> None:
     assert story.see(committed(10, replayed=True), 5.5) == ()
     assert story.see(committed(11), 6.5) == ()
     assert story.see(progress.Recovered(11, 1.5), 6.5) == (
-        "step 12: laptop is lost (stage 1): connection closed; attic takes over from its snapshot of step 10; "
-        "1.5 s later step 12 is committed",
+        "step 12: laptop is lost (stage 1): connection closed; attic takes over from its snapshot of step 10, "
+        "1 step again; 1.5 s later step 12 is committed",
     )
     (episode,) = story.episodes
     assert (episode.exact, episode.takeover, episode.over_s, episode.recovered_s) == (True, {1: ATTIC}, 6.5, 1.5)
+
+
+def test_a_reason_is_not_said_twice(story: FaultStory) -> None:
+    reason = f"peer {LAPTOP[:8]} was lost: the other side closed the channel."
+    said = story.see(progress.FaultSeen("peer", LAPTOP, (1,), 11, reason), 5.0)
+    assert said == ("step 12: laptop is lost (stage 1): the other side closed the channel",)
 
 
 def test_what_was_killed_on_purpose_is_called_killed_once(story: FaultStory) -> None:
@@ -100,8 +106,8 @@ def test_two_at_once_are_two_faults_of_one_recovery(story: FaultStory) -> None:
     story.see(progress.PlanChanged(plan(2, HERON, ATTIC), "x"), 5.6)
     story.see(progress.Restored(11, 10, (0, 1), False), 5.7)
     first, second = story.see(progress.Recovered(11, 2.0), 7.0)
-    assert "heron takes over from its snapshot of step 10; 2 s later" in first
-    assert "attic takes over from its snapshot of step 10; 1.5 s later" in second
+    assert "heron takes over from a kept state of step 10, 1 step again; 2 s later" in first
+    assert "attic takes over from its snapshot of step 10, 1 step again; 1.5 s later" in second
 
 
 def test_a_broken_link_that_was_a_death_is_one_fault(story: FaultStory) -> None:
@@ -117,13 +123,13 @@ def test_a_broken_link_alone_costs_no_state(story: FaultStory) -> None:
     assert "every stage kept its state; 1 s later" in story.see(progress.Recovered(11, 1.0), 6.0)[0]
 
 
-def test_a_rollback_and_the_initial_weights_are_called_so(story: FaultStory) -> None:
+def test_a_rollback_is_called_so(story: FaultStory) -> None:
     story.see(lost(), 5.0)
     story.see(progress.Restored(11, 8, (0, 1), True), 5.2)
     assert "with all stages from the checkpoint of step 8" in story.see(progress.Recovered(11, 9.0), 14.0)[0]
     story.see(lost(), 20.0)
-    story.see(progress.Restored(11, 0, (1,), False), 20.2)
-    assert "from the initial weights" in story.see(progress.Recovered(11, 9.0), 29.0)[0]
+    story.see(progress.Restored(11, 0, (0, 1), True), 20.2)
+    assert "with all stages from the beginning, 11 steps again" in story.see(progress.Recovered(11, 9.0), 29.0)[0]
 
 
 def test_waiting_says_for_what_and_what_to_do_once(story: FaultStory) -> None:
