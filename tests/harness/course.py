@@ -87,8 +87,9 @@ class Faults:
     def one(self, fault: Fault) -> Callable[[], None]:
         def strike() -> None:
             phase = self.world.driver.phase
+            moments = [phase.value, *self._under_way()]
             if not self.world.driver.ended and fault(self):
-                self.world.struck[fault.__name__, phase.value] += 1
+                self.world.struck.update((fault.__name__, moment) for moment in moments)
 
         return strike
 
@@ -188,6 +189,10 @@ class Faults:
 
     # -------------------------------------------------------------------------------------------- work, plans, people
 
+    def tensors_come_twice(self) -> bool:
+        self.world.twice = self.choose.choice((1, 5, 50))
+        return True
+
     def work_fails(self) -> bool:
         stages = [stage for member in self.world.members.values() for stage in member.stages.values()]
         if not stages:
@@ -244,6 +249,20 @@ class Faults:
 
     # ------------------------------------------------------------------------------------------------------ details
 
+    def _under_way(self) -> list[str]:
+        """What else goes on in a running job."""
+        machine = self.world.driver.machine
+        if machine.phase is not DriverPhase.RUNNING:
+            return []
+        going_on = {
+            "evaluating": machine._evaluating is not None,
+            "writing a checkpoint": machine._saving is not None,
+            "journalling": machine._journalling is not None,
+            "about to change plans": machine._pending is not None,
+            "rolled back": machine.step < machine.official,
+        }
+        return [name for name, holds in going_on.items() if holds]
+
     @property
     def _layout(self) -> Layout:
         return self.world.driver.layout
@@ -296,6 +315,7 @@ EVERY_FAULT: Final[tuple[Fault, ...]] = (
     Faults.a_link_breaks_twice,
     Faults.a_control_connection_breaks,
     Faults.one_direction_is_blocked,
+    Faults.tensors_come_twice,
     Faults.work_fails,
     Faults.a_peer_flaps,
     Faults.many_come_and_go,

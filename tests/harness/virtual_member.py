@@ -182,7 +182,10 @@ class Member:
             )
 
     def to_stage(self, fence: Fence, tensor: Tensor) -> None:
-        self._to_member(self.places[tensor.receiver], "tensors", fence, tensor)
+        again = self.world.twice > 0 and tensor.mode == "train"
+        self.world.twice -= again
+        for _ in range(1 + again):
+            self._to_member(self.places[tensor.receiver], "tensors", fence, tensor)
 
     def give_snapshot(self, stage: int, step: int, line: int, value: str) -> None:
         """In the background: a newer one may be under way to the same guard."""

@@ -70,6 +70,8 @@ class World:
         self.struck: Counter[tuple[str, str]] = Counter()
         """(fault, driver's phase)."""
         self.most_retained = 0
+        self.twice = 0
+        """So many tensors of training to come arrive twice: sent again by somebody who could not know."""
         self.triggers: list[Trigger] = []
         self.made_to_fail = False
         self._processes = 0

@@ -251,12 +251,8 @@ class DriverMachine:
         return [told, *self._load(restoration)]
 
     def _roll_back(self, base: int) -> None:
-        """Everybody starts again from the checkpoint; snapshots of later steps are nobody's base any more."""
+        """Everybody starts again from the checkpoint."""
         self.step = self.line = base
-        self._snapshots = {
-            peer: frozenset((stage, step) for stage, step in held if step <= base)
-            for peer, held in self._snapshots.items()
-        }
         self._history.clear()
         if self._evaluating is not None and self._evaluating > base:
             self._evaluating = None

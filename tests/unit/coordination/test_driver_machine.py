@@ -743,6 +743,16 @@ def test_after_a_recovery_those_give_a_snapshot_whose_guard_has_not_the_official
     assert wanted == {0: False, 1: True}
 
 
+def test_a_snapshot_of_a_step_still_to_be_done_again_does_not_count():
+    machine = guarded()
+    commit(machine, 0)
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    enlist(machine, {"g0": {(0, 1), (0, 2)}, "g1": {(1, 2), (0, 1)}})
+    wanted = {c.stage: c.snapshot for c in report(machine, 1) if isinstance(c, SendResume)}
+    assert wanted == {0: False, 1: True}
+    assert machine.line == 0
+
+
 def test_a_restarted_driver_takes_the_line_from_what_guards_hold():
     """Or it would feed nothing, far beyond a line that nobody moves."""
     machine = driver(official=6, guards=GUARDS)
@@ -1169,6 +1179,18 @@ def test_an_evaluation_of_a_state_that_is_gone_is_not_waited_for():
     assert machine.step == 0
     vote(machine, 0)
     assert Evaluate(1) in machine.handle(ScaleDecided(0, 2.5, 0.4))
+
+
+def test_an_evaluation_of_the_state_that_is_restored_is_done_again():
+    machine = running(evaluate_every=1, checkpoint_every=1)
+    commit(machine, 0)
+    machine.handle(CheckpointWritten(1))
+    machine.handle(PeerLost("p1", "gone"))
+    machine.handle(PlanGranted(plan(2, partition="other")))
+    enlist(machine)
+    (told, *_) = report(machine, -1)
+    assert told == TellRestored(committed=1, base=1, restored=(0, 1), rollback=False)
+    assert Evaluate(1) in all_ready(machine)
 
 
 def test_a_stop_while_stages_are_restored_ends_when_they_are():

@@ -491,6 +491,7 @@ def test_a_stale_attach_while_busy_is_refused_at_once_and_takes_no_report_with_i
     machine.handle(Attached(SECOND))
     machine.handle(Resumed(0, "initialise", 0))
     assert "already obeys" in refusal(machine.handle(Attached(FIRST)))
+    assert "already obeys" in refusal(machine.handle(Attached(SECOND))), "once"
     assert done(machine, Work("initialise")) == [ReportReady(0)]
 
 
@@ -823,6 +824,26 @@ def test_a_replay_takes_all_that_is_streamed_at_once_and_nothing_beyond():
     done(machine, Work("forward", 2, 0))
     done(machine, Work("backward", 2, 0))
     assert not machine.wants(BackwardArrived(2, 0, 2)), "it has been used"
+
+
+def test_gradients_of_later_steps_are_wanted_whatever_of_this_one_has_returned():
+    machine = StageMachine(shape(microbatches=2))
+    machine.handle(Attached(FIRST, retain=True, snapshot_every=2))
+    machine.handle(Resumed(4, "snapshot", 2, (record(2), record(3)), frozenset({1})))
+    machine.handle(StateArrived(2))
+    forward(machine, 0, 2)
+    done(machine, Work("forward", 2, 0))
+    backward(machine, 0, 2)
+    done(machine, Work("backward", 2, 0))
+    assert machine.wants(BackwardArrived(3, 0, 2))
+    assert not machine.wants(BackwardArrived(2, 0, 2))
+    assert not machine.wants(BackwardArrived(3, 0, 7)), "that is no consumer"
+
+
+def test_the_home_of_a_shared_weight_takes_no_total_not_even_in_a_replay():
+    machine = replaying(shares_with=frozenset({0}), shared_home=True)
+    assert not machine.wants(SharedArrived(2, 0, "total"))
+    assert machine.wants(SharedArrived(3, 0, "partial"))
 
 
 def test_gradients_that_came_early_wait_for_their_forward():
