@@ -18,6 +18,7 @@ from fusionai.coordination.requests import (
     AskLeave,
     Beat,
     Certify,
+    Command,
     Disconnected,
     Enrol,
     HandOut,
@@ -72,17 +73,23 @@ class Broker:
         self.desk = recovered(rules, pool, self.world.network.now_s)
         self.at_s = self.world.network.now_s
 
-    def ask(self, request: Request) -> tuple[object, ...]:
+    def ask(self, request: Request) -> tuple[Command, ...]:
         """What it commands. Nothing is answered before its facts are on the disk."""
         now_s = self.world.network.now_s
-        for one in (Stalled(), request) if now_s - self.at_s > STALLED_S else (request,):
-            decision = decisions.handle(self.desk, one, now_s=now_s, wall_s=now_s)
-            self.facts += decision.facts
-            self.desk = decision.desk
+        if now_s - self.at_s > STALLED_S:
+            self._decide(Stalled())
         self.at_s = now_s
-        for command in decision.commands:
+        commands = self._decide(request)
+        for command in commands:
             if isinstance(command, Notify) and isinstance(command.message, LeaveNotice):
                 self.world.told_to_leave(command.connection)
+        return commands
+
+    def _decide(self, request: Request) -> tuple[Command, ...]:
+        now_s = self.world.network.now_s
+        decision = decisions.handle(self.desk, request, now_s=now_s, wall_s=now_s)
+        self.facts += decision.facts
+        self.desk = decision.desk
         return decision.commands
 
     def tick(self) -> None:

@@ -7,6 +7,8 @@ order, no stage applies a step that is not journalled, none twice, and every sta
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,7 +88,10 @@ def test_a_commit_counts_once_however_often_the_driver_dies_after_journalling():
         moments: list[int] = []
 
         def advance_or_strike(
-            world: World = world, advance=advance, moments: list[int] = moments, extra: int = extra
+            world: World = world,
+            advance: Callable[[], bool] = advance,
+            moments: list[int] = moments,
+            extra: int = extra,
         ) -> bool:
             if len(world.journal) > len(moments):
                 moments.append(world.network.events + extra)
