@@ -189,7 +189,7 @@ def _show_kills(result: DemoResult) -> None:
                 one.name if one.kill.stage == "broker" else f"{one.name} (stage {one.kill.stage})",
                 "nobody noticed" if one.detected_s is None else format_seconds(one.detected_s),
                 "NEVER" if one.recovered_s is None else format_seconds(one.recovered_s),
-                "started again" if one.takeover is None else one.takeover + _exactness(one.exact),
+                _taken_over(one),
             ]
             for one in result.kills
         ],
@@ -198,8 +198,11 @@ def _show_kills(result: DemoResult) -> None:
     )
 
 
-def _exactness(exact: bool | None) -> str:
-    return {True: " (exact)", False: " (tolerant)", None: ""}[exact]
+def _taken_over(outcome: Outcome) -> str:
+    if outcome.takeover is None:
+        return "itself, started again"
+    who = "itself, back again" if outcome.takeover == outcome.name else outcome.takeover
+    return who + {True: " (exact)", False: " (tolerant)", None: ""}[outcome.exact]
 
 
 def _difference(largest: float) -> str:

@@ -17,7 +17,7 @@ from fusionai.cli.tenures import BROKER, Tenures
 from fusionai.client.demo import PROMPT, DemoEvent, DemoResult
 from fusionai.client.fault_story import Episode, FaultStory, stages_in_words
 from fusionai.client.kills import Killed, Returned
-from fusionai.client.train import Noted, Planned, TrainingResult
+from fusionai.client.train import Met, Noted, Planned, TrainingResult
 from fusionai.corpus.recipe import Recipe
 from fusionai.dashboard.report import write_report
 from fusionai.dashboard.report_data import Fault, ReportData, StepSpans
@@ -53,6 +53,9 @@ class RunStory:
                 self.tenures.broker(0.0)
                 return ()
             case Noted():
+                return ()
+            case Met(names=names):
+                self.faults.know(names)
                 return ()
             case Killed(kill=kill, name=name, peer=peer):
                 if peer:

@@ -90,7 +90,7 @@ class Watch:
     def _plan_changed(self, event: progress.PlanChanged) -> None:
         self._plan = event.plan
         if self._view is not None:
-            told = any(event.reason == episode.reason for episode in self._faults.open())
+            told = any(event.reason.endswith(episode.reason) for episode in self._faults.open())
             # What a fault's own line says is not said again.
             self._view.plan_changed(event.plan, "" if told else console.printable(event.reason.rstrip(".")))
 

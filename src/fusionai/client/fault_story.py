@@ -163,10 +163,13 @@ class FaultStory:
         if reason == self._waiting:
             return ()
         self._waiting = reason
-        return (
-            f"step {self._step + 1}: the job waits: {reason.rstrip('.')}. It goes on by itself; "
-            "`fusion invite` lets another machine join, `fusion pool` shows who is there, Ctrl-C stops in order",
-        )
+        what = reason.rstrip(".")
+        what = f" for {what.removeprefix('waiting for ')}" if what.startswith("waiting for ") else f": {what}"
+        if reason.startswith("the broker"):
+            remedy = "It goes on by itself when the broker is there"
+        else:
+            remedy = "It goes on by itself when one is there: `fusion invite` lets another machine join"
+        return (f"step {self._step + 1}: the job waits{what}. {remedy}; Ctrl-C stops in order",)
 
     def _plan_changed(self, event: progress.PlanChanged) -> None:
         former, self._plan = self._plan, event.plan

@@ -93,7 +93,8 @@ class Replanner:
                     raise
                 waiting(f"the broker refused a plan: {error.message}")
             except (TransportError, TimeoutError) as error:
-                waiting(f"the broker is needed for another plan and can't be reached: {error}")
+                why = error.message if isinstance(error, TransportError) else "it does not answer"
+                waiting(f"the broker is needed for another plan and can't be reached: {why}")
             await asyncio.sleep(LOOK_S)
 
     def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:

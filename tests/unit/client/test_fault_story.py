@@ -134,6 +134,10 @@ def test_a_rollback_is_called_so(story: FaultStory) -> None:
 
 def test_waiting_says_for_what_and_what_to_do_once(story: FaultStory) -> None:
     story.see(lost(), 5.0)
+    (line,) = story.see(progress.Waiting("waiting for a peer that lends 75 MB (stage 1)."), 5.1)
+    assert line.startswith("step 12: the job waits for a peer that lends 75 MB (stage 1). It goes on by itself")
+    (line,) = story.see(progress.Waiting("the broker can't be reached"), 5.15)
+    assert "the job waits: the broker can't be reached. It goes on by itself when the broker is there;" in line
     (line,) = story.see(progress.Waiting("no peer stands by for stage 1"), 5.2)
     assert "the job waits: no peer stands by for stage 1" in line
     assert "`fusion invite`" in line
