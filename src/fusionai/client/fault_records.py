@@ -6,14 +6,14 @@ on, `client.train` puts the records into its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
 
 from fusionai.client.fault_story import Episode, FaultStory, Kind
 from fusionai.primitives.clock import Clock
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.types import Plan
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 
@@ -47,13 +47,14 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultRecords:
-    """`say` hears each line; `warn`, once, why nothing can be written."""
+    """`names`: what peers are called, as it is known by then. `say` hears each line; `warn`, once, why nothing can be
+    written."""
 
     def __init__(
         self,
         directory: RunDirectory,
         plan: Plan,
-        members: Sequence[PeerProfile],
+        names: Mapping[str, str],
         clock: Clock,
         *,
         say: Callable[[str], None],
@@ -65,7 +66,8 @@ class FaultRecords:
         self._warn = warn
         self._warned = False
         self._story = FaultStory()
-        self._story.begin(plan, members)
+        self._names = names
+        self._story.begin(plan, ())
         self._began_s = clock.now_s()
         self._waiting_since_s: float | None = None
         self._waited_s: dict[int, float] = {}
@@ -74,6 +76,7 @@ class FaultRecords:
 
     def see(self, event: progress.Progress) -> None:
         now_s = self._clock.now_s()
+        self._story.know(self._names)
         match event:
             case progress.Waiting():
                 self._waiting_since_s = self._waiting_since_s or now_s

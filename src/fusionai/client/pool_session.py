@@ -39,15 +39,23 @@ class Member:
 
 
 class PoolSession:
-    """`async with PoolSession(membership) as pool: ...`. `on_stop` is told the job somebody asked to stop.
+    """`async with PoolSession(membership) as pool: ...`. `on_stop` is told the job somebody asked to stop, `on_members`
+    whoever is in the pool, at each look at it.
 
     Connects when first asked something, and again after the broker was away. Every question raises `TransportError`
     when it is not answered within `ANSWER_S`."""
 
-    def __init__(self, membership: Membership, *, on_stop: Callable[[JobId], None] | None = None) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        on_stop: Callable[[JobId], None] | None = None,
+        on_members: Callable[[tuple[Member, ...]], None] | None = None,
+    ) -> None:
         self.membership = membership
         self.transport: Transport = TcpTransport(membership.credentials)
         self._on_stop = on_stop
+        self._on_members = on_members
         self._conversation: Conversation | None = None
         self._connecting = asyncio.Lock()
 
@@ -62,9 +70,12 @@ class PoolSession:
 
     async def pool(self) -> tuple[Member, ...]:
         view = await self._ask(wire.PoolQuery(), wire.PoolView)
-        return tuple(
+        members = tuple(
             Member(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
         )
+        if self._on_members is not None:
+            self._on_members(members)
+        return members
 
     async def jobs(self, job: str = "") -> tuple[wire.JobView, ...]:
         return (await self._ask(wire.JobQuery(job=job), wire.JobList)).jobs

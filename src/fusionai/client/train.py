@@ -10,7 +10,7 @@ Neighbours: `client.job_directory` says who may go on where, `client.preparation
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +74,14 @@ class Planned:
     prepared: Prepared
 
 
-RunEvent = Noted | Planned | progress.Progress
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What machines are called that were not known before: by peer id."""
+
+    names: dict[str, str]
+
+
+RunEvent = Noted | Planned | Met | progress.Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +155,17 @@ async def _run(
     """`driving` is set when the job has become the pool's: from then on it is ended in order, not dropped."""
     asked = asyncio.Event()
     clock = SystemClock()
+    names: dict[str, str] = {}
+
+    def met(members: tuple[Member, ...]) -> None:
+        new = {one.view.peer: one.profile.name for one in members if one.profile.name != names.get(one.view.peer, "")}
+        if new:
+            names.update(new)
+            on_event(Met(new))
+
     async with (
         _compute_thread() as compute,
-        PoolSession(membership, on_stop=lambda _job: asked.set()) as pool,
+        PoolSession(membership, on_stop=lambda _job: asked.set(), on_members=met) as pool,
     ):
         # What is quickly wrong is found before long work: the broker, the device, then data and model.
         members = await _look(pool, journal)
@@ -208,7 +223,7 @@ async def _run(
             tensorboard=recipe.output.tensorboard,
             warn=warn,
         )
-        faults = FaultRecords(directory, deployment.plan, present, clock, say=reporting.note, warn=warn)
+        faults = FaultRecords(directory, deployment.plan, names, clock, say=reporting.note, warn=warn)
 
         def watched(event: progress.Progress) -> None:
             reporting.see(event)
@@ -238,7 +253,7 @@ async def _run(
         try:
             ended = await driver.run()
             if ended.failed is not None:
-                reason = _named(ended.failed.rstrip("."), present)
+                reason = _named(ended.failed.rstrip("."), names)
                 raise ExecutionError(
                     f"the job failed at step {ended.steps}: {reason}.",
                     hint=f"Run it again to resume: {journal.committed} steps are official and stay so.",
@@ -282,11 +297,10 @@ async def _compute_thread() -> AsyncIterator[ComputeThread]:
         compute.close()
 
 
-def _named(reason: str, members: tuple[PeerProfile, ...]) -> str:
+def _named(reason: str, names: Mapping[str, str]) -> str:
     """People know machines by name."""
-    for member in members:
-        peer = short(PeerId(member.peer))
-        reason = reason.replace(f"peer {peer}", f"{member.name} ({peer})")
+    for peer, name in names.items():
+        reason = reason.replace(f"peer {short(PeerId(peer))}", f"{name} ({short(PeerId(peer))})")
     return reason
 
 

@@ -10,7 +10,7 @@ import pytest
 from fusionai.cli.run_report import RunStory
 from fusionai.cli.tenures import Tenures
 from fusionai.client.kills import Kill, Killed, Returned
-from fusionai.client.train import Noted, Planned, TrainingResult
+from fusionai.client.train import Met, Noted, Planned, TrainingResult
 from fusionai.dashboard.report_data import ReportData, Tenure
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
@@ -164,6 +164,13 @@ def test_speed_counts_what_faults_cost_and_the_drawn_step_has_none(told: Told) -
     assert made.tokens_per_s == 10 * 2 * 2 / 4.0
     assert made.timed_step is not None
     assert made.timed_step.step != 2
+
+
+def test_whoever_joins_while_the_job_runs_has_a_name_too() -> None:
+    story = RunStory()
+    story.see(Met({ATTIC: "attic"}))
+    (line,) = story.see(progress.FaultSeen("peer", ATTIC, (1,), 4, "gone"))
+    assert line == "step 5: attic is lost (stage 1): gone"
 
 
 def test_a_peer_away_that_a_plan_names_again_is_back() -> None:
