@@ -15,15 +15,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fusionai.cli.main import main
 
 PATIENCE_S = 60.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ def fusion(*arguments: object) -> Done:
 class Process:
     """One command in a process of its own, its lines as they come (stdout and stderr together)."""
 
+    started: ClassVar[list[Process]] = []
+
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, "-m", "fusionai", *(str(argument) for argument in arguments)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -53,9 +57,12 @@ class Process:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", env=environment
         )
         self.lines: list[str] = []
+        self.came_at_s: list[float] = []
+        """When each line came, seconds since 1970."""
         self._said = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        Process.started.append(self)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -63,23 +70,35 @@ class Process:
             for line in stream:
                 with self._said:
                     self.lines.append(line)
+                    self.came_at_s.append(time.time())
                     self._said.notify_all()
         with self._said:
             self._said.notify_all()
 
     def wait_for(self, words: str) -> str:
-        deadline_s = time.monotonic() + PATIENCE_S
+        found = self.wait_until(lambda: next((line for line in self.lines if words in line), None))
+        if found is None:
+            raise AssertionError(f"{words!r} never came; said: {self.text}")
+        return found
+
+    def wait_until(self, answer: Callable[[], T | None], patience_s: float = PATIENCE_S) -> T | None:
+        """What `answer` gives, asked whenever a line comes; None when it never gave any, or the process ended."""
+        deadline_s = time.monotonic() + patience_s
         with self._said:
-            while (found := next((line for line in self.lines if words in line), None)) is None:
+            while (given := answer()) is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self._reader.is_alive():
-                    raise AssertionError(f"{words!r} never came; said: {self.text}")
+                    return None
                 self._said.wait(left_s)
-        return found
+        return given
 
     @property
     def text(self) -> str:
         return "".join(self.lines)
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -105,6 +124,7 @@ class LivePool:
     broker: Process = field(init=False)
     members: dict[str, Process] = field(default_factory=dict)
     port: str = "0"
+    broker_options: tuple[str, ...] = ()
 
     def __enter__(self) -> LivePool:
         self.open_broker()
@@ -123,8 +143,9 @@ class LivePool:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in (*self.members.values(), self.broker):
+        for process in Process.started:  # a job whose test failed too: without its pool it would wait for ever
             process.end()
+        Process.started.clear()
 
     @property
     def owner(self) -> Path:
@@ -133,7 +154,10 @@ class LivePool:
 
     def open_broker(self) -> None:
         """Again on the same home and port, it is the same pool."""
-        self.broker = Process("broker", "--home", self.directory / "broker", "--host", "127.0.0.1", "--port", self.port)
+        self.broker = Process(
+            *("broker", "--home", self.directory / "broker", "--host", "127.0.0.1", "--port", self.port),
+            *self.broker_options,
+        )
         self.broker.wait_for("fusion join")
         self.port = re.findall(r"127\.0\.0\.1:(\d+)", self.broker.text)[0]
 
