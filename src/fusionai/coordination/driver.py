@@ -378,7 +378,7 @@ class DriverMachine:
     def on_replayed(self, event: DriverEvent) -> list[DriverCommand]:
         """A stage has run an official step again: its norms must be those of the first time (rule 21)."""
         assert isinstance(event, StagePrepared)
-        if self._replayed.get(event.stage) != event.step or event.step >= self.step:
+        if self._replayed.get(event.stage) != event.step:
             return []
         self._replayed[event.stage] = event.step + 1
         known = self._history.get(event.step)

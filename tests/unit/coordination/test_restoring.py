@@ -222,7 +222,7 @@ def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int, 
     return plan, at, held, checkpoint, max(0, checkpoint - draw(st.integers(0, 2)))
 
 
-@settings(derandomize=True, max_examples=400, deadline=None)
+@settings(derandomize=True, max_examples=200, deadline=None)
 @given(case=cases())
 def test_the_newest_step_and_the_fewest_stages_of_all_that_would_do(
     case: tuple[Roles, dict[int, StagePosition], HELD, int, int],
