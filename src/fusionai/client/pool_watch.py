@@ -23,7 +23,7 @@ from fusionai.primitives.errors import FusionError, RefusedError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.straggling import Better, better_plan, observed, watching
 from fusionai.scheduling.takeover import reinforced, replaced
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.types import Guard, Plan
 from fusionai.training import progress
 from fusionai.training.driver import Driver
 from fusionai.transport.tickets import expiry_s
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 LOOK_S: Final = 2.0
 RENEW_S: Final = 240.0
 """Tickets are renewed when they last no longer than this, or for half of what they lasted at first if that is less."""
+COMPUTE: Final = ("forward", "backward", "weights")
 PATIENCE_S: Final = 30.0
 """How long an offered plan may wait for a quiet moment before another is offered."""
 
@@ -110,7 +111,8 @@ class PoolWatch:
         return msgspec.structs.replace(self._driver.plan, version=0)
 
     def _handed_over(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
-        """Whoever leaves in order works until somebody has taken its place."""
+        """Whoever leaves in order works until somebody has taken its place. The broker lets it go with the first plan
+        without it, so there is one between: the next peers run its stages already, and it guards them."""
         plan = self._plan()
         parts = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
         leaving = [one for one in members if one.view.state == "draining" and one.view.peer in parts]
@@ -122,7 +124,17 @@ class PoolWatch:
         if not isinstance(found, Plan):
             return None  # it stays; the next look may find somebody
         names = ", ".join(one.profile.name or short(PeerId(one.view.peer)) for one in leaving)
-        return found, f"{names} leaves and hands its work over"
+        moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in gone}
+        if not moved:
+            return found, f"{names} leaves"
+        kept = [guard for guard in found.guards if guard.stage not in moved]
+        guards = [*kept, *(Guard(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
+        between = msgspec.structs.replace(
+            found,
+            guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
+            snapshot_every=found.snapshot_every or plan.snapshot_every or 1,
+        )
+        return between, f"{names} leaves and hands its work over"
 
     def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Final
 
 from fusionai.backends.registry import open_backend
 from fusionai.execution.compute import ComputeThread
@@ -27,6 +28,9 @@ from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
+
+HAND_OVER_S: Final = 2.5
+"""How long a peer that drained stays at most when the broker has let it go: its next heartbeat would be refused."""
 
 
 async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None], stop: asyncio.Event) -> None:
@@ -64,7 +68,10 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
     def leave(drain: bool) -> None:
         door.closing = True
         log.info("asked to leave%s", " after the work at hand" if drain and door.jobs else "")
-        if not drain:
+        if not drain and leaving.is_set() and door.jobs:
+            # The plan without this peer is made; its driver says when it is in force.
+            asyncio.get_running_loop().call_later(HAND_OVER_S, door.idle.set)
+        elif not drain:
             door.idle.set()
         leaving.set()
 

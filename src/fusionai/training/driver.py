@@ -484,7 +484,10 @@ class Driver:
             await asyncio.sleep(LINK_GRACE_S)
             if not (self._connections.is_doubtful(reporter) or self._connections.is_doubtful(other)):
                 break
-        if self._connections.is_open(reporter) and self._connections.is_open(other):
+        # A guard exchanges no tensors: only a snapshot that it was to pass on is missed.
+        idle = not self._machine.roles.stages_of(reporter) and reporter != self._job.owner
+        missed = not idle or self._machine.phase is DriverPhase.LOADING
+        if missed and self._connections.is_open(reporter) and self._connections.is_open(other):
             self._tell(events.LinkBroken(reporter, other, message.reason), fence)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
