@@ -1,7 +1,8 @@
-"""`fusion demo` given up half-way: it says so and leaves no process behind. (The whole demo runs in `make demo`.)"""
+"""`fusion demo` small and whole, and given up half-way: it leaves no process behind. (Its full size is `make demo`.)"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,34 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc to find processes")
+def test_what_is_killed_is_recovered_and_nothing_is_lost(tmp_path: Path):
+    figures = tmp_path / "demo.json"
+    arguments = ("--steps", 5, "--peers", 2, "--spares", 1, "--kill", "2:1", "--kill", "4:broker")
+    done = fusion("demo", *arguments, "--directory", tmp_path / "shown", "--json", figures)
+    assert done.code == 0, done.err + done.out
+    seen = json.loads(figures.read_text())
+    assert (seen["schema"], seen["ok"], seen["lost_steps"], seen["max_abs_loss_diff"]) == (
+        "fusionai.demo/1",
+        True,
+        0,
+        0,
+    )
+    assert seen["losses"] == seen["losses_reference"]
+    stage, broker = seen["kills"]
+    assert (stage["step"], stage["stage"], stage["exact"]) == (2, 1, True)
+    assert 0 < stage["detected_s"] < stage["recovered_s"]
+    assert stage["takeover"] not in (None, stage["peer"])
+    assert (broker["step"], broker["stage"], broker["recovered_s"] > 0) == (4, "broker", True)
+    for words in ("step 2: SIGKILL for", "was killed (stage 1); ", " takes over from its snapshot of step 1;"):
+        assert words in done.out, done.out
+    assert "the broker is started again" in done.out
+    assert "was killed" not in done.err
+    report = Path(seen["report"]).read_text(encoding="utf-8")
+    assert "bit for bit, through 2 faults" in report
+    assert not _processes_naming(str(tmp_path))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc to find processes")
