@@ -466,6 +466,22 @@ def test_votes_and_losses_of_the_step_before_are_late():
     assert kinds(vote(machine, 1)) == [DecideScale]
 
 
+def test_a_vote_of_a_step_to_come_does_not_count():
+    machine = running()
+    assert machine.handle(StagePrepared(0, 1, {"b": 7.0})) == []
+    commit(machine, 0)
+    assert vote(machine, 1) == [DecideScale(1, (1.0, 2.0))]
+
+
+def test_a_step_is_decided_once_and_for_itself():
+    machine = running()
+    vote(machine, 0)
+    assert machine.handle(ScaleDecided(1, 2.5, 0.4)) == [], "that is another step's"
+    assert kinds(machine.handle(ScaleDecided(0, 2.5, 0.4))) == [JournalCommit]
+    assert DecideScale not in kinds(machine.handle(LossArrived(1, 0, 1.0))), "it is on its way to the disk"
+    assert machine.handle(ScaleDecided(0, 2.5, 0.4)) == []
+
+
 def test_a_vote_of_a_stranger_does_not_complete_the_step():
     machine = running()
     for microbatch in range(2):
