@@ -151,7 +151,10 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         """Once a second: drop the connection when the other side has gone without a word."""
         if self._transport is None or self._gone.is_set():
             return
-        if silent_s(self._transport.get_extra_info("socket")) > DEAD_AFTER_S:
+        sock = self._transport.get_extra_info("socket")
+        if sock is None:  # asyncio has lost it in this very turn of the loop; `connection_lost` comes next
+            return
+        if silent_s(sock) > DEAD_AFTER_S:
             self._fail(ChannelClosed(f"the other side has acknowledged nothing for {DEAD_AFTER_S:g} s."))
             return
         self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)

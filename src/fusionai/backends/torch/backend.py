@@ -5,12 +5,14 @@ Neighbours: `program` is a loaded stage, `probe` measures the device, `operators
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.torch.clipping import clip_scale
+from fusionai.backends.torch.eager import without_compiler
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import StageOptimizer
 from fusionai.backends.torch.probe import describe_device, measure_speeds
@@ -32,6 +34,7 @@ class TorchBackend:
                 raise UsageError(f"expected at least one thread, got {threads}.")
             torch.set_num_threads(threads)
         self._device = _choose(device)
+        without_compiler()
         self.device: str = self._device.type
         if self._device.type == "cuda":
             _make_cuda_deterministic()
@@ -41,7 +44,9 @@ class TorchBackend:
         return describe_device(self._device, speeds or measure_speeds(self._device))
 
     def warm_up(self) -> None:
-        """torch starts threads, and on a GPU loads its libraries, with the first gradient."""
+        """torch starts threads, and on a GPU loads its libraries, with the first gradient; to find out sizes without
+        memory it imports an algebra system."""
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
         weight = torch.zeros(1, device=self._device, requires_grad=True)
         (weight * weight).sum().backward()
         StageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.0)
