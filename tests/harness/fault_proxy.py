@@ -116,6 +116,8 @@ class FaultProxy(Controls):
         self.accepted = 0
         """Connections that were let in so far."""
         self.refused = 0
+        self.on_link: Callable[[Link], None] = lambda link: None
+        """Called in the proxy's thread with each connection before its first byte goes on; may `blow` its lanes."""
         self.port = 0
         self._target_port = target_port
         self._refusing = False
@@ -208,12 +210,13 @@ class FaultProxy(Controls):
                     TO_TARGET: _Lane(reader, far_writer, self._weather[TO_TARGET], self.say),
                     TO_CLIENT: _Lane(far_reader, writer, self._weather[TO_CLIENT], self.say),
                 }
-                link = Link(self, self.accepted, lanes)
+                link = Link(self, self.accepted, lanes, writer.get_extra_info("peername")[1])
         if link is None:
             _reset(writer)
             self.refused += 1
             self.say()
             return
+        self.on_link(link)
         self.links = (*self.links, link)
         self.accepted += 1
         self.say()
@@ -243,6 +246,8 @@ class Link(Controls):
     proxy: FaultProxy
     number: int
     lanes: dict[Direction, _Lane]
+    client_port: int
+    """By which the system knows whose connection it is."""
 
     @property
     def traffic(self) -> dict[Direction, Traffic]:
@@ -269,10 +274,11 @@ class Link(Controls):
                 for lane in self.lanes.values():
                     group.create_task(lane.take())
                     group.create_task(lane.pass_on())
-        except* ConnectionError:
+        except* OSError:  # ending one direction of a connection that was reset meanwhile is no ConnectionError
             pass
-        for lane in self.lanes.values():
-            _reset(lane.sink) if self._broken else lane.sink.close()
+        finally:
+            for lane in self.lanes.values():
+                _reset(lane.sink) if self._broken else lane.sink.close()
 
     @property
     def _broken(self) -> bool:
