@@ -17,83 +17,12 @@ from fusionai.client.deployments import kept_deployment
 from fusionai.client.pool_session import Member
 from fusionai.client.replanning import Replanner
 from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError, TransportError
-from fusionai.primitives.ids import JobId
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training.deployment import Deployment
-from fusionai.wire.messages import MemberView
-
-JOB = JobId("job-1")
-OWNER = PeerProfile(peer="owner", flops_per_s=1e9, memory_bytes=2**30, fingerprint="f", roles=("owner",))
-
-
-def profile(name: str, *, fingerprint: str = "f") -> PeerProfile:
-    return PeerProfile(peer=name, name=name, flops_per_s=1e9, memory_bytes=2**30, fingerprint=fingerprint)
-
-
-def member(name: str, *, fingerprint: str = "f", **changes: Any) -> Member:
-    known = profile(name, fingerprint=fingerprint)
-    fields: dict[str, Any] = {"state": "idle", "boot": 1, "addresses": (f"tcp://{name}:1",), **changes}
-    return Member(MemberView(peer=name, profile=msgspec.Raw(msgspec.msgpack.encode(known)), **fields), known)
-
-
-def working(name: str, **changes: Any) -> Member:
-    return member(name, state="active", job=JOB, **changes)
-
-
-def problem(*peers: PeerProfile, takeover: str = "exact") -> Problem:
-    block = {"forward_flops": 1e6, "backward_flops": 2e6, "parameter_bytes": 1000, "trainable_bytes": 1000}
-    sizes = {"activation_bytes": 10, "output_bytes": 10, "gradient_bytes": 10}
-    return Problem(
-        graph_hash="g",
-        blocks=tuple(BlockCost(block=number, **block, **sizes) for number in range(5)),
-        peers=peers,
-        owner=OWNER,
-        roles=(RolePlacement(role="feed"), RolePlacement(role="loss")),
-        stages=2,
-        microbatches=4,
-        microbatch_tokens=8,
-        takeover=takeover,  # pyright: ignore[reportArgumentType]
-    )
-
-
-@dataclass
-class FakeClock:
-    seconds: float = 100.0
-
-    def now_s(self) -> float:
-        return self.seconds
-
-    def wall_s(self) -> float:
-        return self.seconds
-
-
-@dataclass
-class FakePool:
-    """`looks`: what each look at the pool shows or raises, the last for ever."""
-
-    looks: list[tuple[Member, ...] | FusionError]
-    grants: list[FusionError | None] = field(default_factory=lambda: [None])
-    asked: list[Plan] = field(default_factory=list)
-    version: int = 1
-
-    async def pool(self) -> tuple[Member, ...]:
-        seen = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-        if isinstance(seen, FusionError):
-            raise seen
-        return seen
-
-    async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
-        refusal = self.grants.pop(0) if len(self.grants) > 1 else self.grants[0]
-        if refusal is not None:
-            raise refusal
-        self.asked.append(plan)
-        if plan.version == 0:
-            self.version += 1
-            plan = msgspec.structs.replace(plan, version=self.version)
-        return Deployment(plan=plan, members={"b": ("tcp://b:1",)}, tickets={"owner": b"ticket"})
+from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
 
 
 @dataclass
@@ -228,7 +157,7 @@ def test_a_lost_machine_serves_again_only_when_it_was_heard_since(bench: Make):
         one.clock.seconds += 2.0
         return await look()
 
-    one.pool.pool = later  # pyright: ignore[reportAttributeAccessIssue]
+    one.pool.pool = later
     assert stages(one.replaced("b")) == stages(one.present)
     assert len(one.waited) == 1
 
@@ -242,7 +171,7 @@ def test_a_machine_lost_again_and_again_is_trusted_less(bench: Make):
         looks[0] += 1
         return await look()
 
-    one.pool.pool = later  # pyright: ignore[reportAttributeAccessIssue]
+    one.pool.pool = later
     needed: list[int] = []
     for _ in range(3):
         looks[0] = 0

@@ -1,0 +1,181 @@
+"""What a running job makes of its pool: work handed over, guards found, tickets renewed, one offer at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fusionai.client.pool_session import Member
+from fusionai.client.pool_watch import PoolWatch
+from fusionai.client.replanning import Replanner
+from fusionai.primitives.errors import TransportError
+from fusionai.primitives.ids import PeerId
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.types import Plan
+from fusionai.storage.commits import CommitJournal
+from fusionai.storage.rundir import RunDirectory
+from fusionai.training.deployment import Deployment
+from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, ticket, working
+
+ALL = (working("a"), working("b"))
+
+
+@dataclass
+class FakeDriver:
+    deployment: Deployment
+    is_waiting: bool = False
+    offers: list[tuple[Deployment, str]] = field(default_factory=list)
+    renewals: list[Deployment] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan:
+        return self.deployment.plan
+
+    def offer(self, deployment: Deployment, reason: str) -> None:
+        self.offers.append((deployment, reason))
+
+    def adopt(self) -> None:
+        self.deployment = self.offers[-1][0]
+
+    def renew(self, deployment: Deployment) -> None:
+        self.renewals.append(deployment)
+
+
+@dataclass
+class Bench:
+    watch: PoolWatch
+    driver: FakeDriver
+    pool: FakePool
+    clock: FakeClock
+
+    def look(self) -> None:
+        asyncio.run(self.watch._look())
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Make]:
+    with CommitJournal(tmp_path / "journal.sqlite") as journal:
+
+        def make(*looks: Any, guarded: bool = False, lasts_s: float = 600.0, policy: str = "exact") -> Bench:
+            peers = [profile("a"), profile("b"), *([profile("c")] if guarded else [])]
+            base = problem(*peers)
+            plan = msgspec.structs.replace(planned(msgspec.structs.replace(base, required=("a", "b"))), version=1)
+            journal.adopt_plan(1, msgspec.json.encode(plan))
+            clock, pool = FakeClock(), FakePool(list(looks))
+            replanner = Replanner(
+                pool=pool,
+                job=JOB,
+                title="job",
+                steps=10,
+                problem=base,
+                policy=policy,  # pyright: ignore[reportArgumentType]
+                excluded=lambda members: frozenset(),
+                journal=journal,
+                directory=RunDirectory(tmp_path),
+                clock=clock,
+            )
+            driver = FakeDriver(Deployment(plan=plan, tickets={"owner": ticket(clock.wall_s() + lasts_s)}))
+            watch = PoolWatch(replanner, driver, PeerId("owner"), clock)  # pyright: ignore[reportArgumentType]
+            return Bench(watch, driver, pool, clock)
+
+        yield make
+
+
+def places(plan: Plan) -> dict[int, str]:
+    return {stage.stage: stage.peer for stage in plan.stages}
+
+
+def test_a_pool_that_offers_nothing_is_left_alone(bench: Make):
+    one = bench(ALL)
+    one.look()
+    assert not one.driver.offers
+    assert not one.pool.asked
+
+
+def test_a_machine_that_joins_guards_what_nobody_guards(bench: Make):
+    one = bench((*ALL, member("d")))
+    one.look()
+    ((found, reason),) = one.driver.offers
+    assert places(found.plan) == places(one.driver.plan)
+    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
+    assert reason == "stages 0, 1 can be guarded now"
+
+
+def test_one_offer_at_a_time_unless_it_is_never_taken(bench: Make):
+    one = bench((*ALL, member("d")))
+    one.look()
+    one.look()
+    assert len(one.driver.offers) == 1
+    one.clock.seconds += 31.0
+    one.look()
+    assert len(one.driver.offers) == 2
+
+
+def test_who_leaves_hands_its_work_over_and_guards_it_meanwhile(bench: Make):
+    leaving: tuple[Member, ...] = (member("a", state="draining", job=JOB), working("b"), member("d"))
+    one = bench(leaving, guarded=False)
+    before = places(one.driver.plan)
+    stage = next(stage for stage, peer in before.items() if peer == "a")
+    one.look()
+    ((between, reason),) = one.driver.offers
+    assert places(between.plan) == {**before, stage: "d"}
+    assert (stage, "a") in {(guard.stage, guard.peer) for guard in between.plan.guards}
+    assert between.plan.snapshot_every > 0
+    assert reason == "a leaves and hands its work over"
+    one.driver.adopt()
+    one.look()
+    (_, (without, reason)) = one.driver.offers
+    assert places(without.plan) == places(between.plan)
+    assert "a" not in {guard.peer for guard in without.plan.guards}
+    assert reason == "a leaves"
+
+
+def test_who_leaves_stays_while_nobody_can_take_its_work(bench: Make):
+    one = bench((member("a", state="draining", job=JOB), working("b")))
+    one.look()
+    assert not one.driver.offers
+
+
+def test_while_a_stage_waits_nothing_else_is_asked_for(bench: Make):
+    one = bench((*ALL, member("d")))
+    one.driver.is_waiting = True
+    one.look()
+    assert not one.pool.asked
+
+
+def test_tickets_are_renewed_long_before_they_expire(bench: Make):
+    one = bench(ALL)
+    one.clock.seconds += 299.0
+    one.look()
+    assert not one.driver.renewals
+    one.clock.seconds += 62.0
+    one.look()
+    assert len(one.driver.renewals) == 1
+    assert one.pool.asked == [one.driver.plan], "the same plan, with its version"
+
+
+def test_a_broker_that_is_away_disturbs_nothing(bench: Make):
+    one = bench(TransportError("gone."))
+    with pytest.raises(TransportError):
+        one.look()  # `run` says so in the log and looks again
+    assert not one.driver.offers
+
+
+def test_in_an_exact_job_no_stage_moves_among_unequal_machines(bench: Make):
+    one = bench(ALL)
+    plan = one.driver.plan
+    other = msgspec.structs.replace(
+        plan, stages=tuple(msgspec.structs.replace(stage, fingerprint="other") for stage in plan.stages)
+    )
+    assert one.watch._is_allowed(plan, plan)
+    assert not one.watch._is_allowed(plan, other)
+    assert bench(ALL, policy="tolerant").watch._is_allowed(plan, other)
