@@ -85,7 +85,7 @@ def test_every_link_of_the_docs_leads_somewhere(page: str):
 
 
 def test_every_test_folder_mirrors_a_package():
-    packages = {path.name for path in (ROOT / "src/fusionai").iterdir() if path.is_dir()} | {"repository"}
+    packages = {path.name for path in (ROOT / "src/fusionai").iterdir() if path.is_dir()} | {"harness", "repository"}
     folders = {path.name for path in (ROOT / "tests/unit").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
     assert folders <= packages
 
