@@ -311,6 +311,8 @@ class Job:
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
     version: int = 1
+    patience_s: float = 20.0
+    """After which a start of the driver counts as hanging."""
 
     def plan(self) -> Plan:
         peers = iter(self.pool.hosts)
@@ -428,7 +430,7 @@ class Job:
             running = asyncio.ensure_future(driver.run())
             dying = asyncio.ensure_future(killed.wait())
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(self.patience_s):
                     await asyncio.wait({running, dying}, return_when=asyncio.FIRST_COMPLETED)
                     if not running.done():
                         running.cancel()

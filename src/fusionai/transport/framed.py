@@ -58,6 +58,9 @@ class FramedChannel(ABC):
     @abstractmethod
     async def close(self) -> None: ...
 
+    @abstractmethod
+    def abort(self) -> None: ...
+
     async def receive(self) -> Envelope:
         return await self._inbox.get()
 

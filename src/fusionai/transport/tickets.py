@@ -30,8 +30,8 @@ class ExpiredTicket(TrustError):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`stage` is -1 for the driver, for a `guard` the first stage it keeps snapshots of. `expires_at_s` is seconds since
-    1970."""
+    """`stage` is -1 for the driver, for a `guard` the first stage it keeps snapshots of. `expires_at_s` counts seconds
+    since 1970."""
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
