@@ -81,8 +81,8 @@ def rows(value: float = 0.0, *, batch: int = 2, width: int = 4, dtype: str = "fl
 
 
 class Stand:
-    """Use as an async context. `memory_limit_bytes` is what the peer under test lends. `guards`: shipped peers beside it,
-    numbered from 1."""
+    """Use as an async context. `memory_limit_bytes` is what the peer under test lends. `guards`: shipped peers beside
+    it, numbered from 1."""
 
     def __init__(
         self,
