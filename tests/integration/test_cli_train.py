@@ -201,7 +201,7 @@ def test_interrupted_and_bereaved_it_ends_bit_equal_to_an_undisturbed_run(pool: 
     third = Process(*command)
     third.wait_for(f"step {stopped_at + 3}/")
     pool.kill("two")
-    third.wait_for("the job waits: waiting for a peer that lends")
+    third.wait_for("the job waits for a peer that lends")
     pool.start("two").wait_for("In pool")
     assert third.ended() == 0, third.text
     assert "Traceback" not in third.text
