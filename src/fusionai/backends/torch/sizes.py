@@ -55,12 +55,9 @@ def measure(
     meter = _Meter(graph, interpreter, symbols, limit_bytes)
     meter.hold_inputs(registers)
 
-    def remember(tensor: torch.Tensor) -> torch.Tensor:
-        meter.save(tensor)
-        return tensor
-
     with (
-        torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor),
+        # Nothing runs backward here, so nothing need be kept; a result saved as itself would never be freed.
+        torch.autograd.graph.saved_tensors_hooks(meter.save, _never),
         torch.set_grad_enabled(context.training),
     ):
         for step in interpreter.steps:
@@ -188,3 +185,7 @@ def _param(graph: Graph, name: str, context: Context) -> torch.Tensor:
     return torch.empty(
         spec.shape, dtype=DTYPES[spec.dtype], device=META, requires_grad=context.training and spec.trainable
     )
+
+
+def _never(_saved: None) -> torch.Tensor:
+    raise AssertionError("nothing runs backward without memory")
