@@ -64,8 +64,8 @@ def test_a_spare_takes_over_and_who_was_lost_comes_back(pool: LivePool, losses: 
     pool.kill(lost)
     told = job.wait_for("takes over")
     assert re.search(
-        rf"^step \d+: {lost} is lost \(stage 1\): .*; \w+ takes over from (its snapshot of step \d+|the initial weights)"
-        r"(, \d+ steps? again)?; [\d.]+ m?s later step \d+ is committed$",
+        rf"^step \d+: {lost} is lost \(stage 1\): .*; \w+ takes over from "
+        r"(its snapshot of step \d+|the initial weights)(, \d+ steps? again)?; [\d.]+ m?s later step \d+ is committed$",
         told,
     ), told
     pool.start(lost).wait_for("In pool")

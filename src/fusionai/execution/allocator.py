@@ -4,7 +4,9 @@ Every microbatch frees and takes the same large tensors again. By default glibc 
 faults it in anew, page by page, and gives threads heaps too small for it: a few percent of a training step. Kept memory
 stays below what the process needed at its peak anyway. Elsewhere (macOS, Windows, musl) nothing is done.
 
-Neighbour: `execution.compute`, before its thread exists.
+A stage that is dropped gives its memory back at once.
+
+Neighbours: `execution.compute`, before its thread exists; `execution.stages`, when a stage has gone.
 """
 
 from __future__ import annotations
@@ -40,3 +42,16 @@ def keep_freed_memory() -> bool:
     )
     taken = [mallopt(name, value) for name, value in settings]  # each is tried, whatever became of the one before
     return all(answer == 1 for answer in taken)
+
+
+def return_freed_memory() -> bool:
+    """To the system, all pages that hold nothing. Takes milliseconds. False where there is no way to."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return False
+    trim.argtypes = (ctypes.c_size_t,)
+    trim(0)
+    return True

@@ -129,6 +129,8 @@ class StageRuntime:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Both refer to this runtime: a circle that would keep the stage's whole state until somebody collects it.
+        del self._bench, self._copies
 
     @property
     def dropped(self) -> int:

@@ -5,9 +5,10 @@ Neighbours: `execution.member` owns it, `execution.loading` validates and loads,
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Final
 
+from fusionai.execution.allocator import return_freed_memory
 from fusionai.execution.host import Host
 from fusionai.execution.loading import load_stage
 from fusionai.execution.postman import Postman
@@ -76,11 +77,14 @@ class Stages:
         if former is not runtime:
             self._runtimes[runtime.stage] = runtime
             if former is not None:
-                await _end(former, "another stage takes its place")
+                gone = [former]
+                del former
+                await _end_all(gone, "another stage takes its place")
 
     def keep_only(self, stages: frozenset[int]) -> Coroutine[object, object, None]:
         """The others are forgotten now, whatever they are at; await what is returned until their tasks have ended."""
-        return _end_all([self._runtimes.pop(stage) for stage in self.numbers if stage not in stages])
+        gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages]
+        return _end_all(gone, "its part in the job is over")
 
     @property
     def snapshot_room_bytes(self) -> int:
@@ -96,9 +100,13 @@ class Stages:
         return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
 
 
-async def _end_all(gone: Sequence[StageRuntime]) -> None:
-    for runtime in gone:
-        await _end(runtime, "its part in the job is over")
+async def _end_all(gone: list[StageRuntime], reason: str) -> None:
+    """Empties `gone`; their memory goes back to the system."""
+    if not gone:
+        return
+    while gone:
+        await _end(gone.pop(0), reason)
+    return_freed_memory()
 
 
 async def _end(runtime: StageRuntime, reason: str) -> None:

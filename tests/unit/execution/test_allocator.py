@@ -31,3 +31,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         faults[how] = int(done.stdout)
     assert faults["keep"] < 100
     assert faults["keep"] < faults["leave"] or faults["leave"] < 100
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_freed_memory_goes_back_when_asked() -> None:
+    program = """
+import psutil
+import numpy as np
+from fusionai.execution.allocator import keep_freed_memory, return_freed_memory
+keep_freed_memory()
+resident = lambda: psutil.Process().memory_info().rss
+held = [np.ones(2**20, np.uint8) for _ in range(200)]
+last = np.ones(2**20, np.uint8)
+full = resident()
+held.clear()
+kept = resident()
+assert return_freed_memory()
+print(full - kept < 20 * 2**20, kept - resident() > 150 * 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
