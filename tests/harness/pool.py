@@ -134,6 +134,14 @@ class MemoryPool:
             self.dead.add(peer)
             self.network.disconnect(peer)
 
+    async def bury(self, peer: PeerId) -> None:
+        """What a dead process held is gone from this one too."""
+        for door in [door for door in self.doors if door._host.peer == peer]:
+            self.doors.remove(door)
+            await door.close()
+            self._computes.remove(door._host.compute)
+            door._host.compute.close()
+
     async def revive(self, peer: PeerId) -> None:
         """A new process of the same machine, which knows nothing."""
         number = next(number for number, host in enumerate(self.hosts) if host.peer == peer)
