@@ -5,6 +5,7 @@ Neighbours: `harness.siege` judges them, chaos tests print the figures.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,11 @@ class Outcome:
     recovered_s: float | None = None
     """Until the next step was official."""
     waited: bool = False
-    """For a machine that could stand in."""
+    """For a machine that could stand in, or for the broker."""
+    bereaved: bool = False
+    """The driver was killed before the job was past it: its next start counts in."""
+    until_s: float = math.inf
+    """Seconds since 1970: what is said of the same names later is not about this."""
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -44,10 +49,11 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             found[role.value] = {
                 "blows": len(of_role),
                 "waited": sum(outcome.waited for outcome in of_role),
-                "detected_s": _spread(outcome.detected_s for outcome in of_role),
-                "recovered_s": _spread(outcome.recovered_s for outcome in of_role),
+                "bereaved": sum(outcome.bereaved for outcome in of_role),
+                "detected_s": _spread(outcome.detected_s for outcome in of_role if not outcome.bereaved),
+                "recovered_s": _spread(outcome.recovered_s for outcome in of_role if not outcome.bereaved),
                 "recovered_without_waiting_s": _spread(
-                    outcome.recovered_s for outcome in of_role if not outcome.waited
+                    outcome.recovered_s for outcome in of_role if not (outcome.waited or outcome.bereaved)
                 ),
             }
     return found
@@ -62,6 +68,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "detected_s": outcome.detected_s,
         "recovered_s": outcome.recovered_s,
         "waited": outcome.waited,
+        "bereaved": outcome.bereaved,
     }
 
 

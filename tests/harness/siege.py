@@ -197,6 +197,9 @@ class Siege:
             former.end()
             self._fallen.append((name, former))
             self._dead.discard(name)
+            for outcome in self.outcomes:
+                if name in outcome.names and outcome.recovered_s is not None:
+                    outcome.until_s = min(outcome.until_s, time.time())
             self.pool.start(name, *self.options.get(name, ()))
 
     def _await(self, outcomes: Sequence[Outcome], patience_s: float, *, or_waits: bool) -> None:
@@ -219,6 +222,8 @@ class Siege:
             first = bisect.bisect_left(met.came_at_s, outcome.at_s)
             for line, came_at_s in zip(met.lines[first:], met.came_at_s[first:], strict=False):
                 after_s = came_at_s - outcome.at_s
+                if came_at_s > outcome.until_s:
+                    break
                 if outcome.recovered_s is None:
                     outcome.waited |= _WAITS in line
                 noticed = about.match(line) or (outcome.role is Role.BROKER and "broker can't be reached" in line)
@@ -229,6 +234,7 @@ class Siege:
                 past = (noticed and "later step" in line) if stood_still else _COMMIT.match(line)
                 if past and outcome.recovered_s is None:
                     outcome.recovered_s = after_s
+                    outcome.bereaved = outcome.role is not Role.DRIVER and met is not self.drivers[outcome.driver]
 
     def judge_all(self) -> None:
         """Once more at the end: the loss of a guard is told while the job goes on."""
