@@ -10,7 +10,9 @@ Faults, drawn from a printed seed: SIGKILL of a stage, of a spare, of the broker
 connections between two neighbouring stages broken (Linux, by `ss -K`; left out where that does not work). Whoever was
 killed is started again after `--away` seconds, the broker at once. The driver is this process and stays.
 
-Goodput is the stormy job's committed steps per second over the calm one's. Besides: every loss, norm and scale compared
+Goodput is the stormy job's committed steps per second over the calm one's. Where others use the machine meanwhile, look
+at the evenness too: the part of the time that steps would have taken at the median pace of their own half minute, of
+the stormy job over the calm one's. Besides: every loss, norm and scale compared
 bit by bit, commits that went missing, memory and descriptors of every process each 10 s with their slopes, journals'
 bytes per step, and for every fault how long it took. A picture is written beside the JSON.
 """
@@ -49,7 +51,7 @@ from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import read_commits
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
-from fusionai.wire.messages import CommitRecord
+from fusionai.wire.messages import CommitRecord, Fence
 
 MANY_STEPS: Final = 1_000_000
 """The recipe's; both jobs are asked to stop long before."""
@@ -102,7 +104,7 @@ class Fault:
     plans: int = 0
     """New plans before the next fault, voluntary ones too."""
     rounds: int = 0
-    """Rounds that came to their end before the next fault."""
+    """Rounds that came to a commit before the next fault."""
     lost_s: float | None = None
     """Time beyond what the calm job takes for the steps up to the next fault."""
 
@@ -174,6 +176,7 @@ class Bench:
         self.samples: list[Sample] = []
         self.notes: list[dict[str, Any]] = []
         self.plan: Plan | None = None
+        self._fence: Fence | None = None
         self._returning: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:
@@ -260,7 +263,10 @@ class Bench:
                 self.notes.append({"at_s": now_s, "event": type(event).__name__, **asdict(event)})
             case _:
                 return
-        if job is not self.stormy or not self.faults:
+        if job is not self.stormy:
+            return
+        if not self.faults:
+            self._fence = event.record.fence if isinstance(event, progress.StepDone) else self._fence
             return
         fault = self.faults[-1]
         after_s = now_s - fault.at_s
@@ -270,9 +276,9 @@ class Bench:
             case progress.PlanChanged():
                 fault.plans += 1
                 fault.planned_s = after_s if fault.planned_s is None else fault.planned_s
-            case progress.JobReady():
-                fault.rounds += 1
-            case progress.StepDone(replayed=False):
+            case progress.StepDone(record=record, replayed=False):
+                fault.rounds += record.fence != self._fence
+                self._fence = record.fence
                 if fault.detected_s is not None and fault.recovered_s is None:
                     fault.recovered_s = after_s
             case _:
@@ -453,6 +459,17 @@ def flatness(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return found
 
 
+def evenness(legs: Sequence[Leg], window_s: float) -> float:
+    """Part of the time that all steps take at the median pace of their own window."""
+    ideal_s = 0.0
+    for leg in legs:
+        windows: dict[int, list[float]] = {}
+        for (before_s, _), (at_s, _) in itertools.pairwise(leg.commits):
+            windows.setdefault(int((at_s - leg.commits[0][0]) // window_s), []).append(at_s - before_s)
+        ideal_s += sum(len(steps_s) * statistics.median(steps_s) for steps_s in windows.values())
+    return ideal_s / sum(leg.seconds for leg in legs)
+
+
 def different(one: CommitRecord, other: CommitRecord) -> bool:
     """In anything but the plan it was made under."""
     fields = ("step", "scale", "learning_rate", "total_norm", "norms_hash", "data_cursor", "loss")
@@ -494,7 +511,8 @@ def judged(bench: Bench) -> dict[str, Any]:
         for kind in bench.kinds
         if (those := [fault for fault in bench.faults if fault.kind == kind])
     }
-    broker = sorted(path for path in bench.pool.broker_home.iterdir() if path.is_file())
+    even = {job.name: evenness(job.legs, bench.arguments.every) for job in (calm, stormy)}
+    broker = sorted(path for path in bench.pool.broker_home.rglob("*") if path.is_file())
     steps = len(commits["stormy"])
     return {
         "schema": "fusionai.goodput/1",
@@ -504,8 +522,9 @@ def judged(bench: Bench) -> dict[str, Any]:
         "spares": bench.arguments.spares,
         "cores": os.cpu_count(),
         "goodput": stormy.steps_per_s / calm.steps_per_s,
-        "calm": {"steps": len(commits["calm"]), "steps_per_s": calm.steps_per_s},
-        "stormy": {"steps": steps, "steps_per_s": stormy.steps_per_s},
+        "goodput_by_evenness": even["stormy"] / even["calm"],
+        "calm": {"steps": len(commits["calm"]), "steps_per_s": calm.steps_per_s, "evenness": even["calm"]},
+        "stormy": {"steps": steps, "steps_per_s": stormy.steps_per_s, "evenness": even["stormy"]},
         "legs": [
             {"job": leg.name, "steps": leg.steps, "seconds": leg.seconds} for job in (calm, stormy) for leg in job.legs
         ],
@@ -572,7 +591,7 @@ def draw(bench: Bench, path: Path) -> None:
 
 def show(result: dict[str, Any], say: Callable[[str], None]) -> None:
     say(
-        f"goodput {result['goodput']:.2%}: {result['stormy']['steps_per_s']:.3f} steps/s with faults, "
+        f"goodput {result['goodput']:.2%} (by evenness {result['goodput_by_evenness']:.2%}): {result['stormy']['steps_per_s']:.3f} steps/s with faults, "
         f"{result['calm']['steps_per_s']:.3f} without; {result['losses_compared']} steps compared, "
         f"{len(result['losses_unequal'])} unequal, {result['lost_steps']} lost"
     )
