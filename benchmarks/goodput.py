@@ -591,9 +591,10 @@ def draw(bench: Bench, path: Path) -> None:
 
 def show(result: dict[str, Any], say: Callable[[str], None]) -> None:
     say(
-        f"goodput {result['goodput']:.2%} (by evenness {result['goodput_by_evenness']:.2%}): {result['stormy']['steps_per_s']:.3f} steps/s with faults, "
-        f"{result['calm']['steps_per_s']:.3f} without; {result['losses_compared']} steps compared, "
-        f"{len(result['losses_unequal'])} unequal, {result['lost_steps']} lost"
+        f"goodput {result['goodput']:.2%} (by evenness {result['goodput_by_evenness']:.2%}): "
+        f"{result['stormy']['steps_per_s']:.3f} steps/s with faults, {result['calm']['steps_per_s']:.3f} without; "
+        f"{result['losses_compared']} steps compared, {len(result['losses_unequal'])} unequal, "
+        f"{result['lost_steps']} lost"
     )
     for kind, found in result["by_kind"].items():
         parts = [
