@@ -43,13 +43,13 @@ async def measured_link(transport: Transport, brokers: Sequence[str], clock: Clo
     """The access link as seen towards the broker; unmeasured links count as 1 Gbit/s and are said to be."""
     try:
         channel = await transport.dial(brokers, expect=None, stream="tensors")
-    except FusionError as error:
+        try:
+            link = await measure_link(channel, clock, largest_probe_bytes=LARGEST_PROBE_BYTES)
+        finally:
+            await channel.close()
+    except FusionError as error:  # a broker that goes away meanwhile is waited for when it comes to registering
         log.warning("the link to the broker could not be measured: %s", error)
         return Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
-    try:
-        link = await measure_link(channel, clock, largest_probe_bytes=LARGEST_PROBE_BYTES)
-    finally:
-        await channel.close()
     return Link(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
 
