@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -31,4 +32,4 @@ def test_a_broker_that_goes_away_while_the_link_is_measured_costs_no_more_than_t
         assert (link.bandwidth_bytes_per_s, link.latency_s) == (125e6, 0.0)
 
     asyncio.run(body())
-    assert "could not be measured: the other side closed the channel" in caplog.text
+    assert re.search("could not be measured: the .* clos", caplog.text)
