@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -38,8 +39,10 @@ def test_what_is_killed_is_recovered_and_nothing_is_lost(tmp_path: Path):
     assert 0 < stage["detected_s"] < stage["recovered_s"]
     assert stage["takeover"] not in (None, stage["peer"])
     assert (broker["step"], broker["stage"], broker["recovered_s"] > 0) == (4, "broker", True)
-    for words in ("step 2: SIGKILL for", "was killed (stage 1); ", " takes over from its snapshot of step 1;"):
+    for words in ("step 2: SIGKILL for", "was killed (stage 1); "):
         assert words in done.out, done.out
+    # Whether the snapshot of step 1 was whole when its stage died is the machine's pace.
+    assert re.search(r" takes over from its snapshot of step (1;|0, 1 step again;)", done.out), done.out
     assert "the broker is started again" in done.out
     assert "was killed" not in done.err
     report = Path(seen["report"]).read_text(encoding="utf-8")
