@@ -139,7 +139,8 @@ class PoolWatch:
     def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()
         candidates = [one.profile for one in self._replanner.usable(members) if one.view.state == "idle"]
-        found = reinforced(plan, self._replanner.problem, candidates) if candidates else None
+        # Without anybody new too: a guard that is there may take on the stage of one that was lost.
+        found = reinforced(plan, self._replanner.problem, candidates)
         if found is None:
             return None
         had = {(guard.stage, guard.peer) for guard in plan.guards}

@@ -110,6 +110,18 @@ def test_a_machine_that_joins_guards_what_nobody_guards(bench: Make):
     assert reason == "stages 0, 1 can be guarded now"
 
 
+def test_a_guard_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Make):
+    one = bench((*ALL, working("c")), guarded=True)
+    whole = one.driver.plan
+    one.driver.deployment = Deployment(
+        plan=msgspec.structs.replace(whole, guards=whole.guards[:1]), tickets=one.driver.deployment.tickets
+    )
+    one.look()
+    ((found, reason),) = one.driver.offers
+    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "c", 1: "c"}
+    assert reason == "stage 1 can be guarded now"
+
+
 def test_one_offer_at_a_time_unless_it_is_never_taken(bench: Make):
     one = bench((*ALL, member("d")))
     one.look()
