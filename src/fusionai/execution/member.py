@@ -272,7 +272,9 @@ class JobMember:
             self._start(self._beat())
         own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
         self._start(self._stages.keep_only(own))
-        self._links.begin_round(self._placement.peers)
+        # Who runs nothing (any more) exchanges no tensors: others drop their ends too, and that is no loss to tell of.
+        linked = bool(own) or self.owner == self._host.peer
+        self._links.begin_round(self._placement.peers if linked else frozenset())
         self._keeper.begin_round(self._placement, enlist.partition)
         if self.owner == self._host.peer:
             # The driver's machine feeds and hears every member, whatever stages it has itself.

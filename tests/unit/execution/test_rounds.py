@@ -107,6 +107,20 @@ def test_a_stage_that_is_placed_elsewhere_is_forgotten_and_its_links_too():
     with_running(body)
 
 
+def test_who_only_guards_drops_the_links_of_the_stage_it_had():
+    async def body(running: Running) -> None:
+        stand = running.stand
+        places = ((0, peer_id(7)), (1, NEIGHBOUR), (2, OWNER))
+        moved = tuple(wire.Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in places)
+        await stand.enlisted(running.control, fence=Fence(2, 1, 0), neighbours=moved, guards=(0,))
+        for link in (running.neighbour, running.feed):
+            with pytest.raises(TransportError):
+                await receive(link)
+        assert await running.alive(), "nor is it told that they are gone"
+
+    with_running(body)
+
+
 def test_a_broken_link_is_dialled_again_in_the_next_round_and_a_good_one_kept():
     async def body(running: Running) -> None:
         stand = running.stand
