@@ -48,7 +48,9 @@ class _Line:
     control: Outbox
     state: Channel
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
-    arrived_bytes: int = 0
+    answers: int = 0
+    """Pings answered on the control connection."""
+    seen: tuple[int, int] = (0, 0)
     over: bool = False
 
     @property
@@ -56,10 +58,13 @@ class _Line:
         return not (self.over or self.control.lost or self.control.channel.closed or self.state.closed)
 
     def sign_of_life(self) -> bool:
-        """Whether anything has arrived since this was asked last."""
-        arrived = self.control.channel.stats.arrived_bytes + self.state.stats.arrived_bytes
-        known, self.arrived_bytes = self.arrived_bytes, arrived
-        return arrived != known
+        """Whether a ping was answered, or a part of a state came, since this was asked last.
+
+        Other words of the member prove only its own direction: cut off from the driver it still says that its links
+        are lost, and would be taken for healthy for as long again."""
+        now = (self.answers, self.state.stats.arrived_bytes)
+        known, self.seen = self.seen, now
+        return now != known
 
 
 class Connections:
@@ -150,6 +155,7 @@ class Connections:
                 if channel is line.state:
                     await self._on_state(line.peer, envelope)
                 else:
+                    line.answers += isinstance(envelope.message, wire.Pong)
                     self._on_message(line.peer, envelope.message)
         except FusionError as error:
             self._lose(line, str(error))
