@@ -477,7 +477,7 @@ def different(one: CommitRecord, other: CommitRecord) -> bool:
 
 
 def price(faults: Sequence[Fault], commits: Sequence[tuple[float, int]], calm_step_s: float) -> None:
-    """Fill in `lost_s`: for each fault the time up to the next one, less the steps made in it at the calm pace."""
+    """Fill in `lost_s` for the faults of one piece: the time up to the next one, less its steps at the calm pace."""
     for fault, following in zip(faults, [*faults[1:], None], strict=True):
         until_s = math.inf if following is None else following.at_s
         within = [at_s for at_s, _ in commits if fault.at_s <= at_s < until_s]
@@ -499,7 +499,8 @@ def judged(bench: Bench) -> dict[str, Any]:
     unequal = [step for step in compared if different(commits["calm"][step], commits["stormy"][step])]
     lost = [step for step, record in stormy.official.items() if commits["stormy"].get(step) != record]
     calm_step_s = 1 / calm.steps_per_s
-    price(bench.faults, [commit for leg in stormy.legs for commit in leg.commits], calm_step_s)
+    for leg in stormy.legs:
+        price(bench.faults, leg.commits, calm_step_s)
     by_kind = {
         kind: {
             "count": len(those),
