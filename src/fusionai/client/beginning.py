@@ -24,8 +24,10 @@ from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.training.deployment import Deployment
 
-PLAN_ATTEMPTS: Final = 3
+PLAN_ATTEMPTS: Final = 6
 """A peer may be taken or gone between looking at the pool and asking for it."""
+PLAN_PAUSE_S: Final = 1.0
+"""Between two attempts: a peer that another job has just let go says so with its next heartbeat, 3 s at most."""
 
 
 async def begin(
@@ -99,9 +101,10 @@ async def _anew(
         try:
             return await replanner.make_real(made)
         except RefusedError as error:
-            if error.code in ("busy", "unknown_peer", "leaving") and attempt + 1 < PLAN_ATTEMPTS:
-                continue
-            raise
+            if error.code not in ("busy", "unknown_peer", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
+                raise
+            note(f"looking at the pool again: {error.message}")
+            await asyncio.sleep(PLAN_PAUSE_S)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
