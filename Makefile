@@ -57,7 +57,7 @@ test-long: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
 
 bench: setup
-	for subject in planner transport training; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done
+	for subject in planner transport training recovery; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done
 
 docs: setup
 	$(BIN)/python docs/generate.py
