@@ -80,9 +80,16 @@ def frozen_for(siege: Siege, seed: int, freeze_s: float) -> Outcome:
         (outcome,) = siege.strike(killer, siege.census(Role.STAGE))
         (name,) = outcome.names
         siege.recover([outcome])
+        process = siege.pool.members[name]
+        said = len(process.lines)
         time.sleep(killer.wake_due() or 0.0)
         killer.wake_due()
-        siege.pool.members[name].wait_for("is over here")
+        # Fenced, it forgets the job; or the job has enlisted it anew already, as a guard, under a later fence.
+        words = ("is over here", " opened")
+        heard = process.wait_until(
+            lambda: next((line for line in process.lines[said:] if any(word in line for word in words)), None)
+        )
+        assert heard is not None, process.text
     wait_until(siege, name, lambda seen: seen["state"] in ("idle", "active") and not seen["stages"])
     return outcome
 
