@@ -90,7 +90,8 @@ def frozen_for(siege: Siege, seed: int, freeze_s: float) -> Outcome:
             lambda: next((line for line in process.lines[said:] if any(word in line for word in words)), None)
         )
         assert heard is not None, process.text
-    wait_until(siege, name, lambda seen: seen["state"] in ("idle", "active") and not seen["stages"])
+    # It stands by or guards; a better plan may even give it a stage again, in place of somebody slow.
+    wait_until(siege, name, lambda seen: seen["state"] in ("idle", "active"))
     return outcome
 
 
