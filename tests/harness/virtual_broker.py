@@ -99,7 +99,7 @@ class Broker:
     # -------------------------------------------------------------------------------------------------- requests
 
     def enrol(self, peer: str) -> None:
-        digest = f"invitation of {peer}"
+        digest = f"invitation {len(self.facts)} of {peer}"  # a peer that was not answered asks with another one
         (handed,) = self.ask(Invite(PeerId(BROKER), digest, 1, 1e6))
         assert isinstance(handed, HandOut), handed
         purpose = "owner" if peer == OWNER else "provider"
