@@ -51,6 +51,10 @@ def member(siege: Siege, name: str) -> dict[str, Any]:
     return next(one for one in json.loads(path.read_text())["members"] if one["name"] == name)
 
 
+def seen_peer(siege: Siege, name: str) -> str:
+    return member(siege, name)["peer"]
+
+
 def wait_until(siege: Siege, name: str, is_so: Callable[[dict[str, Any]], bool]) -> None:
     deadline_s = time.monotonic() + 30.0
     while not is_so(seen := member(siege, name)):
@@ -80,6 +84,8 @@ def frozen_for(siege: Siege, seed: int, freeze_s: float) -> Outcome:
         (outcome,) = siege.strike(killer, siege.census(Role.STAGE))
         (name,) = outcome.names
         siege.recover([outcome])
+        taken_over = siege.plan()
+        assert seen_peer(siege, name) not in {placement.peer for placement in taken_over.stages}, "its place is taken"
         process = siege.pool.members[name]
         said = len(process.lines)
         time.sleep(killer.wake_due() or 0.0)
@@ -90,8 +96,14 @@ def frozen_for(siege: Siege, seed: int, freeze_s: float) -> Outcome:
             lambda: next((line for line in process.lines[said:] if any(word in line for word in words)), None)
         )
         assert heard is not None, process.text
-    # It stands by or guards; a better plan may even give it a stage again, in place of somebody slow.
-    wait_until(siege, name, lambda seen: seen["state"] in ("idle", "active"))
+    # It stands by or guards; only a later plan than the takeover's may give it a stage again (somebody else is slow).
+    wait_until(
+        siege,
+        name,
+        lambda seen: (
+            seen["state"] in ("idle", "active") and (not seen["stages"] or siege.plan().version > taken_over.version)
+        ),
+    )
     return outcome
 
 

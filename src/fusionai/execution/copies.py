@@ -19,7 +19,7 @@ from typing import Final
 from fusionai.backends.interface import StageProgram
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.state import chunks
-from fusionai.primitives.errors import FusionError
+from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,23 @@ class StateCopy:
         self.step = step
         self._pending: Iterator[Chunk] = chunks(program.export_state(("model", "optimizer")))
         self._copied: deque[Chunk] = deque()
+        self._failure: str | None = None
 
     def take(self) -> Chunk | None:
+        """Raises `ExecutionError` when the copy could not be made in time: the rest of the state is gone."""
+        if self._failure is not None:
+            raise ExecutionError(self._failure)
         return self._copied.popleft() if self._copied else next(self._pending, None)
 
     def complete(self) -> None:
-        """The state is about to change: copy what has not been taken."""
-        self._copied.extend(self._pending)
+        """The state is about to change: copy what has not been taken. Where that fails (no memory), the step must not
+        fail for it, and whoever takes the copy learns why."""
+        try:
+            self._copied.extend(self._pending)
+        except Exception as error:
+            log.exception("no copy of step %d", self.step)
+            self._failure = f"the state of step {self.step} could not be copied: {type(error).__name__}: {error}"
+            self._copied.clear()
 
 
 class Copies:
@@ -77,13 +87,9 @@ class Copies:
             self._sender = asyncio.create_task(self._run())
 
     def complete(self) -> None:
-        """In the compute thread, before the state changes. A copy that can't be made (no memory) is given up."""
+        """In the compute thread, before the state changes."""
         for copy in list(self._waiting):
-            try:
-                copy.complete()
-            except Exception:  # whatever the reason, the step must not fail for it
-                log.exception("stage %d: no copy of step %d", self._stage, copy.step)
-                self._waiting.remove(copy)
+            copy.complete()
 
     def abandon(self) -> None:
         """Their fence is gone: nobody would take the rest."""
@@ -97,15 +103,19 @@ class Copies:
                 await self._send_all(copy)
                 self._failures = 0
             except FusionError as error:
-                self._failures += 1
-                level = logging.WARNING if self._failures <= FAILURES_TOLD else logging.DEBUG  # it is known by then
-                log.log(level, "stage %d: the snapshot of step %d did not arrive: %s", self._stage, copy.step, error)
-                if self._failures == FAILURES_TOLD:
-                    self._on_failures(str(error))
-            except Exception:
+                self._count(copy, str(error))
+            except Exception as error:  # nobody awaits this task: unless it is counted, the line stands still for ever
                 log.exception("stage %d: the snapshot of step %d failed", self._stage, copy.step)
+                self._count(copy, f"{type(error).__name__}: {error}")
             if self._waiting and self._waiting[0] is copy:
                 self._waiting.popleft()
+
+    def _count(self, copy: StateCopy, reason: str) -> None:
+        self._failures += 1
+        level = logging.WARNING if self._failures <= FAILURES_TOLD else logging.DEBUG  # it is known by then
+        log.log(level, "stage %d: the snapshot of step %d did not arrive: %s", self._stage, copy.step, reason)
+        if self._failures == FAILURES_TOLD:
+            self._on_failures(reason)
 
     async def _send_all(self, copy: StateCopy) -> None:
         for part in itertools.count():
