@@ -80,7 +80,8 @@ def test_text_and_a_configuration_with_everything_switched_on(pool: LivePool, tm
     assert len(scalars["eval/loss"]) == 2
     telemetry = (run / "telemetry.jsonl").read_text(encoding="utf-8")
     records = [json.loads(line) for line in telemetry.splitlines()]
-    assert {"span", "metric"} <= {record["kind"] for record in records}
+    assert {"step", "metric"} <= {record["kind"] for record in records}
+    assert sum(record["kind"] == "step" for record in records) == 6
     assert not any(word in telemetry for word in WORDS if len(word) > 4)
 
     again = fusion("train", recipe, "--home", pool.owner)

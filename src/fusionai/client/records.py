@@ -7,23 +7,12 @@ it, `telemetry` writes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.storage.rundir import RunDirectory
 from fusionai.telemetry.recorder import Recorder
-from fusionai.telemetry.records import SpanName
 from fusionai.telemetry.tensorboard import TensorBoardCurves
 from fusionai.training import progress
-
-_SPANS: Final[dict[str, SpanName]] = {
-    "forward": "stage.forward",
-    "backward": "stage.backward",
-    "weights": "stage.weights",
-    "apply": "stage.apply",
-    "send": "link.send",
-    "wait": "stage.wait",
-}
 
 
 class JobRecords:
@@ -66,22 +55,18 @@ class JobRecords:
             self._warn(f"telemetry stopped: {self._recorder.failure}")
 
     def _step(self, event: progress.StepDone) -> None:
-        record, recorder = event.record, self._recorder
-        recorder.record_metric("train.loss", record.loss, step=record.step)
-        recorder.record_metric("train.learning_rate", record.learning_rate, step=record.step)
-        recorder.record_metric("train.grad_norm", record.total_norm, step=record.step)
-        recorder.record_metric("train.tokens_per_s", event.tokens_per_s, step=record.step)
-        recorder.record_metric("train.step_s", event.step_s, step=record.step)
-        for stage, spans in event.spans.items():
-            for span in spans:
-                recorder.record_span(
-                    _SPANS[span.kind],
-                    step=record.step,
-                    start_s=span.start_s,
-                    end_s=span.end_s,
-                    stage=stage,
-                    microbatch=span.microbatch,
-                )
+        record = event.record
+        self._recorder.record_step(
+            record.step,
+            {
+                "train.loss": record.loss,
+                "train.learning_rate": record.learning_rate,
+                "train.grad_norm": record.total_norm,
+                "train.tokens_per_s": event.tokens_per_s,
+                "train.step_s": event.step_s,
+            },
+            event.spans,
+        )
         if self._curves is not None:
             self._curves.step(
                 record.step,

@@ -5,7 +5,7 @@ tokens/              derived data (`corpus.tokens`)
 journal.sqlite       commits (`commits`), with journal.sqlite.lock: who drives
 checkpoints/         `checkpoint`
 deployment.msgpack   who runs what where, with tickets; for its owner only
-telemetry.jsonl      spans and metrics
+telemetry.jsonl      steps and metrics
 faults.jsonl         what broke, who took over, how long it took
 tensorboard/         event files
 report.html          the report

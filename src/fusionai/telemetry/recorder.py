@@ -1,4 +1,7 @@
-"""Spans and metrics into a JSONL file, from a thread of its own. Decides what is dropped; never makes anybody wait.
+"""Steps and metrics into a JSONL file, from a thread of its own. Decides what is dropped; never makes anybody wait.
+
+Every step has its numbers in one line. Its single pieces of work are many times that: they are written for one step in
+`DETAIL_EVERY_S` at most, so that a job of days leaves a file of megabytes.
 
 Callers put records in a bounded queue and go on. When the disk is slower than that, records are dropped and counted,
 and the count is written as the metric `telemetry.dropped`. When the file can't be written, `failure` says why, records
@@ -9,26 +12,40 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Final, TextIO
+from typing import Final, Protocol, TextIO
 
 import msgspec
 
-from fusionai.telemetry.records import MetricName, MetricRecord, Origin, Record, SpanName, SpanRecord
+from fusionai.telemetry.records import MetricName, MetricRecord, Origin, Record, StepRecord, Work, WorkKind
 
 _CAPACITY: Final = 65_536
 _POLL_S: Final = 0.1
 _CLOSE_S: Final = 5.0
+DETAIL_EVERY_S: Final = 10.0
+_NOT_BUSY: Final[frozenset[WorkKind]] = frozenset({"send", "wait"})
+
+
+class Piece(Protocol):
+    """A piece of a stage's work, on the recorder's clock."""
+
+    @property
+    def kind(self) -> WorkKind: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def start_s(self) -> float: ...
+    @property
+    def end_s(self) -> float: ...
 
 
 class Recorder:
     """One file, one process. Safe to call from any thread; `close` writes out what is queued.
 
-    `clock`: monotonic seconds, for the times of metrics and of `span`. Raises `ValueError` on ids or names that are
+    `clock`: monotonic seconds, for the times of records. Raises `ValueError` on ids or names that are
     not of the closed sets, at once and in the caller's thread.
     """
 
@@ -48,6 +65,7 @@ class Recorder:
         self._dropped = 0
         self._dropped_lock = threading.Lock()
         self._failure: OSError | None = None
+        self._next_detail_s = float("-inf")
         self._closing = threading.Event()
         self._path = path
         self._thread = threading.Thread(target=self._write, name="telemetry", daemon=True)
@@ -67,43 +85,29 @@ class Recorder:
         """Records from now on carry this plan version."""
         self._origin = msgspec.structs.replace(self._origin, plan_version=version)
 
-    def record_span(
-        self,
-        name: SpanName,
-        *,
-        step: int,
-        start_s: float,
-        end_s: float,
-        stage: int | None = None,
-        replica: int = 0,
-        microbatch: int | None = None,
+    def record_step(
+        self, step: int, metrics: Mapping[MetricName, float], pieces: Mapping[int, Sequence[Piece]]
     ) -> None:
+        """`pieces`: stage -> its work in this step."""
+        at_s = self._clock()
+        detailed = at_s >= self._next_detail_s
+        if detailed:
+            self._next_detail_s = at_s + DETAIL_EVERY_S
         self._put(
-            SpanRecord(
-                name=name,
+            StepRecord(
                 origin=self._origin,
                 step=step,
-                stage=stage,
-                replica=replica,
-                microbatch=microbatch,
-                start_s=start_s,
-                end_s=end_s,
+                at_s=at_s,
+                metrics={name: _finite(value) for name, value in metrics.items()},
+                busy_s={stage: _busy_s(own) for stage, own in pieces.items()},
+                work={stage: tuple(_work(piece, at_s) for piece in own) for stage, own in pieces.items()}
+                if detailed
+                else {},
             )
         )
 
     def record_metric(self, name: MetricName, value: float, *, step: int, stage: int | None = None) -> None:
         self._put(self._metric(name, value, step, stage))
-
-    @contextmanager
-    def span(
-        self, name: SpanName, *, step: int, stage: int | None = None, microbatch: int | None = None
-    ) -> Iterator[None]:
-        """Record the body's time, also when it raises."""
-        start_s = self._clock()
-        try:
-            yield
-        finally:
-            self.record_span(name, step=step, start_s=start_s, end_s=self._clock(), stage=stage, microbatch=microbatch)
 
     def close(self) -> None:
         """Write out what is queued. Gives up after a few seconds on a disk that hangs; twice is harmless."""
@@ -130,7 +134,7 @@ class Recorder:
             step=step,
             stage=stage,
             at_s=self._clock(),
-            value=float(value) if isfinite(value) else None,
+            value=_finite(value),
         )
 
     def _write(self) -> None:
@@ -165,7 +169,7 @@ class Recorder:
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a file, oldest first. A torn last line (the process was killed) ends it without complaint;
     anything else that is not a record raises `msgspec.DecodeError`."""
-    decoder = msgspec.json.Decoder(SpanRecord | MetricRecord)
+    decoder = msgspec.json.Decoder(StepRecord | MetricRecord)
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -175,3 +179,20 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def _line(record: Record) -> str:
     return msgspec.json.encode(record).decode() + "\n"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if isfinite(value) else None
+
+
+def _busy_s(pieces: Sequence[Piece]) -> float:
+    return round(sum(piece.end_s - piece.start_s for piece in pieces if piece.kind not in _NOT_BUSY), 6)
+
+
+def _work(piece: Piece, at_s: float) -> Work:
+    return Work(
+        piece.kind,
+        piece.microbatch,
+        round((piece.start_s - at_s) * 1e6),
+        round((piece.end_s - piece.start_s) * 1e6),
+    )

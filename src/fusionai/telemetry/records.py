@@ -1,4 +1,4 @@
-"""What telemetry may say: spans and metrics, as a schema. Decides the closed sets of names; writes nothing.
+"""What telemetry may say: steps and metrics, as a schema. Decides the closed sets of names; writes nothing.
 
 A record is numbers, a name from a closed set and the ids it belongs to. There is no field for free text, so that no
 text of the data, no token and no secret can get into a file by way of a log call. Neighbours: `recorder` writes these.
@@ -12,21 +12,7 @@ from typing import Annotated, Final, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-SpanName = Literal[
-    "stage.forward",
-    "stage.backward",
-    "stage.weights",
-    "stage.apply",
-    "stage.wait",
-    "link.send",
-    "step.run",
-    "step.commit",
-    "eval.run",
-    "checkpoint.write",
-    "state.import",
-    "state.export",
-    "data.feed",
-]
+WorkKind = Literal["forward", "backward", "weights", "apply", "send", "wait"]
 MetricName = Literal[
     "train.loss",
     "train.learning_rate",
@@ -41,7 +27,7 @@ MetricName = Literal[
     "link.round_trip_s",
     "telemetry.dropped",
 ]
-SPAN_NAMES: Final[frozenset[str]] = frozenset(get_args(SpanName))
+WORK_KINDS: Final[frozenset[str]] = frozenset(get_args(WorkKind))
 METRIC_NAMES: Final[frozenset[str]] = frozenset(get_args(MetricName))
 
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
@@ -61,21 +47,36 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ValueError(f"expected the {name} as lower-case letters, digits and dashes, got {value!r}")
 
 
-class SpanRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="span"):
-    """A piece of work on this process's monotonic clock."""
+class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A piece of a stage's work. A step has hundreds: an array of whole microseconds takes a tenth of an object's room.
 
-    name: SpanName
-    origin: Origin
-    step: int
-    stage: int | None = None
-    replica: int = 0
-    microbatch: int | None = None
-    start_s: float
-    end_s: float
+    `start_us` counts from the record's `at_s`: the work of a committed step comes before it, so it is negative."""
+
+    kind: WorkKind
+    microbatch: int
+    start_us: int
+    took_us: int
 
     def __post_init__(self) -> None:
-        if self.name not in SPAN_NAMES:
-            raise ValueError(f"unknown span {self.name!r}; known: {', '.join(sorted(SPAN_NAMES))}")
+        if self.kind not in WORK_KINDS:
+            raise ValueError(f"unknown work {self.kind!r}; known: {', '.join(sorted(WORK_KINDS))}")
+
+
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="step"):
+    """A training step, in one line. `work` is there for some of the steps only, `busy_s` always."""
+
+    origin: Origin
+    step: int
+    at_s: float
+    metrics: dict[MetricName, float | None]
+    busy_s: dict[int, float]
+    """Stage -> seconds it computed (waiting and sending left out)."""
+    work: dict[int, tuple[Work, ...]] = {}
+    """Stage -> its pieces of work, in the order they ran."""
+
+    def __post_init__(self) -> None:
+        if unknown := self.metrics.keys() - METRIC_NAMES:
+            raise ValueError(f"unknown metric {min(unknown)!r}; known: {', '.join(sorted(METRIC_NAMES))}")
 
 
 class MetricRecord(
@@ -95,4 +96,4 @@ class MetricRecord(
             raise ValueError(f"unknown metric {self.name!r}; known: {', '.join(sorted(METRIC_NAMES))}")
 
 
-Record = SpanRecord | MetricRecord
+Record = StepRecord | MetricRecord

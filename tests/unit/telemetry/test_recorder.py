@@ -3,41 +3,66 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from fusionai.primitives.clock import VirtualClock
 from fusionai.telemetry.recorder import Recorder, read_records
-from fusionai.telemetry.records import MetricRecord, SpanRecord
+from fusionai.telemetry.records import MetricRecord, StepRecord, Work, WorkKind
 
 
 def recorder(path: Path, **settings: object) -> Recorder:
     return Recorder(path, job="demo-0a1b2c3d", peer="abcdefgh", **settings)  # pyright: ignore[reportArgumentType]
 
 
-def test_spans_and_metrics_come_back_with_their_origin(tmp_path: Path) -> None:
+class Piece(NamedTuple):
+    kind: WorkKind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+WORK = {1: (Piece("forward", 2, 9.0, 9.25), Piece("wait", 0, 9.25, 9.75), Piece("backward", 2, 9.75, 9.999999))}
+
+
+def test_steps_and_metrics_come_back_with_their_origin(tmp_path: Path) -> None:
     clock = VirtualClock(10.0)
     sink = recorder(tmp_path / "deep" / "telemetry.jsonl", clock=clock.now_s, plan_version=3)
-    with sink.span("stage.forward", step=4, stage=1, microbatch=2):
-        clock.advance(0.5)
+    sink.record_step(4, {"train.loss": 2.75, "train.grad_norm": float("inf")}, WORK)
     sink.use_plan(4)
-    sink.record_metric("train.loss", 2.5, step=5)
+    sink.record_metric("eval.loss", 2.5, step=5)
     sink.close()
-    span, metric = read_records(tmp_path / "deep" / "telemetry.jsonl")
-    assert isinstance(span, SpanRecord)
-    assert (span.name, span.step, span.stage, span.microbatch) == ("stage.forward", 4, 1, 2)
-    assert (span.start_s, span.end_s) == (10.0, 10.5)
-    assert (span.origin.job, span.origin.peer, span.origin.plan_version) == ("demo-0a1b2c3d", "abcdefgh", 3)
+    step, metric = read_records(tmp_path / "deep" / "telemetry.jsonl")
+    assert isinstance(step, StepRecord)
+    assert (step.step, step.at_s, step.metrics) == (4, 10.0, {"train.loss": 2.75, "train.grad_norm": None})
+    assert step.busy_s == {1: 0.499999}
+    assert step.work == {
+        1: (
+            Work("forward", 2, -1_000_000, 250_000),
+            Work("wait", 0, -750_000, 500_000),
+            Work("backward", 2, -250_000, 249_999),
+        )
+    }
+    assert (step.origin.job, step.origin.peer, step.origin.plan_version) == ("demo-0a1b2c3d", "abcdefgh", 3)
     assert isinstance(metric, MetricRecord)
-    assert (metric.name, metric.value, metric.origin.plan_version) == ("train.loss", 2.5, 4)
+    assert (metric.name, metric.value, metric.origin.plan_version) == ("eval.loss", 2.5, 4)
 
 
-def test_a_span_is_recorded_when_its_body_raises(tmp_path: Path) -> None:
-    sink = recorder(tmp_path / "t.jsonl")
-    with pytest.raises(RuntimeError), sink.span("eval.run", step=1):
-        raise RuntimeError
+def test_single_pieces_of_work_are_written_for_one_step_in_ten_seconds(tmp_path: Path) -> None:
+    clock = VirtualClock(0.0)
+    path = tmp_path / "t.jsonl"
+    sink = recorder(path, clock=clock.now_s)
+    pieces = {stage: [Piece("forward", n, n / 100, n / 100 + 0.009) for n in range(32)] for stage in range(4)}
+    for step in range(100):  # 25 s
+        sink.record_step(step, {"train.loss": 1.0}, pieces)
+        clock.advance(0.25)
     sink.close()
-    assert [record.name for record in read_records(tmp_path / "t.jsonl")] == ["eval.run"]
+    records = [record for record in read_records(path) if isinstance(record, StepRecord)]
+    assert [record.step for record in records] == list(range(100))
+    assert [record.step for record in records if record.work] == [0, 40, 80]
+    assert all(record.busy_s == dict.fromkeys(range(4), 0.288) for record in records)
+    assert path.stat().st_size < 100 * 400
 
 
 def test_numbers_json_has_no_word_for_become_null(tmp_path: Path) -> None:
@@ -58,8 +83,10 @@ def test_text_is_refused_where_a_name_or_id_belongs(tmp_path: Path, text: str) -
     sink = recorder(tmp_path / "t.jsonl")
     with pytest.raises(ValueError, match="unknown metric"):
         sink.record_metric(text, 1.0, step=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="unknown span"):
-        sink.record_span(text, step=1, start_s=0, end_s=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="unknown work"):
+        sink.record_step(1, {}, {0: [Piece(text, 0, 0, 1)]})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="unknown metric"):
+        sink.record_step(1, {text: 1.0}, {})  # pyright: ignore[reportArgumentType]
     sink.close()
     assert (tmp_path / "t.jsonl").read_bytes() == b""
 
