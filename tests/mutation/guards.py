@@ -91,12 +91,16 @@ SUBJECTS: Final = {
 ACCEPTED: Final[dict[tuple[str, str], str]] = {
     (
         "silence",
-        "Silence.next_tick_s: self._now_s is None or not self._heard_s  ->  not self._heard_s",
+        "Silence.next_tick_s: self._now_s is None or not self._rhythms  ->  not self._rhythms",
     ): "whoever is watched was watched at a time, so the time is known; the type checker wants it said",
     (
         "silence",
         "Silence._advance: passed_s <= 0  ->  passed_s < 0",
     ): "when no time has passed there is nothing to add",
+    (
+        "silence",
+        "_Rhythm.heard: self.gaps[-1][1] <= gap_s  ->  self.gaps[-1][1] < gap_s",
+    ): "of two equal gaps the earlier is kept too, and forgotten first: the longest is the same at any time",
 }
 """(module, `Mutant.name`) -> why no test can notice it. Such a mutant changes nothing that anybody could see."""
 

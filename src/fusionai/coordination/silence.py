@@ -5,74 +5,135 @@ longer than `stall_s` means that the watcher stood still (a closed lid, a stoppe
 others did meanwhile lies unread. Such a gap counts as one ping's interval: nobody is suspected for the watcher's own
 sleep, and a watcher that stalls all the time still finds out who is dead, only later.
 
+How long is too long is learnt from each peer: a multiple of the longest gap between two signs of life that it showed
+lately, within fixed bounds, so that a prompt peer is missed soon and a jerky one is not blamed for being itself. That
+is the idea of the adaptive failure detectors: Chen, Toueg and Aguilera, "On the quality of service of failure
+detectors" (IEEE Trans. Computers 51, 2002); Hayashibara et al., "The phi accrual failure detector" (SRDS 2004). They
+estimate a distribution; the longest gap is what is left of one when signs of life come twice a second and a false
+alarm costs a recovery.
+
 Neighbours: whoever has the connections calls `heard` for every frame and `tick` in time; what follows from a suspicion
 is decided by the job's driver. The broker's leases (`lease`) are slower and survive its restart by a grace.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
 PING_S: Final = 0.5
 """How often a quiet connection is asked for a sign of life."""
 DEADLINE_S: Final = 4.0
+"""For a peer of which nothing is known yet, and the most that anybody is granted."""
+SHORTEST_S: Final = 2.0
+"""The least. Lost packets are sent again with growing pauses: on a bad link an answer takes up to 1.5 s."""
 STALL_S: Final = 1.0
+FACTOR: Final = 2.0
+"""The deadline in terms of the longest gap lately."""
+MEMORY_S: Final = 60.0
+"""How long a gap counts: rare work that makes a peer stall (a checkpoint, a restore) is to be among what is known."""
+LEARNING_S: Final = 5.0
+"""How long a peer must have been watched before it is known."""
+
+
+@dataclass(slots=True)
+class _Rhythm:
+    """Of one peer, in the watcher's waking time."""
+
+    since_s: float
+    heard_s: float
+    deadline_s: float
+    """Changes only when the peer is heard, so that a silence once begun is judged by one deadline."""
+    gaps: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])
+    """(when it ended, how long it was), the long ones: after each only shorter ones. The first is the longest."""
+
+    def heard(self, awake_s: float) -> float | None:
+        """The longest gap lately; None while the peer is not known well enough."""
+        gap_s = awake_s - self.heard_s
+        self.heard_s = awake_s
+        while self.gaps and self.gaps[-1][1] <= gap_s:
+            self.gaps.pop()
+        self.gaps.append((awake_s, gap_s))
+        while self.gaps[0][0] < awake_s - MEMORY_S:
+            self.gaps.popleft()
+        return self.gaps[0][1] if awake_s - self.since_s >= LEARNING_S else None
 
 
 class Silence:
     """Watches a changing set of peers on the watcher's monotonic clock. Times that run backwards are ignored."""
 
-    def __init__(self, *, ping_s: float = PING_S, deadline_s: float = DEADLINE_S, stall_s: float = STALL_S) -> None:
-        """Raises `ValueError` unless 0 < ping <= stall and ping < deadline: else a healthy peer would be suspected."""
-        if not 0 < ping_s <= stall_s or not ping_s < deadline_s:
-            raise ValueError(f"expected 0 < ping <= stall and ping < deadline, got {ping_s}, {stall_s}, {deadline_s} s")
+    def __init__(
+        self,
+        *,
+        ping_s: float = PING_S,
+        shortest_s: float = SHORTEST_S,
+        deadline_s: float = DEADLINE_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """Raises `ValueError` unless 0 < ping <= stall and ping < shortest <= deadline: else a healthy peer would be
+        suspected."""
+        if not 0 < ping_s <= stall_s or not ping_s < shortest_s <= deadline_s:
+            raise ValueError(
+                "expected 0 < ping <= stall and ping < shortest <= deadline, "
+                f"got {ping_s}, {stall_s}, {shortest_s}, {deadline_s} s"
+            )
         self.ping_s = ping_s
+        self.shortest_s = shortest_s
         self.deadline_s = deadline_s
         self.stall_s = stall_s
         self._now_s: float | None = None
         self._awake_s = 0.0
         """Time spent awake, up to `_now_s`."""
-        self._heard_s: dict[str, float] = {}
-        """For each peer watched, the waking time when it was last heard."""
+        self._rhythms: dict[str, _Rhythm] = {}
+        """Of each peer watched."""
 
     @property
     def watched(self) -> frozenset[str]:
-        return frozenset(self._heard_s)
+        return frozenset(self._rhythms)
 
     def watch(self, who: str, now_s: float) -> None:
-        """From now on `who` is expected to be heard; again for one watched already counts as hearing it."""
+        """From now on `who` is expected to be heard. Nothing is known of it, also if it was watched before: another
+        connection may have another rhythm."""
         self._advance(now_s)
-        self._heard_s[who] = self._awake_s
+        self._rhythms[who] = _Rhythm(self._awake_s, self._awake_s, self.deadline_s)
 
     def forget(self, who: str) -> None:
         """Its silence means nothing any more."""
-        self._heard_s.pop(who, None)
+        self._rhythms.pop(who, None)
 
     def heard(self, who: str, now_s: float) -> None:
         """A sign of life, whatever it says. A late one of somebody no longer watched starts nothing."""
         self._advance(now_s)
-        if who in self._heard_s:
-            self._heard_s[who] = self._awake_s
+        rhythm = self._rhythms.get(who)
+        if rhythm is None:
+            return
+        longest_s = rhythm.heard(self._awake_s)
+        if longest_s is not None:
+            rhythm.deadline_s = min(self.deadline_s, max(self.shortest_s, FACTOR * longest_s))
 
-    def tick(self, now_s: float) -> tuple[str, ...]:
-        """Who has been silent for `deadline_s` or longer, in alphabetical order; each once, then it is forgotten."""
+    def tick(self, now_s: float) -> dict[str, float]:
+        """Who has been silent for its deadline or longer, in alphabetical order, with that deadline in seconds; each
+        once, then it is forgotten."""
         self._advance(now_s)
-        silent = tuple(sorted(who for who in self._heard_s if self.silent_s(who) >= self.deadline_s))
+        silent = {who: rhythm.deadline_s for who, rhythm in sorted(self._rhythms.items()) if self._left_s(rhythm) <= 0}
         for who in silent:
-            del self._heard_s[who]
+            del self._rhythms[who]
         return silent
 
     def silent_s(self, who: str) -> float:
         """How long `who` had been silent at the last call. Raises `KeyError` for one that is not watched."""
-        return self._awake_s - self._heard_s[who]
+        return self._awake_s - self._rhythms[who].heard_s
 
     def next_tick_s(self) -> float | None:
         """When `tick` wants to be called next: after a ping's interval, or at the first deadline if that is sooner.
         None while nobody is watched."""
-        if self._now_s is None or not self._heard_s:
+        if self._now_s is None or not self._rhythms:
             return None
-        left_s = self.deadline_s - max(self.silent_s(who) for who in self._heard_s)
-        return self._now_s + max(0.0, min(self.ping_s, left_s))
+        return self._now_s + max(0.0, min(self.ping_s, *(self._left_s(rhythm) for rhythm in self._rhythms.values())))
+
+    def _left_s(self, rhythm: _Rhythm) -> float:
+        return rhythm.deadline_s - (self._awake_s - rhythm.heard_s)
 
     def _advance(self, now_s: float) -> None:
         if self._now_s is None:

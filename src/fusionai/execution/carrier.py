@@ -76,9 +76,9 @@ class Carrier:
         for peer, line in self._lines.items():
             if line.usable and line.beat(now_s):
                 self._silence.heard(peer, now_s)
-        for peer in self._silence.tick(now_s):
+        for peer, deadline_s in self._silence.tick(now_s).items():
             if (line := self._lines.get(PeerId(peer))) is not None:
-                line.lost(f"it has been silent for {self._silence.deadline_s:g} s")
+                line.lost(f"it has been silent for {deadline_s:.2g} s")
 
     async def close(self) -> None:
         self._closing = True

@@ -178,9 +178,9 @@ class Links:
         for peer, line in self._lines.items():
             if line.beat(now_s):
                 self._silence.heard(peer, now_s)
-        for peer in self._silence.tick(now_s):
+        for peer, deadline_s in self._silence.tick(now_s).items():
             if (line := self._lines.get(PeerId(peer))) is not None:
-                line.lost(f"it has been silent for {self._silence.deadline_s:g} s")
+                line.lost(f"it has been silent for {deadline_s:.2g} s")
 
     def _lost(self, peer: PeerId, line: Line, reason: str) -> None:
         if self._lines.get(peer) is line:

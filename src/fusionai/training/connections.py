@@ -175,10 +175,10 @@ class Connections:
                     self._silence.heard(line.peer, now_s)
                 self._pings += 1
                 line.control.post(wire.Ping(sequence=self._pings, sent_at_s=now_s))
-            for peer in self._silence.tick(now_s):
+            for peer, deadline_s in self._silence.tick(now_s).items():
                 line = self._lines.get(PeerId(peer))
                 if line is not None:
-                    self._lose(line, f"it has been silent for {self._silence.deadline_s:g} s")
+                    self._lose(line, f"it has been silent for {deadline_s:.2g} s")
             await asyncio.sleep(self._silence.ping_s)
 
     def is_doubtful(self, peer: PeerId) -> bool:
