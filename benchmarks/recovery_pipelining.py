@@ -1,4 +1,4 @@
-"""A rank of torch.distributed.pipelining (1F1B over gloo) under `benchmarks/recovery.py`, with torch checkpoints.
+"""A rank of torch.distributed.pipelining (1F1B over gloo) under `benchmarks/recovery.py`; its checkpoints are safetensors.
 
     RANK=0 WORLD_SIZE=4 python benchmarks/recovery_pipelining.py --store FILE --checkpoints DIR --steps 60
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -41,9 +42,7 @@ def run(options: argparse.Namespace) -> None:
     schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
     first = newest(options.checkpoints, ranks)
     if first:
-        saved = torch.load(place(options.checkpoints, first, rank), weights_only=True)
-        part.load_state_dict(saved["model"])
-        inner.load_state_dict(saved["optimizer"])
+        load(place(options.checkpoints, first, rank), part, inner)
     text = Text()
     say("begun", step=first)
     for step in range(first, options.steps):
@@ -69,20 +68,38 @@ def run(options: argparse.Namespace) -> None:
 
 
 def save(path: Path, part: Part, inner: torch.optim.Optimizer) -> None:
+    """Tensors only: of the optimizer `<parameter's number>/<slot>`; its settings are the program's own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    torch.save({"model": part.state_dict(), "optimizer": inner.state_dict()}, unfinished)
+    tensors = {f"model/{key}": value for key, value in part.state_dict().items()}
+    for number, slots in inner.state_dict()["state"].items():
+        tensors |= {f"optimizer/{number}/{slot}": value for slot, value in slots.items()}
+    save_file(tensors, unfinished)
     unfinished.replace(path)
+
+
+def load(path: Path, part: Part, inner: torch.optim.Optimizer) -> None:
+    model: dict[str, torch.Tensor] = {}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, value in load_file(path).items():
+        kind, _, rest = name.partition("/")
+        if kind == "model":
+            model[rest] = value
+        else:
+            number, _, slot = rest.partition("/")
+            state.setdefault(int(number), {})[slot] = value
+    part.load_state_dict(model)
+    inner.load_state_dict({"state": state, "param_groups": inner.state_dict()["param_groups"]})
 
 
 def newest(folder: Path, ranks: int) -> int:
     """The last step of which every rank has saved its part; 0 without one."""
-    steps = [int(path.name) for path in folder.iterdir() if len(list(path.glob("*.pt"))) == ranks]
+    steps = [int(path.name) for path in folder.iterdir() if len(list(path.glob("*.safetensors"))) == ranks]
     return max(steps, default=0)
 
 
 def place(folder: Path, step: int, rank: int) -> Path:
-    return folder / str(step) / f"{rank}.pt"
+    return folder / str(step) / f"{rank}.safetensors"
 
 
 def main() -> None:
