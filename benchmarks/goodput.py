@@ -1,10 +1,12 @@
 """How much of a pool's work survives a fault every half minute: the same steps, calm and stormy, in turn.
 
-    python benchmarks/goodput.py [--minutes 60 | --steps N] [--every 30] [--seed S] [--turns 1] [--json FILE]
+    python benchmarks/goodput.py [--minutes 60 [--calm 12] | --steps N] [--every 30] [--seed S] [--turns 1]
+        [--json FILE]
 
 The demo's model on the demo's pool (4 stages, spares, all on loopback, one thread each) trains twice from the same
 beginning: once undisturbed, once with a fault every `--every` seconds. The calm job goes in `--turns` + 1 pieces, the
-stormy one in `--turns` pieces between them, so that whatever else the machine does falls on both.
+stormy one in `--turns` pieces between them, so that whatever else the machine does falls on both. `--calm` is the calm
+job's whole time: an hour of faults does not need an hour without. Only steps that both have taken are compared.
 
 Faults, drawn from a printed seed: SIGKILL of a stage, of a spare, of the broker; SIGSTOP of a stage for 8 s; the
 connections between two neighbouring stages broken (Linux, by `ss -K`; left out where that does not work). Whoever was
@@ -15,6 +17,13 @@ at the evenness too: the part of the time that steps would have taken at the med
 the stormy job over the calm one's. Besides: every loss, norm and scale compared
 bit by bit, commits that went missing, memory and descriptors of every process each 10 s with their slopes, journals'
 bytes per step, and for every fault how long it took. A picture is written beside the JSON.
+
+Where all peers share the machine, the start of a killed process (an interpreter, its imports) takes cores from the
+others, as no machine of its own would. `restart_cpu_s` is what such processes had used when they were in the pool
+again, of one fault and in sum, and `restart_share` the part of all cores' time of the storm that this was.
+
+The JSON is written every 5 minutes, whole, so that an interruption leaves the figures so far. Ctrl-C and SIGTERM end
+the run after the step under way, with a judgement of what there is; a second one does not wait for that step.
 """
 
 from __future__ import annotations
@@ -58,6 +67,7 @@ MANY_STEPS: Final = 1_000_000
 STAGES: Final = 4
 FREEZE_S: Final = 8.0
 SAMPLE_S: Final = 10.0
+REPORT_S: Final = 300.0
 SETTLING_S: Final = 60.0
 """Left out of slopes: caches fill."""
 SHORTEST_LIFE_S: Final = 180.0
@@ -107,6 +117,8 @@ class Fault:
     """Rounds that came to a commit before the next fault."""
     lost_s: float | None = None
     """Time beyond what the calm job takes for the steps up to the next fault."""
+    restart_cpu_s: float | None = None
+    """What the killed process had used, started again, when it was in the pool again. None: nobody was started."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,9 @@ class Bench:
         self.samples: list[Sample] = []
         self.notes: list[dict[str, Any]] = []
         self.plan: Plan | None = None
+        self.over = asyncio.Event()
+        """Somebody wants the judgement now."""
+        self._running: asyncio.Task[None] | None = None
         self._fence: Fence | None = None
         self._returning: set[asyncio.Task[None]] = set()
 
@@ -186,34 +201,63 @@ class Bench:
         print(f"{self.now_s():8.1f} s  {text}", flush=True)
 
     async def run(self) -> None:
-        turns = self.arguments.turns
         (self.directory / "pool").mkdir(parents=True)
+        self._running = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
         async with self.pool:
-            sampling = asyncio.create_task(self._sample())
+            background = [asyncio.create_task(self._sample()), asyncio.create_task(self._report())]
             try:
-                per_leg_s = self.arguments.minutes * 60 / (turns + 1)
-                reach = 0
-                for turn in range(turns + 1):
-                    if self.arguments.steps:
-                        last = turn == turns
-                        reach = self.arguments.steps if last else self.arguments.steps * (turn + 1) // (turns + 1)
-                        await self._leg(self.calm, reach, None)
-                    else:
-                        await self._leg(self.calm, None, per_leg_s)
-                    if turn < turns:
-                        # The pieces of the stormy job are longer: there is one less of them.
-                        await self._leg(self.stormy, round(self.calm.steps * (turns + 1) / turns), None)
+                await self._turns()
                 await self._level()
             finally:
-                sampling.cancel()
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+
+    def _interrupt(self, number: int) -> None:
+        self.say(f"{signal.Signals(number).name}: the judgement so far follows")
+        if self.over.is_set() and self._running is not None:
+            self._running.cancel()
+        self.over.set()
+
+    async def _turns(self) -> None:
+        turns, steps = self.arguments.turns, self.arguments.steps
+        for turn in range(turns + 1):
+            if steps:
+                reach = steps if turn == turns else steps * (turn + 1) // (turns + 1)
+                await self._leg(self.calm, reach, None)
+            else:
+                await self._leg(self.calm, None, self.arguments.calm * 60 / (turns + 1))
+            if turn < turns:
+                if self.arguments.calm < self.arguments.minutes:
+                    await self._leg(self.stormy, None, self.arguments.minutes * 60 / turns)
+                else:
+                    # The pieces of the stormy job are longer: there is one less of them.
+                    await self._leg(self.stormy, round(self.calm.steps * (turns + 1) / turns), None)
 
     async def _level(self) -> None:
-        """Both jobs to the same number of steps."""
-        if self.calm.steps < self.stormy.steps:
+        """Both jobs to the same number of steps, where both are to have the same time."""
+        if self.calm.steps < self.stormy.steps and self.arguments.calm >= self.arguments.minutes:
             await self._leg(self.calm, self.stormy.steps, None)
+
+    async def _report(self) -> None:
+        """Leaves the figures so far, as soon as there are any of both jobs."""
+        while self.arguments.json is not None:
+            await asyncio.sleep(REPORT_S)
+            if self.judgeable:
+                # On the loop: nothing changes meanwhile. It holds the driver up for as long as it takes to read two
+                # journals, which counts against the job that runs.
+                write(self, judged(self), self.arguments.json)
+
+    @property
+    def judgeable(self) -> bool:
+        return all(any(leg.steps for leg in job.legs) for job in (self.calm, self.stormy))
 
     async def _leg(self, job: Job, reach: int | None, seconds: float | None) -> None:
         """Until `reach` steps are official, or for `seconds`."""
+        if self.over.is_set():
+            return
         leg = Leg(job.name)
         job.legs.append(leg)
         stop, started = asyncio.Event(), asyncio.Event()
@@ -234,6 +278,11 @@ class Bench:
                 case _:
                     pass
 
+        async def interrupted() -> None:
+            await self.over.wait()
+            stop.set()
+
+        interruption = asyncio.create_task(interrupted())
         storm = asyncio.create_task(self._storm(started)) if job is self.stormy else None
         options = TrainOptions(
             home=self.directory / "owner", invitation=self.pool.invitation, device="cpu", threads=1, save_base=False
@@ -241,9 +290,9 @@ class Bench:
         try:
             await train(job.recipe, options, on_event=see, stop=stop)
         finally:
-            if storm is not None:
-                storm.cancel()
-                await asyncio.gather(storm, return_exceptions=True)
+            for task in [interruption, *([] if storm is None else [storm])]:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
             for task in list(self._returning):
                 await task
         self.say(f"{job.name}: {leg.steps} steps in {leg.seconds:.1f} s, {leg.steps / max(leg.seconds, 1e-9):.3f} a s")
@@ -296,7 +345,6 @@ class Bench:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 with process.oneshot():
-                    used = process.cpu_times()
                     self.samples.append(
                         Sample(
                             at_s=now_s,
@@ -305,7 +353,7 @@ class Bench:
                             rss_bytes=process.memory_info().rss,
                             descriptors=process.num_fds(),
                             threads=process.num_threads(),
-                            cpu_s=used.user + used.system,
+                            cpu_s=used_s(process),
                         )
                     )
 
@@ -340,18 +388,18 @@ class Bench:
         match this.kind:
             case "kill stage":
                 victim = one(living)
-                self._began(this, victim)
+                fault = self._began(this, victim)
                 await self.pool.kill(victim)
-                self._start(self._return(victim, self.arguments.away))
+                self._start(self._return(fault, victim, self.arguments.away))
             case "kill spare":
                 victim = one(spares or living)
-                self._began(this, victim)
+                fault = self._began(this, victim)
                 await self.pool.kill(victim)
-                self._start(self._return(victim, self.arguments.away))
+                self._start(self._return(fault, victim, self.arguments.away))
             case "kill broker":
-                self._began(this, BROKER)
+                fault = self._began(this, BROKER)
                 await self.pool.kill(BROKER)
-                self._start(self._return(BROKER, 0.0))
+                self._start(self._return(fault, BROKER, 0.0))
             case "freeze stage":
                 victim = one(living)
                 self._began(this, victim)
@@ -363,18 +411,22 @@ class Bench:
                 cut = await asyncio.to_thread(cut_connections, *(self.pool.pid(name) for name in pair))
                 self.say(f"  {cut} connections cut")
 
-    def _began(self, this: Strike, victim: str) -> None:
-        self.faults.append(Fault(this.number, this.kind, victim, self.now_s(), self.stormy.steps))
+    def _began(self, this: Strike, victim: str) -> Fault:
+        fault = Fault(this.number, this.kind, victim, self.now_s(), self.stormy.steps)
+        self.faults.append(fault)
         self.say(f"strike {this.number} at step {self.stormy.steps}: {this.kind}, {victim}")
+        return fault
 
     def _start(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._returning.add(task)
         task.add_done_callback(self._returning.discard)
 
-    async def _return(self, name: str, away_s: float) -> None:
+    async def _return(self, fault: Fault, name: str, away_s: float) -> None:
         await asyncio.sleep(away_s)
         await self.pool.start_again(name)
+        with contextlib.suppress(psutil.Error):  # the next fault may have been quicker
+            fault.restart_cpu_s = used_s(psutil.Process(self.pool.pid(name)))
 
     async def _freeze(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
@@ -383,6 +435,12 @@ class Bench:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+
+def used_s(process: psutil.Process) -> float:
+    """CPU time since the process began, with that of children it has waited for."""
+    used = process.cpu_times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def cut_connections(first: int, second: int) -> int:
@@ -491,6 +549,7 @@ def bytes_of(*paths: Path) -> int:
 
 
 def judged(bench: Bench) -> dict[str, Any]:
+    """Of what there is by now; of both jobs there must be steps."""
     calm, stormy = bench.calm, bench.stormy
     commits = {
         job.name: {record.step: record for record in read_commits(job.directory.journal)} for job in (calm, stormy)
@@ -506,7 +565,10 @@ def judged(bench: Bench) -> dict[str, Any]:
             "count": len(those),
             **{
                 name: summary([value for fault in those if (value := getattr(fault, name)) is not None])
-                for name in ("detected_s", "planned_s", "recovered_s", "lost_s", "plans", "rounds")
+                for name in (
+                    *("detected_s", "planned_s", "recovered_s", "lost_s", "restart_cpu_s"),
+                    *("plans", "rounds"),
+                )
             },
         }
         for kind in bench.kinds
@@ -515,8 +577,10 @@ def judged(bench: Bench) -> dict[str, Any]:
     even = {job.name: evenness(job.legs, bench.arguments.every) for job in (calm, stormy)}
     broker = sorted(path for path in bench.pool.broker_home.rglob("*") if path.is_file())
     steps = len(commits["stormy"])
+    restart_cpu_s = sum(fault.restart_cpu_s or 0.0 for fault in bench.faults)
+    cores_s = (os.cpu_count() or 1) * sum(leg.seconds for leg in stormy.legs)
     return {
-        "schema": "fusionai.goodput/1",
+        "schema": "fusionai.goodput/2",
         "seed": bench.arguments.seed,
         "every_s": bench.arguments.every,
         "away_s": bench.arguments.away,
@@ -529,7 +593,10 @@ def judged(bench: Bench) -> dict[str, Any]:
         "legs": [
             {"job": leg.name, "steps": leg.steps, "seconds": leg.seconds} for job in (calm, stormy) for leg in job.legs
         ],
+        "restart_cpu_s": restart_cpu_s,
+        "restart_share": restart_cpu_s / cores_s,
         "losses_compared": len(compared),
+        "losses_not_compared": len(commits["calm"].keys() ^ commits["stormy"].keys()),
         "losses_unequal": unequal[:20],
         "lost_steps": len(lost),
         "faults": [asdict(fault) for fault in bench.faults],
@@ -548,6 +615,14 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     return {"median": statistics.median(values), "mean": statistics.fmean(values), "worst": max(values)}
+
+
+def write(bench: Bench, result: dict[str, Any], path: Path) -> None:
+    """All at once: whoever reads finds the former figures or these."""
+    whole = {**result, "samples": [asdict(sample) for sample in bench.samples], "notes": bench.notes}
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    unfinished.replace(path)
 
 
 def draw(bench: Bench, path: Path) -> None:
@@ -594,13 +669,17 @@ def show(result: dict[str, Any], say: Callable[[str], None]) -> None:
     say(
         f"goodput {result['goodput']:.2%} (by evenness {result['goodput_by_evenness']:.2%}): "
         f"{result['stormy']['steps_per_s']:.3f} steps/s with faults, {result['calm']['steps_per_s']:.3f} without; "
-        f"{result['losses_compared']} steps compared, {len(result['losses_unequal'])} unequal, "
-        f"{result['lost_steps']} lost"
+        f"{result['losses_compared']} of {result['losses_compared'] + result['losses_not_compared']} steps compared, "
+        f"{len(result['losses_unequal'])} unequal, {result['lost_steps']} lost"
+    )
+    say(
+        f"processes started again used {result['restart_cpu_s']:.1f} s until they were in the pool: "
+        f"{result['restart_share']:.2%} of {result['cores']} cores' time of the storm"
     )
     for kind, found in result["by_kind"].items():
         parts = [
             f"{name} {value['median']:.2f} (worst {value['worst']:.2f})"
-            for name in ("detected_s", "planned_s", "recovered_s", "lost_s", "rounds")
+            for name in ("detected_s", "planned_s", "recovered_s", "lost_s", "restart_cpu_s", "rounds")
             if (value := found[name]) is not None
         ]
         say(f"{found['count']:3d} x {kind:13s} {', '.join(parts)}")
@@ -615,7 +694,10 @@ def show(result: dict[str, Any], say: Callable[[str], None]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=6.0, help="of the stormy job, and as much of the calm one")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of the stormy job")
+    parser.add_argument(
+        "--calm", type=float, default=None, help="minutes of the calm job, at most --minutes (the default)"
+    )
     parser.add_argument("--steps", type=int, default=0, help="of each job, instead of --minutes")
     parser.add_argument("--every", type=float, default=30.0, help="seconds from fault to fault")
     parser.add_argument("--away", type=float, default=5.0, help="seconds until a killed peer is started again")
@@ -628,6 +710,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.seed is None:
         arguments.seed = secrets.randbelow(2**31)
+    if arguments.calm is None:
+        arguments.calm = arguments.minutes
+    if not 0 < arguments.calm <= arguments.minutes:
+        parser.error(f"--calm: expected more than 0 and at most {arguments.minutes:g} minutes, got {arguments.calm:g}")
+    if arguments.steps and arguments.calm != arguments.minutes:
+        parser.error("--calm goes with --minutes: --steps is for both jobs")
     if unknown := [kind for kind in arguments.kinds.split(",") if kind not in KINDS]:
         parser.error(f"unknown kind {unknown[0]!r}; there are: {', '.join(KINDS)}")
     kinds: list[Kind] = [kind for kind in KINDS if kind in arguments.kinds.split(",")]
@@ -638,12 +726,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="goodput-") as temporary:
         directory = arguments.directory or Path(temporary)
         bench = Bench(arguments, directory, kinds)
-        asyncio.run(bench.run())
+        with contextlib.suppress(asyncio.CancelledError):  # asked for twice
+            asyncio.run(bench.run())
+        if not bench.judgeable:
+            print("there is nothing to judge: one of the jobs has taken no step")
+            return 130
         result = judged(bench)
         show(result, bench.say)
         if arguments.json is not None:
-            whole = {**result, "samples": [asdict(sample) for sample in bench.samples], "notes": bench.notes}
-            arguments.json.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            write(bench, result, arguments.json)
             draw(bench, arguments.json.with_suffix(".svg"))
     return 0 if not result["losses_unequal"] and not result["lost_steps"] else 1
 

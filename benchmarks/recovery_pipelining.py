@@ -1,4 +1,4 @@
-"""A rank of torch.distributed.pipelining (1F1B over gloo) under `benchmarks/recovery.py`; its checkpoints are safetensors.
+"""A rank of torch.distributed.pipelining (1F1B over gloo) under `benchmarks/recovery.py`, saving safetensors.
 
     RANK=0 WORLD_SIZE=4 python benchmarks/recovery_pipelining.py --store FILE --checkpoints DIR --steps 60
 
