@@ -14,85 +14,70 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION: Final = 1
-OLDEST_PROTOCOL_VERSION: Final = 1
+from fusionai.wire.base import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    REFUSAL_SENTENCES,
+    Address,
+    Addresses,
+    Blob,
+    Count,
+    Fence,
+    Index,
+    Job,
+    Mode,
+    Name,
+    Neighbour,
+    Peer,
+    RefusalCode,
+    Seconds,
+    StepIndex,
+    Stream,
+    TensorHeader,
+    Text,
+    WireMessage,
+)
+from fusionai.wire.serving import (
+    CacheFormat,
+    Digest,
+    Hop,
+    Load,
+    Loaded,
+    Loading,
+    Pass,
+    PassFailed,
+    PassResult,
+    Rebuild,
+    Rebuilt,
+    Segment,
+    ServeOptions,
+    WeightAsk,
+    WeightFormat,
+    WeightPieces,
+    WeightRefused,
+    WeightSource,
+    WeightSpec,
+)
 
-Name = Annotated[str, Meta(max_length=512)]
-Text = Annotated[str, Meta(max_length=4096)]
-Blob = Annotated[bytes, Meta(max_length=65_536)]
-Count = Annotated[int, Meta(ge=0, le=2**62)]
-Index = Annotated[int, Meta(ge=0, le=2**40)]
-StepIndex = Annotated[int, Meta(ge=-1, le=2**40)]
-"""A step; -1 means "before the first"."""
-Seconds = Annotated[float, Meta(ge=0, le=1e12)]
-Address = Annotated[str, Meta(max_length=256)]
-"""`tcp://host:port`; other schemes are other transports."""
-Addresses = Annotated[tuple[Address, ...], Meta(max_length=32)]
-Peer = Annotated[str, Meta(max_length=64)]
-Job = Annotated[str, Meta(max_length=128, pattern=r"^[a-z0-9][a-z0-9-]*$")]
-Stream = Literal["control", "tensors", "state"]
-"""Separate connections: a control message must overtake a tensor that is held back."""
-Mode = Literal["train", "eval", "infer"]
-RefusalCode = Literal[
-    "protocol_version",
-    "not_authorised",
-    "bad_invitation",
-    "bad_ticket",
-    "expired_ticket",
-    "stale_fence",
-    "unknown_job",
-    "unknown_peer",
-    "unsupported_operator",
-    "bad_graph",
-    "out_of_memory",
-    "bad_message",
-    "busy",
-    "leaving",
-    "failed",
-]
-REFUSAL_SENTENCES: Final[dict[str, str]] = {
-    "protocol_version": "The two sides speak different protocol versions; update the older one.",
-    "not_authorised": "This identity may not do that in this pool.",
-    "bad_invitation": "The invitation is unknown, used up or expired; ask the broker's owner for a new one.",
-    "bad_ticket": "The ticket does not name this peer, job or plan, or its signature does not hold.",
-    "expired_ticket": "The ticket has expired; the job owner must ask the broker for a new one.",
-    "stale_fence": "The message belongs to an older plan version or attempt.",
-    "unknown_job": "No such job in this pool.",
-    "unknown_peer": "No such peer in this pool.",
-    "unsupported_operator": "This peer's backend can't run an operator of its stage.",
-    "bad_graph": "The graph breaks the grammar, the allow-list or a cap.",
-    "out_of_memory": "The stage needs more memory than this peer lends.",
-    "bad_message": "The message does not fit the schema or comes at the wrong moment.",
-    "busy": "This peer already runs a stage of another job.",
-    "leaving": "This peer is leaving the pool.",
-    "failed": "The stage failed; the message says how.",
-}
-
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
-    """Base of all messages; the tag is the class name."""
-
-
-class Fence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True, array_like=True):
-    """(plan version, driver incarnation, attempt), compared in that order. Peers act only on exactly their own."""
-
-    plan_version: Count
-    incarnation: Count
-    attempt: Count
-
-
-class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Name, dtype and shape of one tensor whose bytes follow in the body, in this order, unpadded."""
-
-    name: Name
-    dtype: Annotated[str, Meta(max_length=16)]
-    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+HANDED_ON: Final = (
+    REFUSAL_SENTENCES,
+    Address,
+    CacheFormat,
+    Digest,
+    Hop,
+    Segment,
+    ServeOptions,
+    WeightFormat,
+    WeightSource,
+    WeightSpec,
+)
+"""Parts of messages, defined beside this module, that others take from here."""
 
 
 # ---------------------------------------------------------------------------------------------------- handshake
 
 
-class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
+class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
     """First message of the dialling side. `stream` says what this connection is for."""
 
     oldest_version: Count = OLDEST_PROTOCOL_VERSION
@@ -101,28 +86,28 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     software: Name = ""
 
 
-class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
+class Welcome(WireMessage, frozen=True, kw_only=True, tag="welcome"):
     """The listening side accepts and names the version both speak."""
 
     version: Count
     software: Name = ""
 
 
-class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
+class Refused(WireMessage, frozen=True, kw_only=True, tag="refused"):
     """No, and why. May answer anything; after a handshake it ends the connection."""
 
     code: RefusalCode
     reason: Text = ""
 
 
-class Done(_Message, frozen=True, kw_only=True, tag="done"):
+class Done(WireMessage, frozen=True, kw_only=True, tag="done"):
     """Yes, nothing more to say."""
 
 
 # ------------------------------------------------------------------------------------------------ with the broker
 
 
-class JoinRequest(_Message, frozen=True, kw_only=True, tag="join"):
+class JoinRequest(WireMessage, frozen=True, kw_only=True, tag="join"):
     """A stranger with an invitation asks for a certificate. Sent on a connection without a client certificate."""
 
     token: Annotated[bytes, Meta(max_length=64)]
@@ -130,7 +115,7 @@ class JoinRequest(_Message, frozen=True, kw_only=True, tag="join"):
     purpose: Literal["provider", "owner"]
 
 
-class JoinGranted(_Message, frozen=True, kw_only=True, tag="joined"):
+class JoinGranted(WireMessage, frozen=True, kw_only=True, tag="joined"):
     """DER certificates: the newcomer's own and the pool's authority."""
 
     peer: Peer
@@ -139,7 +124,7 @@ class JoinGranted(_Message, frozen=True, kw_only=True, tag="joined"):
     pool: Name
 
 
-class Register(_Message, frozen=True, kw_only=True, tag="register"):
+class Register(WireMessage, frozen=True, kw_only=True, tag="register"):
     """A provider offers itself. `boot` differs at each start of the process. `profile` is `scheduling.PeerProfile`."""
 
     boot: Count
@@ -147,7 +132,7 @@ class Register(_Message, frozen=True, kw_only=True, tag="register"):
     addresses: Addresses
 
 
-class Registered(_Message, frozen=True, kw_only=True, tag="registered"):
+class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
     """The broker has taken a provider in, and how often it wants to hear from it."""
 
     lease_s: Seconds
@@ -155,32 +140,32 @@ class Registered(_Message, frozen=True, kw_only=True, tag="registered"):
     pool: Name
 
 
-class Heartbeat(_Message, frozen=True, kw_only=True, tag="heartbeat"):
+class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
     """Peer -> broker: this process is alive and works on these jobs."""
 
     boot: Count
     jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
 
 
-class HeartbeatAck(_Message, frozen=True, kw_only=True, tag="heartbeat_ack"):
+class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
     """The lease runs anew from now."""
 
     lease_s: Seconds
 
 
-class Leave(_Message, frozen=True, kw_only=True, tag="leave"):
+class Leave(WireMessage, frozen=True, kw_only=True, tag="leave"):
     """This machine's peer leaves the pool: after its work is handed over (`drain`), or at once."""
 
     drain: bool = True
 
 
-class LeaveNotice(_Message, frozen=True, kw_only=True, tag="leave_notice"):
+class LeaveNotice(WireMessage, frozen=True, kw_only=True, tag="leave_notice"):
     """The broker tells a peer's process that its machine's owner asked it to leave."""
 
     drain: bool = True
 
 
-class PoolQuery(_Message, frozen=True, kw_only=True, tag="pool_query"):
+class PoolQuery(WireMessage, frozen=True, kw_only=True, tag="pool_query"):
     """Who is in the pool?"""
 
 
@@ -201,14 +186,14 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """For `resting`: seconds until it may be given work again."""
 
 
-class PoolView(_Message, frozen=True, kw_only=True, tag="pool_view"):
+class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):
     """Answer to `PoolQuery`."""
 
     pool: Name
     members: Annotated[tuple[MemberView, ...], Meta(max_length=100_000)] = ()
 
 
-class JobRequest(_Message, frozen=True, kw_only=True, tag="job_request"):
+class JobRequest(WireMessage, frozen=True, kw_only=True, tag="job_request"):
     """A job owner asks for a plan to be made real: leases, a plan version, tickets. `plan` is `scheduling.Plan`."""
 
     job: Job
@@ -224,7 +209,7 @@ class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     ticket: Blob
 
 
-class JobGranted(_Message, frozen=True, kw_only=True, tag="job_granted"):
+class JobGranted(WireMessage, frozen=True, kw_only=True, tag="job_granted"):
     """`plan` with its version; one ticket per member and one for the driver; where each member listens."""
 
     job: Job
@@ -233,7 +218,7 @@ class JobGranted(_Message, frozen=True, kw_only=True, tag="job_granted"):
     members: Annotated[tuple[MemberView, ...], Meta(max_length=4096)]
 
 
-class JobReport(_Message, frozen=True, kw_only=True, tag="job_report"):
+class JobReport(WireMessage, frozen=True, kw_only=True, tag="job_report"):
     """The driver says how its job stands. No text, token or tensor of the job passes here."""
 
     job: Job
@@ -242,7 +227,7 @@ class JobReport(_Message, frozen=True, kw_only=True, tag="job_report"):
     detail: Text = ""
 
 
-class JobQuery(_Message, frozen=True, kw_only=True, tag="job_query"):
+class JobQuery(WireMessage, frozen=True, kw_only=True, tag="job_query"):
     """Which jobs are there? With `job`, only that one and its story."""
 
     job: Name = ""
@@ -262,32 +247,32 @@ class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     story: Annotated[tuple[Text, ...], Meta(max_length=10_000)] = ()
 
 
-class JobList(_Message, frozen=True, kw_only=True, tag="job_list"):
+class JobList(WireMessage, frozen=True, kw_only=True, tag="job_list"):
     """Answer to `JobQuery`."""
 
     jobs: Annotated[tuple[JobView, ...], Meta(max_length=10_000)] = ()
 
 
-class JobStop(_Message, frozen=True, kw_only=True, tag="job_stop"):
+class JobStop(WireMessage, frozen=True, kw_only=True, tag="job_stop"):
     """End this job cleanly. Allowed to its owner and to the broker's owner."""
 
     job: Job
 
 
-class StopNotice(_Message, frozen=True, kw_only=True, tag="stop_notice"):
+class StopNotice(WireMessage, frozen=True, kw_only=True, tag="stop_notice"):
     """The broker tells a job's driver that somebody entitled asked it to stop."""
 
     job: Job
 
 
-class InviteRequest(_Message, frozen=True, kw_only=True, tag="invite_request"):
+class InviteRequest(WireMessage, frozen=True, kw_only=True, tag="invite_request"):
     """The broker's owner asks for a new invitation."""
 
     uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
     lifetime_s: Seconds = 86_400.0
 
 
-class Invited(_Message, frozen=True, kw_only=True, tag="invited"):
+class Invited(WireMessage, frozen=True, kw_only=True, tag="invited"):
     """Answer to `InviteRequest`: text to hand to the newcomer over a channel both trust."""
 
     invitation: Text
@@ -324,14 +309,6 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     takeover: Literal["exact", "tolerant"] = "exact"
 
 
-class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a stage of the job lives. Stage numbers are the plan's; the job owner's own stages have its peer id."""
-
-    stage: Count
-    peer: Peer
-    addresses: Addresses
-
-
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What makes a step official, as journalled by the driver before it is sent. All floats are exact binary64."""
 
@@ -347,15 +324,17 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     loss: float
 
 
-class OpenJob(_Message, frozen=True, kw_only=True, tag="open_job"):
+class OpenJob(WireMessage, frozen=True, kw_only=True, tag="open_job"):
     """First message on a connection between members of a job: the dialling side shows its ticket."""
 
     job: Job
     fence: Fence
     ticket: Blob
+    task: Literal["train", "serve"] = "train"
+    """What kind of part the listener is to open, if it has none in this job yet."""
 
 
-class Enlist(_Message, frozen=True, kw_only=True, tag="enlist"):
+class Enlist(WireMessage, frozen=True, kw_only=True, tag="enlist"):
     """Driver -> member, first message of every round and once per member: adopt this (higher) fence. Your whole part
     in the job follows from it: stages that `neighbours` places elsewhere are forgotten, snapshots are kept."""
 
@@ -377,7 +356,7 @@ class SnapshotAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     step: Count
 
 
-class Enlisted(_Message, frozen=True, kw_only=True, tag="enlisted"):
+class Enlisted(WireMessage, frozen=True, kw_only=True, tag="enlisted"):
     """Member -> driver, answer to `Enlist`: which snapshots it holds. The stages answer with `Status`."""
 
     fence: Fence
@@ -385,7 +364,7 @@ class Enlisted(_Message, frozen=True, kw_only=True, tag="enlisted"):
     snapshots: Annotated[tuple[SnapshotAt, ...], Meta(max_length=4096)] = ()
 
 
-class Attach(_Message, frozen=True, kw_only=True, tag="attach"):
+class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     """Driver -> member, after `Enlist`: run this stage under this fence; drop partial sums, keep what is prepared.
 
     Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `partition` names the boundary:
@@ -412,7 +391,7 @@ class Attach(_Message, frozen=True, kw_only=True, tag="attach"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class Status(_Message, frozen=True, kw_only=True, tag="status"):
+class Status(WireMessage, frozen=True, kw_only=True, tag="status"):
     """Member -> driver: where I am. `applied` is the number of steps applied, -1 without any state."""
 
     fence: Fence
@@ -425,7 +404,7 @@ class Status(_Message, frozen=True, kw_only=True, tag="status"):
     clock_s: Seconds
 
 
-class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
+class Resume(WireMessage, frozen=True, kw_only=True, tag="resume"):
     """Driver -> member: get to `committed` applied steps, starting from the state of step `base`.
 
     `keep` what you have, applying the last record if you missed it, and send those of `replaying` that are your
@@ -447,7 +426,7 @@ class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
     """For `keep`, as in `Commit`: whoever misses commits again and again would retain ever more."""
 
 
-class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
+class Snapshot(WireMessage, frozen=True, kw_only=True, tag="snapshot"):
     """Stage -> its guard (or holder -> holder, see `PassSnapshot`): some entries of the state of `step`, on a state
     connection. `line`: snapshots of this job of earlier steps are nobody's base any more."""
 
@@ -461,7 +440,7 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class SnapshotKept(_Message, frozen=True, kw_only=True, tag="snapshot_kept"):
+class SnapshotKept(WireMessage, frozen=True, kw_only=True, tag="snapshot_kept"):
     """Guard -> driver: this snapshot is whole."""
 
     fence: Fence
@@ -469,7 +448,7 @@ class SnapshotKept(_Message, frozen=True, kw_only=True, tag="snapshot_kept"):
     step: Count
 
 
-class PassSnapshot(_Message, frozen=True, kw_only=True, tag="pass_snapshot"):
+class PassSnapshot(WireMessage, frozen=True, kw_only=True, tag="pass_snapshot"):
     """Driver -> holder of a snapshot: send it to `peer`, which is to run the stage."""
 
     fence: Fence
@@ -479,7 +458,7 @@ class PassSnapshot(_Message, frozen=True, kw_only=True, tag="pass_snapshot"):
     addresses: Addresses
 
 
-class StateChunk(_Message, frozen=True, kw_only=True, tag="state_chunk"):
+class StateChunk(WireMessage, frozen=True, kw_only=True, tag="state_chunk"):
     """Some entries of a stage's state, in either direction. Entry names: `model/<key>`, `optimizer/<key>/<slot>`."""
 
     fence: Fence
@@ -489,7 +468,7 @@ class StateChunk(_Message, frozen=True, kw_only=True, tag="state_chunk"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
+class Ready(WireMessage, frozen=True, kw_only=True, tag="ready"):
     """Member -> driver: my stage is at `applied`, its links are up, its program answered a probe."""
 
     fence: Fence
@@ -497,7 +476,7 @@ class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
     applied: Count
 
 
-class Forward(_Message, frozen=True, kw_only=True, tag="forward"):
+class Forward(WireMessage, frozen=True, kw_only=True, tag="forward"):
     """Activations (or job inputs) for one microbatch. `producer` is a stage number, or -1 for the data feed."""
 
     fence: Fence
@@ -510,7 +489,7 @@ class Forward(_Message, frozen=True, kw_only=True, tag="forward"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class Backward(_Message, frozen=True, kw_only=True, tag="backward"):
+class Backward(WireMessage, frozen=True, kw_only=True, tag="backward"):
     """Gradients for values that stage `producer` (the receiver) made, from stage `consumer`."""
 
     fence: Fence
@@ -522,7 +501,7 @@ class Backward(_Message, frozen=True, kw_only=True, tag="backward"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class Output(_Message, frozen=True, kw_only=True, tag="output"):
+class Output(WireMessage, frozen=True, kw_only=True, tag="output"):
     """Stage -> driver: job outputs (`loss`, `logits`) of one microbatch, under their meaning."""
 
     fence: Fence
@@ -534,7 +513,7 @@ class Output(_Message, frozen=True, kw_only=True, tag="output"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class SharedGradient(_Message, frozen=True, kw_only=True, tag="shared_gradient"):
+class SharedGradient(WireMessage, frozen=True, kw_only=True, tag="shared_gradient"):
     """Gradient of parameters that two stages hold (tied weights): `partial` to the home stage, `total` back."""
 
     fence: Fence
@@ -554,7 +533,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     end_s: Seconds
 
 
-class Prepared(_Message, frozen=True, kw_only=True, tag="prepared"):
+class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     """Stage -> driver: all microbatches of `step` are summed; one gradient norm per parameter (exact binary64)."""
 
     fence: Fence
@@ -565,7 +544,7 @@ class Prepared(_Message, frozen=True, kw_only=True, tag="prepared"):
     peak_memory_bytes: Count = 0
 
 
-class Commit(_Message, frozen=True, kw_only=True, tag="commit"):
+class Commit(WireMessage, frozen=True, kw_only=True, tag="commit"):
     """Driver -> stages: apply. `line`: retained tensors of steps below it may be discarded. `save`: stream the state
     this leads to (`StateChunk`) before going on."""
 
@@ -576,7 +555,7 @@ class Commit(_Message, frozen=True, kw_only=True, tag="commit"):
     save: bool = False
 
 
-class Applied(_Message, frozen=True, kw_only=True, tag="applied"):
+class Applied(WireMessage, frozen=True, kw_only=True, tag="applied"):
     """Stage -> driver: the step of the last `Commit` has been applied."""
 
     fence: Fence
@@ -584,7 +563,7 @@ class Applied(_Message, frozen=True, kw_only=True, tag="applied"):
     step: Count
 
 
-class Export(_Message, frozen=True, kw_only=True, tag="export"):
+class Export(WireMessage, frozen=True, kw_only=True, tag="export"):
     """Driver -> stage: stream your state of `step` applied steps on the state stream."""
 
     fence: Fence
@@ -593,14 +572,14 @@ class Export(_Message, frozen=True, kw_only=True, tag="export"):
     parts: Annotated[tuple[Literal["model", "optimizer"], ...], Meta(max_length=2)] = ("model", "optimizer")
 
 
-class Detach(_Message, frozen=True, kw_only=True, tag="detach"):
+class Detach(WireMessage, frozen=True, kw_only=True, tag="detach"):
     """Driver -> member: the job is over for you; forget it (all its stages and snapshots here)."""
 
     fence: Fence
     reason: Text = ""
 
 
-class StageFailed(_Message, frozen=True, kw_only=True, tag="stage_failed"):
+class StageFailed(WireMessage, frozen=True, kw_only=True, tag="stage_failed"):
     """Member -> driver: my stage can't go on."""
 
     fence: Fence
@@ -609,7 +588,7 @@ class StageFailed(_Message, frozen=True, kw_only=True, tag="stage_failed"):
     reason: Text
 
 
-class LinkLost(_Message, frozen=True, kw_only=True, tag="link_lost"):
+class LinkLost(WireMessage, frozen=True, kw_only=True, tag="link_lost"):
     """Member -> driver: my connection to `peer` broke, fell silent or could not be opened."""
 
     fence: Fence
@@ -617,21 +596,21 @@ class LinkLost(_Message, frozen=True, kw_only=True, tag="link_lost"):
     reason: Text
 
 
-class Ping(_Message, frozen=True, kw_only=True, tag="ping"):
+class Ping(WireMessage, frozen=True, kw_only=True, tag="ping"):
     """Liveness and round-trip time between members, any stream."""
 
     sequence: Count
     sent_at_s: Seconds
 
 
-class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
+class Pong(WireMessage, frozen=True, kw_only=True, tag="pong"):
     """Answer to `Ping` and to `Probe`, with its numbers."""
 
     sequence: Count
     sent_at_s: Seconds
 
 
-class Probe(_Message, frozen=True, kw_only=True, tag="probe"):
+class Probe(WireMessage, frozen=True, kw_only=True, tag="probe"):
     """Bulk bytes to measure a link's bandwidth; answered by `Pong` when the last byte has arrived."""
 
     sequence: Count
@@ -685,6 +664,17 @@ Message = (
     | Detach
     | StageFailed
     | LinkLost
+    | Load
+    | Loading
+    | Loaded
+    | WeightRefused
+    | WeightAsk
+    | WeightPieces
+    | Pass
+    | PassResult
+    | PassFailed
+    | Rebuild
+    | Rebuilt
     | Ping
     | Pong
     | Probe

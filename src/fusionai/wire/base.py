@@ -1,0 +1,93 @@
+"""What all messages are made of: bounded field types, the fence, tensor headers, refusals. Decides bounds; no message.
+
+Neighbours: `wire.messages` and `wire.serving` build messages of it and hand its names on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL_VERSION: Final = 1
+OLDEST_PROTOCOL_VERSION: Final = 1
+
+Name = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Blob = Annotated[bytes, Meta(max_length=65_536)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Index = Annotated[int, Meta(ge=0, le=2**40)]
+StepIndex = Annotated[int, Meta(ge=-1, le=2**40)]
+"""A step; -1 means "before the first"."""
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Address = Annotated[str, Meta(max_length=256)]
+"""`tcp://host:port`; other schemes are other transports."""
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=32)]
+Peer = Annotated[str, Meta(max_length=64)]
+Job = Annotated[str, Meta(max_length=128, pattern=r"^[a-z0-9][a-z0-9-]*$")]
+Stream = Literal["control", "tensors", "state"]
+"""Separate connections: a control message must overtake a tensor that is held back."""
+Mode = Literal["train", "eval", "infer"]
+RefusalCode = Literal[
+    "protocol_version",
+    "not_authorised",
+    "bad_invitation",
+    "bad_ticket",
+    "expired_ticket",
+    "stale_fence",
+    "unknown_job",
+    "unknown_peer",
+    "unsupported_operator",
+    "bad_graph",
+    "out_of_memory",
+    "bad_message",
+    "busy",
+    "leaving",
+    "failed",
+]
+REFUSAL_SENTENCES: Final[dict[str, str]] = {
+    "protocol_version": "The two sides speak different protocol versions; update the older one.",
+    "not_authorised": "This identity may not do that in this pool.",
+    "bad_invitation": "The invitation is unknown, used up or expired; ask the broker's owner for a new one.",
+    "bad_ticket": "The ticket does not name this peer, job or plan, or its signature does not hold.",
+    "expired_ticket": "The ticket has expired; the job owner must ask the broker for a new one.",
+    "stale_fence": "The message belongs to an older plan version or attempt.",
+    "unknown_job": "No such job in this pool.",
+    "unknown_peer": "No such peer in this pool.",
+    "unsupported_operator": "This peer's backend can't run an operator of its stage.",
+    "bad_graph": "The graph breaks the grammar, the allow-list or a cap.",
+    "out_of_memory": "The stage needs more memory than this peer lends.",
+    "bad_message": "The message does not fit the schema or comes at the wrong moment.",
+    "busy": "This peer already runs a stage of another job.",
+    "leaving": "This peer is leaving the pool.",
+    "failed": "The stage failed; the message says how.",
+}
+
+
+class WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
+    """Base of all messages; the tag is the class name."""
+
+
+class Fence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True, array_like=True):
+    """(plan version, driver incarnation, attempt), compared in that order. Peers act only on exactly their own."""
+
+    plan_version: Count
+    incarnation: Count
+    attempt: Count
+
+
+class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Name, dtype and shape of one tensor whose bytes follow in the body, in this order, unpadded."""
+
+    name: Name
+    dtype: Annotated[str, Meta(max_length=16)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+
+
+class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a stage of the job lives. Stage numbers are the plan's; the job owner's own stages have its peer id."""
+
+    stage: Count
+    peer: Peer
+    addresses: Addresses

@@ -1,0 +1,229 @@
+"""Messages of a serving job: they load stages, generate tokens, rebuild caches. Decides fields and bounds.
+
+A *pass* carries the next tokens of many sessions through all stages in one go. Sessions, pages and passes are numbered
+by the driver; a stage is paged memory and a program that obeys. Rounds begin with `Enlist`, as in training.
+
+Neighbours: `wire.messages` has them in its union; `coordination.serving` decides, `execution.serving` and the serving
+driver send.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.wire.base import (
+    Addresses,
+    Count,
+    Fence,
+    Job,
+    Name,
+    Neighbour,
+    Peer,
+    Seconds,
+    TensorHeader,
+    Text,
+    WireMessage,
+)
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""SHA-256."""
+WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+"""How a stage keeps its matrices: `int8` and `int4` are weight-only, with one scale per output row or group."""
+CacheFormat = Literal["fp32", "bf16", "fp16"]
+MAX_SESSIONS: Final = 4096
+MAX_PAGES: Final = 1_048_576
+PIECE_BYTES: Final = 1_048_576
+"""Unit in which weights are asked for and checked."""
+
+
+class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How stages serve, the same for all stages of a job."""
+
+    weights: WeightFormat = "fp32"
+    cache: CacheFormat = "fp32"
+    page_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Positions of one page of the cache."""
+    pages: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+    """Pages that every stage has for each of its attention layers without a window."""
+    sessions: Annotated[int, Meta(ge=1, le=MAX_SESSIONS)]
+    """At most so many at a time; layers with a window keep a ring per session."""
+    pass_tokens: Annotated[int, Meta(ge=1, le=65_536)]
+    """At most so many positions in one pass."""
+    retain: bool = True
+    """Keep what is sent on, by page, so that the next stage's cache can be rebuilt elsewhere."""
+
+
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`length` positions of a session in a pass, from position `start` on; what the cache has of it from there on is
+    dropped first. `pages` are written into the session's page table from entry `first_page` on and end it."""
+
+    session: Count
+    start: Count
+    length: Annotated[int, Meta(ge=1, le=65_536)]
+    first_page: Count = 0
+    pages: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_PAGES)], ...], Meta(max_length=65_536)] = ()
+
+
+class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What one stage did of a pass, on its own clock: how long it lay there, how long it was computed."""
+
+    stage: Count
+    queued_s: Seconds
+    compute_s: Seconds
+
+
+class WeightSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One tensor as it lies in the model's files. `pieces`: SHA-256 of each `PIECE_BYTES`, the last is shorter."""
+
+    key: Name
+    dtype: Annotated[str, Meta(max_length=16)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+    digest: Digest
+    """Over all its bytes; names the tensor among peers."""
+    pieces: Annotated[tuple[Digest, ...], Meta(max_length=65_536)]
+
+
+class WeightSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A member that has (or is fetching) tensors. `digests`: which; empty means all."""
+
+    peer: Peer
+    addresses: Addresses
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=100_000)] = ()
+
+
+class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
+    """Driver -> member, after `Enlist`: have this stage's program and weights at hand. Answered by `Loaded` or
+    `StageFailed`. A stage at hand already answers at once; its caches stay.
+
+    Tensor `graph` (uint8): canonical JSON of the stage's graph. `boundary` as in `Attach`."""
+
+    fence: Fence
+    job: Job
+    stage: Count
+    stages: Count
+    graph_hash: Name
+    boundary: msgspec.Raw
+    options: ServeOptions
+    standby: bool = False
+    """Load the weights only: this member guards the stage."""
+    select: bool = False
+    """Send on only the rows a pass wants: everything after this stage works row by row."""
+    weights: Annotated[tuple[WeightSpec, ...], Meta(max_length=100_000)] = ()
+    sources: Annotated[tuple[WeightSource, ...], Meta(max_length=4096)] = ()
+    """In order of preference; the job owner comes last."""
+    ticket: Annotated[bytes, Meta(max_length=65_536)] = b""
+    neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)] = ()
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
+
+
+class Loading(WireMessage, frozen=True, kw_only=True, tag="loading"):
+    """Member -> driver, now and then while it fetches: how far it is."""
+
+    fence: Fence
+    stage: Count
+    done_bytes: Count
+    total_bytes: Count
+
+
+class Loaded(WireMessage, frozen=True, kw_only=True, tag="loaded"):
+    """Member -> driver: the stage is ready for passes (on `standby`: its weights are here)."""
+
+    fence: Fence
+    stage: Count
+    standby: bool
+    fingerprint: Name
+    resident_bytes: Count
+    """Weights, as kept, and cache."""
+    fetched_bytes: Annotated[tuple[tuple[Peer, Count], ...], Meta(max_length=4096)] = ()
+    """By source; what lay here already is not in it."""
+    cached: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_SESSIONS)] = ()
+    """(session, positions) of its cache that are still good."""
+
+
+class WeightRefused(WireMessage, frozen=True, kw_only=True, tag="weight_refused"):
+    """Member -> driver: `source` sent bytes that are not those of this tensor; they were fetched elsewhere."""
+
+    fence: Fence
+    stage: Count
+    source: Peer
+    key: Name
+
+
+class WeightAsk(WireMessage, frozen=True, kw_only=True, tag="weight_ask"):
+    """On a state connection between members: pieces [first, first + count) of a tensor."""
+
+    digest: Digest
+    first: Count
+    count: Annotated[int, Meta(ge=1, le=64)]
+
+
+class WeightPieces(WireMessage, frozen=True, kw_only=True, tag="weight_pieces"):
+    """Answer to `WeightAsk`: tensor `bytes` (uint8). Without it: not here (any more)."""
+
+    digest: Digest
+    first: Count
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
+
+
+class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
+    """Driver or stage -> next stage: values of all `segments`, packed in their order along the sequence.
+
+    `rebuild`: the last stage to compute it; it then answers `Rebuilt` instead of sending on. -1: an ordinary pass.
+    Values that only later stages need travel along."""
+
+    fence: Fence
+    number: Count
+    producer: Annotated[int, Meta(ge=-1, le=2**20)]
+    consumer: Count
+    segments: Annotated[tuple[Segment, ...], Meta(max_length=MAX_SESSIONS)]
+    wanted: Annotated[tuple[Count, ...], Meta(max_length=65_536)] = ()
+    """Rows (positions along the packed sequence) whose outputs the driver wants, ascending."""
+    output: Literal["logits", "hidden"] = "logits"
+    forget: Annotated[tuple[Count, ...], Meta(max_length=MAX_SESSIONS)] = ()
+    """Sessions that are over: their caches are dropped before this pass is computed."""
+    hops: Annotated[tuple[Hop, ...], Meta(max_length=4096)] = ()
+    rebuild: Annotated[int, Meta(ge=-1, le=2**20)] = -1
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
+
+
+class PassResult(WireMessage, frozen=True, kw_only=True, tag="pass_result"):
+    """Last stage -> driver: the output of the wanted rows, [1, rows, vocabulary or hidden size]."""
+
+    fence: Fence
+    number: Count
+    stage: Count
+    hops: Annotated[tuple[Hop, ...], Meta(max_length=4096)] = ()
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
+
+
+class Rebuild(WireMessage, frozen=True, kw_only=True, tag="rebuild"):
+    """Driver -> member with `stage`: send what you retain of these segments once more, for stages `stage` + 1 to
+    `through`, whose caches are empty. Each segment becomes a `Pass` of its own, or several, within `pass_tokens`."""
+
+    fence: Fence
+    stage: Count
+    through: Count
+    number: Count
+    segments: Annotated[tuple[Segment, ...], Meta(max_length=MAX_SESSIONS)]
+
+
+class Rebuilt(WireMessage, frozen=True, kw_only=True, tag="rebuilt"):
+    """Stage -> driver: the cache has all of this segment."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    session: Count
+    length: Count
+
+
+class PassFailed(WireMessage, frozen=True, kw_only=True, tag="pass_failed"):
+    """Stage -> driver: this pass could not be computed; the stage and its other sessions go on."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    reason: Text
