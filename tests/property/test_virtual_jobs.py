@@ -30,6 +30,8 @@ TIED_WITH_SKIP = dataclasses.replace(
 GUARDED = Layout(places={0: "a", 1: "b", 2: "c"}, guards={0: "x", 1: "y", 2: "x"}, snapshot_every=2)
 UNGUARDED = Layout(places={0: "a", 1: "b", 2: "c"})
 FEW, MANY, LONG = range(60), range(60, 500), range(1_000, 11_000)
+ONCE_FAILED = (3497,)
+"""Courses of the ten thousand that found a mistake: 3497, a roll-back raised the line beyond what a guard held."""
 
 
 @dataclasses.dataclass
@@ -78,6 +80,10 @@ def test_any_order_of_arrival_gives_the_result_of_one_loop():
 def test_whatever_dies_breaks_or_joins_the_result_is_that_of_one_loop():
     covered = run_all(disturbed, FEW)
     assert covered.stale > 0, "or the fences would be for nothing"
+
+
+def test_courses_that_once_found_a_mistake():
+    run_all(disturbed, ONCE_FAILED)
 
 
 @pytest.mark.slow

@@ -251,8 +251,9 @@ class DriverMachine:
         return [told, *self._load(restoration)]
 
     def _roll_back(self, base: int) -> None:
-        """Everybody starts again from the checkpoint."""
-        self.step = self.line = base
+        """Everybody starts again from the checkpoint. The line falls with them and never rises to it: only what guards
+        hold takes it further (rule 10)."""
+        self.step, self.line = base, min(self.line, base)
         self._history.clear()
         if self._evaluating is not None and self._evaluating > base:
             self._evaluating = None

@@ -805,6 +805,22 @@ def test_a_roll_back_takes_the_line_back_and_snapshots_of_later_steps_do_not_cou
     assert [c.snapshot for c in commands if isinstance(c, SendResume)] == [True, False]
 
 
+def test_a_roll_back_to_a_checkpoint_beyond_what_guards_hold_leaves_the_line_to_the_guards():
+    machine = guarded(snapshot_every=1, checkpoint_every=1)
+    for step in range(2):
+        commit(machine, step)
+        machine.handle(CheckpointWritten(step + 1))
+    machine.handle(StageFailed(0, "out of memory", fatal=False))
+    enlist(machine, {guard: {(stage, 0)} for stage, guard in GUARDS.items()})
+    commands = report(machine, -1)
+    assert [(c.source, c.base, c.snapshot) for c in commands if isinstance(c, SendResume)] == [("import", 2, True)] * 2
+    assert (machine.step, machine.line) == (2, 0), "a checkpoint is no guard's word"
+    assert fed(all_ready(machine)) == [], "rule 12 holds after a roll-back as well"
+    assert fed(machine.handle(SnapshotStored(0, 2, "g0"))) == []
+    assert fed(machine.handle(SnapshotStored(1, 2, "g1"))) == [(2, 0), (2, 1)]
+    assert machine.line == 2
+
+
 # -------------------------------------------------------------------------------------------- checkpoints, evaluation
 
 
