@@ -21,6 +21,7 @@ from fusionai.coordination.desk import DeskRules
 from fusionai.coordination.membership import REMEMBERED_LOSSES
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.addresses import parse_address
 from fusionai.transport.tcp import TcpTransport
@@ -115,6 +116,7 @@ async def run_broker(
                     healed=home.journal.healed,
                 )
             )
+            set_aside_what_stays()
             await server.keep(stop)
         finally:
             await listener.close()

@@ -43,6 +43,7 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
+from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.storage.checkpoint import CheckpointHeader
@@ -180,6 +181,7 @@ async def _run(
             fingerprint=report.fingerprint,
             clock=clock,
         )
+        await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
         job = job_id(recipe, membership.peer, directory)
         reader = await in_background(lambda: open_latest(directory.checkpoints))
         if reader is not None:

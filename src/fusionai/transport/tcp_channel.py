@@ -142,6 +142,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 self._lost(f"the connection was lost ({exc})")
         if self._watch is not None:
             self._watch.cancel()
+        # The TLS layer keeps this protocol's methods: a circle around its buffers, which are a quarter of a megabyte.
+        self._transport = None
         self._gone.set()
         self._writable.set()
 

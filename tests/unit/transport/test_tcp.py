@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 import ssl
 import sys
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,38 @@ async def until_closed(reader: asyncio.StreamReader) -> None:
             pass
     except (OSError, ssl.SSLError):
         pass
+
+
+def test_a_closed_connection_keeps_no_buffers_until_the_collector_comes(pool, run: Run):
+    async def main() -> None:
+        door = Door(pool.credentials("broker", "broker"))
+        listener = await door.open()
+        mine = await TcpTransport(pool.credentials("a")).dial(listener.addresses, expect=None, stream="control")
+        theirs = await door.let_in.get()
+        layers = [weakref.ref(one.get_extra_info("ssl_object")) for one in map(tls_transport, (mine, theirs))]
+        assert all(layer() is not None for layer in layers)
+        gc.disable()  # what refers to itself in a circle would stay
+        try:
+            await mine.close()
+            assert isinstance(await door.ends.get(), ChannelClosed)
+            await theirs.close()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert [layer() for layer in layers] == [None, None]
+        finally:
+            gc.enable()
+        assert mine.closed
+        assert theirs.closed
+        await listener.close()
+
+    run(main())
+
+
+def tls_transport(channel: Channel) -> asyncio.Transport:
+    assert isinstance(channel, TcpChannel)
+    transport = channel._transport
+    assert transport is not None
+    return transport
 
 
 def test_silent_connections_are_closed_and_keep_no_member_out(pool, run: Run):

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from fusionai.primitives.garbage import set_aside_what_stays
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_what_stays_is_not_looked_at_again_and_what_does_not_is_gone():
+    stays, gone = Circle(), Circle()
+    known = weakref.ref(gone)
+    del gone
+    set_aside_what_stays()
+    assert known() is None
+    assert not any(one is stays for one in gc.get_objects())
+
+
+def test_what_was_set_aside_and_is_of_no_use_any_more_goes_the_next_time():
+    former = Circle()
+    known = weakref.ref(former)
+    set_aside_what_stays()
+    del former
+    gc.collect()
+    assert known() is not None
+    set_aside_what_stays()
+    assert known() is None
