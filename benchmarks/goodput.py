@@ -213,7 +213,9 @@ class Bench:
             finally:
                 for task in background:
                     task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
+                for found in await asyncio.gather(*background, return_exceptions=True):
+                    if isinstance(found, Exception):
+                        self.say(f"failed on the way: {type(found).__name__}: {found}")
 
     def _interrupt(self, number: int) -> None:
         self.say(f"{signal.Signals(number).name}: the judgement so far follows")

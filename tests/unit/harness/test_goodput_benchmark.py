@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
@@ -95,3 +96,28 @@ def test_evenness_compares_steps_with_their_own_window(goodput):
     slower = goodput.Leg("stormy", [(100.0 + at, step) for step, at in enumerate((0.0, 2.0, 4.0, 6.0))])
     assert goodput.evenness([slower], 30.0) == 1.0
     assert goodput.evenness([leg, slower], 30.0) == pytest.approx(11 / 15)
+
+
+@pytest.mark.parametrize(
+    "options", [["--minutes", "6", "--calm", "7"], ["--calm", "0"], ["--steps", "9", "--calm", "1"]]
+)
+def test_a_calm_time_that_cannot_be_is_a_users_mistake(goodput, options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["goodput.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        goodput.main()
+    assert ended.value.code == 2
+    assert "--calm" in capsys.readouterr().err
+
+
+def test_a_report_replaces_the_former_one_whole(goodput, tmp_path):
+    bench = SimpleNamespace(samples=samples(goodput, 3, 20), notes=[{"event": "step"}])
+    path = tmp_path / "figures.json"
+    for steps in (1, 2):
+        goodput.write(bench, {"steps": steps}, path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        assert found["steps"] == steps
+        assert len(found["samples"]) == 2
+    with pytest.raises(TypeError):
+        goodput.write(bench, {"steps": object()}, path)
+    assert json.loads(path.read_text(encoding="utf-8")) == found
+    assert [one.name for one in tmp_path.iterdir()] == ["figures.json"]
