@@ -38,3 +38,15 @@ def test_what_was_set_aside_and_is_of_no_use_any_more_goes_the_next_time():
     assert known() is not None
     set_aside_what_stays()
     assert known() is None
+
+
+def test_from_then_on_the_collector_comes_by_itself_before_long():
+    stays = [[index] for index in range(1_000_000)]
+    set_aside_what_stays()
+    circle = Circle()
+    known = weakref.ref(circle)
+    gc.collect(1)  # it grows old
+    del circle
+    newer = [[index] for index in range(150_000)]  # less than the quarter of all that the collector would wait for
+    assert known() is None
+    del stays, newer
