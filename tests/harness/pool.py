@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fusionai.backends.interface import Backend
 from fusionai.coordination.driver_commands import EndJob
 from fusionai.execution.compute import ComputeThread
+from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.ir.schema import Graph
 from fusionai.peer.door import Door
@@ -34,7 +35,7 @@ from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import CheckpointReader, latest
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
-from fusionai.training.deployment import Cut, Deployment, cut, stage_options
+from fusionai.training.deployment import Cut, cut, stage_options
 from fusionai.training.driver import Driver
 from fusionai.training.job import StateSource, TrainingJob
 from fusionai.transport.interface import Accept, Channel, Listener, Transport

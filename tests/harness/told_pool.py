@@ -12,10 +12,10 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.client.pool_session import Member
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
-from fusionai.training.deployment import Deployment
 from fusionai.transport.tickets import Ticket, sign_ticket
 from fusionai.wire.messages import MemberView
 

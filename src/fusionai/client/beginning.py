@@ -19,10 +19,10 @@ from fusionai.client.deployments import kept_deployment
 from fusionai.client.pool_session import Member
 from fusionai.client.preparation import Prepared, problem_for
 from fusionai.client.replanning import Replanner
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan
-from fusionai.training.deployment import Deployment
 
 PLAN_ATTEMPTS: Final = 6
 """A peer may be taken or gone between looking at the pool and asking for it."""

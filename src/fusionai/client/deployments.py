@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import TrustError
 from fusionai.scheduling.types import Plan
 from fusionai.storage.rundir import RunDirectory
-from fusionai.training.deployment import Deployment
 from fusionai.transport.private_files import read_private, write_private
 
 LARGEST_BYTES = 2**28

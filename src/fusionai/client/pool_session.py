@@ -14,10 +14,10 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import TransportError, WireError
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.types import PeerProfile, Plan
-from fusionai.training.deployment import Deployment
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Transport

@@ -19,6 +19,7 @@ import msgspec
 
 from fusionai.client.deployments import keep_deployment
 from fusionai.client.pool_session import Member
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError
 from fusionai.primitives.ids import JobId
@@ -26,7 +27,6 @@ from fusionai.scheduling.takeover import Waiting, replaced
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
-from fusionai.training.deployment import Deployment
 
 LOOK_S: Final = 0.5
 """Between two looks at a pool where nobody fits, or for a broker that is away."""
@@ -76,7 +76,7 @@ class Replanner:
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
-        """See `training.replanner`. Raises `ExecutionError` where the recipe refuses who is there."""
+        """See `execution.deployment`. Raises `ExecutionError` where the recipe refuses who is there."""
         now_s = self.clock.now_s()
         for peer in lost:
             known = self._losses.get(peer)

@@ -1,6 +1,6 @@
 """A channel between two parts of one process: the driver and the job owner's own stages. Nothing is encoded.
 
-Decides nothing. Neighbours: `training.connections` makes a pair; the interface is `transport.interface.Channel`.
+Decides nothing. Neighbours: `execution.connections` makes a pair; the interface is `transport.interface.Channel`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from fusionai.execution.host import Host
 from fusionai.execution.keeper import Keeper
 from fusionai.execution.links import Links, dials
 from fusionai.execution.outbox import Outbox
+from fusionai.execution.part import Task
 from fusionai.execution.placement import Placement
 from fusionai.execution.runtime import StageRuntime
 from fusionai.execution.stages import Stages
@@ -54,6 +55,7 @@ class JobMember:
         on_output: OutputSink | None = None,
         on_link_lost: LinkLostSink | None = None,
     ) -> None:
+        self.task: Task = "train"
         self.job = job
         self.owner = owner
         self.fence = opened

@@ -1,7 +1,6 @@
-"""A plan made real: who takes part, where they listen, with which tickets. Changes with each plan version.
+"""What follows from a plan's block ranges and is kept while they stay: graphs, boundaries, state entries.
 
-`Cut` is what follows from a plan's block ranges and is kept while they stay: graphs, boundaries, state entries.
-Decides nothing. Neighbours: `client` gets deployments from the broker, `training.driver` runs them,
+Decides nothing. Neighbours: `execution.deployment` is the plan made real, `training.driver` runs it,
 `coordination.roles` is the machine's view of one.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,23 +22,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.types import Plan, StagePlacement
 from fusionai.training.job import TrainingJob
-from fusionai.wire import messages as wire
 from fusionai.wire.messages import StageOptions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
-    """`plan` carries the broker's version. `members`: where each peer of the plan listens (the owner's own: empty).
-    `tickets`: by peer id; the owner's is the driver's."""
-
-    plan: Plan
-    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    tickets: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-
-    def neighbours(self) -> tuple[wire.Neighbour, ...]:
-        return tuple(
-            wire.Neighbour(stage=p.stage, peer=p.peer, addresses=self.members.get(p.peer, ())) for p in self.plan.stages
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 The loop is `run`: take an event, let the machine decide, perform its commands. Decides nothing itself, but which
 messages are of the present round: all else is dropped before it becomes an event (recovery rule 1).
 
-Neighbours: `training.connections` reaches the members, `training.inbox` turns messages into events,
+Neighbours: `execution.connections` reaches the members, `training.inbox` turns messages into events,
 `training.checkpoints` collects state, `storage.commits` is the journal; `execution` runs the stages, also those of the
 job owner in this process.
 """
@@ -24,6 +24,8 @@ from fusionai.coordination.driver import DriverMachine, DriverPhase
 from fusionai.coordination.driver_commands import DriverCommand, EndJob
 from fusionai.coordination.driver_events import DriverEvent
 from fusionai.execution.boundary import LOSS
+from fusionai.execution.connections import Connections
+from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
@@ -35,13 +37,11 @@ from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
 from fusionai.training.checkpoints import Checkpoints, Collection
-from fusionai.training.connections import Connections
-from fusionai.training.deployment import Cut, Deployment, cut, ranges_of, stage_options
+from fusionai.training.deployment import Cut, cut, ranges_of, stage_options
 from fusionai.training.faults import FaultLog
 from fusionai.training.feed import Feed, forwards
 from fusionai.training.job import Batch, TrainingJob
 from fusionai.training.outputs import Outputs
-from fusionai.training.replanner import Replanner
 from fusionai.training.timeline import Timeline
 from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire

@@ -15,12 +15,12 @@ from fusionai.client import beginning
 from fusionai.client.beginning import begin
 from fusionai.client.deployments import keep_deployment
 from fusionai.client.replanning import Replanner
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
-from fusionai.training.deployment import Deployment
 from fusionai.wire.messages import CommitRecord, Fence
 from harness.told_pool import JOB, OWNER, FakeClock, FakePool, member, problem, profile, working
 

@@ -14,13 +14,13 @@ import pytest
 from fusionai.client.pool_session import Member
 from fusionai.client.pool_watch import PoolWatch
 from fusionai.client.replanning import Replanner
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
-from fusionai.training.deployment import Deployment
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, ticket, working
 
 ALL = (working("a"), working("b"))

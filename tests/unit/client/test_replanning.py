@@ -16,12 +16,12 @@ from fusionai.client import replanning
 from fusionai.client.deployments import kept_deployment
 from fusionai.client.pool_session import Member
 from fusionai.client.replanning import Replanner
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
-from fusionai.training.deployment import Deployment
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from fusionai.backends.null.backend import NullBackend
+from fusionai.execution import connections
 from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import DataError, ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.training import connections, progress
+from fusionai.training import progress
 from fusionai.training.driver import Driver
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence

@@ -4,8 +4,8 @@ Decides when a member counts as lost: its control or state connection closed, co
 was silent for the watcher's deadline. Whatever arrives goes to the driver's sinks with the peer it came from; state is
 always read, also when nobody wants it, or a member could wait for ever to be rid of it.
 
-Neighbours: `training.driver` uses it, `coordination.silence` watches, `execution` provides links and the owner's own
-member.
+Neighbours: `training.driver` and `serving.driver` use it, `coordination.silence` watches; the owner's own stages are
+reached over channels within this process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.silence import Silence
+from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.execution.links import open_job
 from fusionai.execution.local import LocalChannel
-from fusionai.execution.member import JobMember
 from fusionai.execution.outbox import Outbox
+from fusionai.execution.part import Part
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.training.deployment import Deployment
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 
@@ -74,7 +74,7 @@ class Connections:
         self,
         job: str,
         host: Host,
-        member: JobMember,
+        member: Part,
         *,
         on_message: MessageSink,
         on_state: StateSink,
@@ -108,7 +108,9 @@ class Connections:
         if peer == self._host.peer:
             self._adopt(peer, *self._local())
             return True
-        opening = wire.OpenJob(job=self._job, fence=fence, ticket=deployment.tickets.get(self._host.peer, b""))
+        opening = wire.OpenJob(
+            job=self._job, fence=fence, ticket=deployment.tickets.get(self._host.peer, b""), task=self._member.task
+        )
         addresses = deployment.members.get(peer, ())
         opened: list[Channel] = []
         adopted = False

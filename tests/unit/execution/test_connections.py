@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from fusionai.execution.connections import _Line  # pyright: ignore[reportPrivateUsage]
 from fusionai.execution.local import LocalChannel
 from fusionai.execution.outbox import Outbox
 from fusionai.primitives.ids import PeerId
-from fusionai.training.connections import _Line  # pyright: ignore[reportPrivateUsage]
 
 PEER = PeerId("peer")
 
