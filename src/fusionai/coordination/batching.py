@@ -1,0 +1,566 @@
+"""Continuous batching over sessions and stages: what the next pass carries. Decides sessions, pages, chunks, order.
+
+A session is admitted when there are pages for all its tokens and a reserve for its answer; then it gets pages as it
+grows. When pages run out, the youngest session that is not under way gives its own up, waits in front of the queue and
+is computed again later from its tokens (most of its pages are usually still there and found again). The oldest session
+is never asked to and fits alone, so something always goes on.
+
+Decoding sessions are spread over the pipeline: with n of them and S passes in flight, a pass carries about n/S; none
+waits for others. Prompts are read in chunks whose ends are fixed multiples from the first computed position, whatever
+the load; a pass with decoding sessions carries one chunk's worth of them at most, one without fills up. A session is in
+one pass at most. After `rewind` all of them go on from their last emitted token: only what `returned` took counts.
+
+Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
+that pass writes is overwritten.
+
+Never sees a tensor, never chooses a token. Neighbours: `pages`, `fair_queue`; `coordination.serving` owns it and says
+when passes may go; the serving driver submits, sends and samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from fusionai.coordination.fair_queue import FairQueue
+from fusionai.coordination.pages import Match, Pages
+from fusionai.primitives.errors import FusionError
+from fusionai.wire.serving import MAX_SESSIONS, Segment
+
+PROBE_SESSION: Final = 0
+"""Has pages of its own for ever; others count from 1."""
+LONGEST_RETRY_S: Final = 60.0
+Output = Literal["logits", "hidden"]
+
+
+class QueueFull(FusionError):
+    """No place in the queue; there may be one after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TooLong(FusionError):
+    """Prompt and answer would not fit if the session were alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """`sessions`: admitted at a time; stages need room for one more, the probe's. `reserve_tokens`: of its answer, for
+    which an admitted session must find pages. `queue`: sessions that may wait."""
+
+    pages: int
+    page_tokens: int
+    sessions: int
+    pass_tokens: int
+    in_flight: int
+    chunk_tokens: int
+    queue: int
+    prefix: bool = True
+    reserve_tokens: int = 64
+    probe_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        counts = (self.page_tokens, self.sessions, self.in_flight, self.chunk_tokens, self.queue, self.probe_tokens)
+        if min(counts) < 1 or self.reserve_tokens < 0 or self.chunk_tokens > self.pass_tokens:
+            raise ValueError(f"expected counts of at least 1 and chunks no longer than a pass, got {self}")
+        if self.sessions >= MAX_SESSIONS or self.probe_tokens > self.pass_tokens:
+            raise ValueError(f"expected fewer than {MAX_SESSIONS} sessions and a probe of one pass, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """`number`: from 1 on, ascending, never used again. `max_tokens` 0: the prompt is read, nothing is generated.
+    `all_rows`: the output of every prompt position is wanted, so none is taken from the prefix cache."""
+
+    number: int
+    scope: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    deadline_s: float | None = None
+    """On the clock that `now_s` is told from."""
+    all_rows: bool = False
+    output: Output = "logits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassPlan:
+    """`tokens` packed in the order of `segments`. `wanted`: rows along `tokens`, ascending; `wanted_sessions`: whose
+    each is. A pass that only reads prompts may want no row at all; its return counts all the same."""
+
+    number: int
+    segments: tuple[Segment, ...]
+    tokens: tuple[int, ...]
+    wanted: tuple[int, ...]
+    wanted_sessions: tuple[int, ...]
+    forget: tuple[int, ...]
+    output: Output
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    spec: SessionSpec
+    tokens: list[int]
+    """Prompt and what was emitted."""
+    turn: int
+    """The smaller, the sooner it is its turn in a pass."""
+    admitted: bool = False
+    computed: int = 0
+    """Positions that all stages have in their caches."""
+    origin: int = 0
+    """First position computed since it was admitted."""
+    delivered: int = 0
+    """Positions whose rows have come, for `all_rows`."""
+    matched: int | None = None
+    """Prompt tokens found in the prefix cache when it was first admitted."""
+    told: int = 0
+    """Entries of its page table that the stages know."""
+    under_way: int | None = None
+    """Number of its pass."""
+    proposals: tuple[int, ...] = ()
+    lacking: bool = False
+    """Its next position finds no page."""
+    failures: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.spec.number
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - len(self.spec.prompt)
+
+    @property
+    def decodes(self) -> bool:
+        return self.emitted > 0 and self.computed == len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One session's share of a pass. `start` to `end` are tokens it has; `proposals` follow them."""
+
+    session: _Session
+    start: int
+    end: int
+    proposals: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    parts: tuple[_Part, ...]
+    forget: tuple[int, ...]
+    at_s: float
+
+
+@dataclass(slots=True)
+class Batcher:
+    limits: BatchLimits
+    pages: Pages = field(init=False)
+    _sessions: dict[int, _Session] = field(default_factory=dict[int, _Session])
+    _queue: FairQueue = field(init=False)
+    _passes: dict[int, _Sent] = field(default_factory=dict[int, _Sent])
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _turns: itertools.count[int] = field(default_factory=itertools.count)
+    _forget: set[int] = field(default_factory=set[int])
+    _ends_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=16))
+    """When the last sessions ended."""
+    prompt_tokens: int = 0
+    """Read so far, with those from the prefix cache; and those alone."""
+    prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.pages = Pages(limits.pages, limits.page_tokens, prefix=limits.prefix)
+        self._queue = FairQueue(limits.queue)
+        self.pages.admit(PROBE_SESSION, "", Match((), 0))
+        if not self.pages.extend(PROBE_SESSION, limits.probe_tokens):
+            raise ValueError(f"expected more pages than a probe takes, got {limits.pages}")
+
+    # ------------------------------------------------------------------------------------------------- coming, going
+
+    def submit(self, spec: SessionSpec, now_s: float) -> None:
+        """Raises `QueueFull`, `TooLong`; `ValueError` for what is no session."""
+        if spec.number <= PROBE_SESSION or spec.number in self._sessions or not spec.prompt or spec.max_tokens < 0:
+            raise ValueError(f"expected a new session number and a prompt, got {spec.number}, {len(spec.prompt)}")
+        positions = len(spec.prompt) + spec.max_tokens
+        pages = self.pages.count - self.pages.pages_for(self.limits.probe_tokens)
+        if self.pages.pages_for(positions) > pages:
+            raise TooLong(
+                f"prompt and answer take {positions} positions, all caches together have "
+                f"{pages * self.limits.page_tokens}.",
+                hint="Send a shorter prompt or ask for fewer tokens.",
+            )
+        if not self._queue.has_room(spec.scope):
+            raise QueueFull(f"{self.queued} requests wait already.", self._retry_after_s(now_s))
+        self._sessions[spec.number] = _Session(spec, list(spec.prompt), next(self._turns))
+        self._queue.push(spec.number, spec.scope)
+
+    def propose(self, number: int, tokens: Sequence[int]) -> None:
+        """What may follow the session's last token: its next pass checks them. A later call replaces an earlier one;
+        sessions that are over or do not decode yet are ignored."""
+        session = self._sessions.get(number)
+        if session is not None and session.emitted > 0:
+            session.proposals = tuple(tokens)
+
+    def cancel(self, number: int) -> bool:
+        """The session is over: its pages are free at once. False where it was over already."""
+        session = self._sessions.pop(number, None)
+        if session is None:
+            return False
+        if session.admitted:
+            self.pages.release(number)
+            self._forget.add(number)
+        self._queue.leave(number, session.spec.scope)
+        return True
+
+    def expire(self, now_s: float) -> tuple[int, ...]:
+        """Sessions, waiting or not, whose deadline has passed: they are over."""
+        late = [
+            number
+            for number, session in self._sessions.items()
+            if session.spec.deadline_s is not None and session.spec.deadline_s <= now_s
+        ]
+        for number in late:
+            self._end(number, now_s)
+        return tuple(late)
+
+    # --------------------------------------------------------------------------------------------------------- passes
+
+    def next_pass(self, now_s: float) -> PassPlan | None:
+        """What to send now; None while the pipeline is full or nobody has anything to compute."""
+        if len(self._passes) >= self.limits.in_flight:
+            return None
+        self._admit()
+        number = next(self._numbers)
+        parts = self._chosen(number)
+        if not parts:
+            return None
+        forget = self._take_forgotten()
+        self._passes[number] = _Sent(tuple(parts), forget, now_s)
+        return self._planned(number, parts, forget)
+
+    def sessions_of(self, number: int) -> tuple[int, ...]:
+        """Sessions for which this pass still counts: of those the driver samples. Nobody for one that is void."""
+        sent = self._passes.get(number)
+        return () if sent is None else tuple(part.session.number for part in sent.parts if self._counts(part, number))
+
+    def returned(
+        self, number: int, tokens: Mapping[int, Sequence[int]], finished: Collection[int], now_s: float
+    ) -> frozenset[int]:
+        """A pass came back. `tokens`: for each session whose next token's row was in it what follows: as many of the
+        proposals as were right and one more; it may be empty for one in `finished`. Gives the sessions for which it
+        counts: only theirs may be given out. A void pass changes nothing.
+
+        Raises `ValueError` where the tokens contradict what was proposed."""
+        sent = self._passes.pop(number, None)
+        if sent is None:
+            return frozenset()
+        counted: set[int] = set()
+        for part in sent.parts:
+            session = part.session
+            if self._counts(part, number):
+                counted.add(session.number)
+                self._advance(part, tuple(tokens.get(session.number, ())), session.number in finished, now_s)
+        return frozenset(counted)
+
+    def failed(self, number: int, now_s: float) -> tuple[int, ...]:
+        """A pass could not be computed. Each of its sessions tries again in a pass of its own; those for which this
+        was that are over, and are given back."""
+        sent = self._passes.pop(number, None)
+        if sent is None:
+            return ()
+        over: list[int] = []
+        self._forget.update(sent.forget)
+        for part in sent.parts:
+            session = part.session
+            if not self._counts(part, number):
+                continue
+            self._put_back(session)
+            session.failures += 1
+            if session.failures > 1:
+                self._end(session.number, now_s)
+                over.append(session.number)
+        return tuple(over)
+
+    # --------------------------------------------------------------------------------------------------------- faults
+
+    def rewind(self) -> None:
+        """All passes under way are void. Stages are told whole page tables again."""
+        for sent in self._passes.values():
+            self._forget.update(sent.forget)
+        self._passes.clear()
+        for session in sorted(self._sessions.values(), key=lambda one: one.turn):
+            self._put_back(session)
+
+    @property
+    def live(self) -> dict[int, int]:
+        """Session -> positions that every stage must have before passes go on."""
+        return {
+            number: session.computed
+            for number, session in self._sessions.items()
+            if session.admitted and session.computed > 0
+        }
+
+    def segments_for_rebuild(self, sessions: Collection[int] | None = None) -> tuple[Segment, ...]:
+        """What a stage without caches needs, of these sessions (None: of all): each with its page table. Pages that
+        several have are in one segment only, the first; the others start behind them."""
+        segments: list[Segment] = []
+        seen: set[int] = set()
+        for number, computed in sorted(self.live.items()):
+            if sessions is not None and number not in sessions:
+                continue
+            table = self.pages.table(number)[: self.pages.pages_for(computed)]
+            shared = next((entry for entry, page in enumerate(table) if page not in seen), len(table))
+            start = min(shared * self.limits.page_tokens, computed)
+            seen.update(table)
+            if start < computed:
+                segments.append(Segment(number, start, computed - start, 0, table))
+        return tuple(segments)
+
+    def tokens_of(self, segment: Segment) -> tuple[int, ...]:
+        """What a rebuild from the tokens themselves sends for this segment."""
+        return tuple(self._sessions[segment.session].tokens[segment.start : segment.start + segment.length])
+
+    def caches_lost(self) -> None:
+        """Some stage has to be rebuilt: it will have what living sessions have, nothing else."""
+        self.pages.drop_index()
+
+    def compute_again(self) -> None:
+        """No cache can be trusted and nothing can be rebuilt: all sessions are read again from their tokens."""
+        for session in self._sessions.values():
+            if session.admitted:
+                self._give_up(session)
+        self.pages.drop_index()
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        """A stage still has these: those that are not admitted are dropped with the next pass."""
+        self._forget.update(sessions)
+
+    def take_number(self) -> int:
+        """For a probe or a rebuild: they share the passes' numbers."""
+        return next(self._numbers)
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """For a probe: what the next pass would have told."""
+        return self._take_forgotten()
+
+    # -------------------------------------------------------------------------------------------------------- figures
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._sessions) - len(self._queue)
+
+    @property
+    def under_way(self) -> int:
+        """Passes."""
+        return len(self._passes)
+
+    @property
+    def oldest_s(self) -> float | None:
+        """When the oldest pass under way was made."""
+        return min((sent.at_s for sent in self._passes.values()), default=None)
+
+    def matched(self, number: int) -> int:
+        """Tokens of the session's prompt that were known from before."""
+        session = self._sessions.get(number)
+        return 0 if session is None or session.matched is None else session.matched
+
+    # -------------------------------------------------------------------------------------------------------- details
+
+    def _admit(self) -> None:
+        """In the queue's order, nobody passed over: whoever needs much room would wait for ever. Nobody while an
+        admitted session lacks a page."""
+        while self.running < self.limits.sessions and not any(one.lacking for one in self._sessions.values()):
+            number = self._queue.first
+            if number is None:
+                return
+            session = self._sessions[number]
+            spec = session.spec
+            unread = spec.all_rows and session.delivered < len(spec.prompt)
+            match = Match((), 0) if unread else self.pages.match(spec.scope, session.tokens)
+            left = spec.max_tokens - session.emitted
+            if self.pages.lacks(match, len(session.tokens) + min(left, self.limits.reserve_tokens)):
+                return
+            self._queue.pop()
+            self._queue.charge(spec.scope, len(session.tokens))
+            self.pages.admit(number, spec.scope, match)
+            self.pages.extend(number, len(session.tokens))
+            session.admitted = True
+            session.computed = session.origin = match.tokens
+            session.told = 0
+            if session.matched is None:
+                session.matched = match.tokens
+                self.prompt_tokens += len(spec.prompt)
+                self.prefix_tokens += match.tokens
+
+    def _chosen(self, number: int) -> list[_Part]:
+        """Marks whom it takes as under way in pass `number`."""
+        ready = sorted(
+            (one for one in self._sessions.values() if one.admitted and one.under_way is None), key=lambda one: one.turn
+        )
+        if not ready:
+            return []
+        if ready[0].failures:
+            ready = ready[:1]
+        ready = [one for one in ready if one.spec.output == ready[0].spec.output and one.failures == ready[0].failures]
+        decoding = [one for one in ready if one.decodes]
+        ranked = self._queue.rank((one.number, one.spec.scope) for one in ready if not one.decodes)
+        reading = [self._sessions[one] for one in ranked]
+        room = self.limits.pass_tokens
+        if decoding and reading:
+            chunk = self._chunk_end(reading[0]) - reading[0].computed
+            if chunk < room:
+                room -= chunk
+            elif decoding[0].turn > reading[0].turn:
+                decoding = []
+            else:
+                reading = []
+        parts = self._decoding_parts(number, decoding, room)
+        room = self.limits.pass_tokens - sum(1 + len(part.proposals) for part in parts)
+        if parts:
+            room = min(room, self.limits.chunk_tokens)
+        for session in reading:
+            if not session.admitted:
+                continue  # it made room for one that decodes
+            end = self._chunk_end(session)
+            if end - session.computed > room:
+                break
+            room -= end - session.computed
+            session.under_way = number
+            parts.append(_Part(session, session.computed, end, ()))
+        return parts
+
+    def _decoding_parts(self, number: int, decoding: Sequence[_Session], room: int) -> list[_Part]:
+        """About as many as make every pass in flight equal; all of them count, also those under way."""
+        parts: list[_Part] = []
+        group = -(-sum(one.admitted and one.decodes for one in self._sessions.values()) // self.limits.in_flight)
+        for session in decoding:
+            if len(parts) >= group or room < 1:
+                break
+            if not session.admitted:
+                continue
+            proposals = self._proposals(session, room - 1)
+            if not self._find_page(session):
+                continue
+            if proposals and not self.pages.extend(session.number, len(session.tokens) + len(proposals)):
+                proposals = ()
+            session.under_way = number
+            room -= 1 + len(proposals)
+            parts.append(_Part(session, session.computed, len(session.tokens), proposals))
+            self._queue.charge(session.spec.scope, 1)
+        return parts
+
+    def _proposals(self, session: _Session, room: int) -> tuple[int, ...]:
+        left = session.spec.max_tokens - session.emitted - 1
+        return session.proposals[: max(0, min(left, room))]
+
+    def _find_page(self, session: _Session) -> bool:
+        """For the session's next position; the youngest of those younger than it that rest give theirs up."""
+        while not self.pages.extend(session.number, len(session.tokens)):
+            younger = [
+                one
+                for one in self._sessions.values()
+                if one.admitted and one.under_way is None and one.number > session.number
+            ]
+            if not younger:
+                session.lacking = True
+                return False
+            self._give_up(max(younger, key=lambda one: one.number))
+        session.lacking = False
+        return True
+
+    def _give_up(self, session: _Session) -> None:
+        self.pages.release(session.number)
+        self._forget.add(session.number)
+        self._queue.push_back(session.number)
+        session.admitted = session.lacking = False
+        session.computed = session.origin = session.told = 0
+        session.proposals = ()
+
+    def _chunk_end(self, session: _Session) -> int:
+        chunk = self.limits.chunk_tokens
+        done = (session.computed - session.origin) // chunk
+        return min(len(session.tokens), session.origin + (done + 1) * chunk)
+
+    def _planned(self, number: int, parts: Sequence[_Part], forget: tuple[int, ...]) -> PassPlan:
+        segments: list[Segment] = []
+        tokens: list[int] = []
+        wanted: list[int] = []
+        owners: list[int] = []
+        for part in parts:
+            session = part.session
+            packed = (*session.tokens[part.start : part.end], *part.proposals)
+            table = self.pages.table(session.number)
+            segments.append(Segment(session.number, part.start, len(packed), session.told, table[session.told :]))
+            session.told = len(table)
+            first = len(packed)
+            if session.spec.all_rows and part.start < len(session.spec.prompt):
+                first = max(0, session.delivered - part.start)
+            if part.end == len(session.tokens):
+                first = min(first, part.end - 1 - part.start)
+            wanted += range(len(tokens) + first, len(tokens) + len(packed))
+            owners += [session.number] * (len(packed) - first)
+            tokens += packed
+        return PassPlan(
+            number=number,
+            segments=tuple(segments),
+            tokens=tuple(tokens),
+            wanted=tuple(wanted),
+            wanted_sessions=tuple(owners),
+            forget=forget,
+            output=parts[0].session.spec.output,
+        )
+
+    def _advance(self, part: _Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
+        session, spec = part.session, part.session.spec
+        reads_on = part.end < len(session.tokens)
+        if (reads_on and emitted) or (not reads_on and spec.max_tokens and not emitted and not finished):
+            raise ValueError(f"expected tokens after the last position of session {spec.number} and only there")
+        accepted = emitted[:-1]
+        if accepted != part.proposals[: len(accepted)] or session.emitted + len(emitted) > spec.max_tokens:
+            raise ValueError(f"session {spec.number} was given {emitted}, proposed were {part.proposals}")
+        session.tokens += emitted
+        session.computed = part.end + len(accepted)
+        session.delivered = max(session.delivered, session.computed)
+        session.failures = 0
+        session.proposals = ()
+        session.under_way = None
+        session.turn = next(self._turns)
+        self.pages.confirm(spec.number, session.tokens[: session.computed])
+        if finished or (not reads_on and session.emitted >= spec.max_tokens):
+            self._end(spec.number, now_s)
+
+    def _counts(self, part: _Part, number: int) -> bool:
+        session = part.session
+        return self._sessions.get(session.number) is session and session.under_way == number
+
+    def _put_back(self, session: _Session) -> None:
+        session.under_way = None
+        session.told = 0
+        session.proposals = ()
+
+    def _end(self, number: int, now_s: float) -> None:
+        self.cancel(number)
+        self._ends_s.append(now_s)
+
+    def _take_forgotten(self) -> tuple[int, ...]:
+        """Whoever was admitted again meanwhile is not forgotten: its next segment starts it anew anyway."""
+        gone = sorted(self._forget - {number for number, one in self._sessions.items() if one.admitted})
+        told = tuple(gone[: MAX_SESSIONS // 2])
+        self._forget = set(gone[len(told) :])
+        return told
+
+    def _retry_after_s(self, now_s: float) -> float:
+        """By how fast sessions ended lately, until all that wait now have been admitted."""
+        if not self._ends_s or now_s <= self._ends_s[0]:
+            return 1.0
+        ends_per_s = len(self._ends_s) / (now_s - self._ends_s[0])
+        return min(LONGEST_RETRY_S, max(0.5, self.queued / ends_per_s))
