@@ -19,7 +19,7 @@ from fusionai.client.background import in_background
 from fusionai.client.pool_session import Member
 from fusionai.client.replanning import RETRIED, Replanner
 from fusionai.primitives.clock import Clock
-from fusionai.primitives.errors import FusionError, RefusedError
+from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.straggling import Better, better_plan, observed, watching
 from fusionai.scheduling.takeover import reinforced, replaced
@@ -48,6 +48,8 @@ class PoolWatch:
         self._clock = clock
         self._offered: tuple[int, float] = (0, 0.0)
         """Newest version offered, and when."""
+        self._unsure = False
+        """Whether the answer to the last plan asked for was lost: the broker may have another plan in force."""
         self._lasts_s = self._left_s()
         self._step = 0
         self._slow = watching(0)
@@ -83,6 +85,8 @@ class PoolWatch:
     async def _look(self) -> None:
         if self._driver.is_waiting:
             return
+        if self._unsure:
+            await self._agree()
         await self._renew()
         version, offered_s = self._offered
         pending = version > self._driver.deployment.plan.version
@@ -92,11 +96,27 @@ class PoolWatch:
         found = self._handed_over(members) or self._guarded(members) or await self._faster(members)
         if found is None:
             return
-        plan, reason = found
-        deployment = await self._replanner.make_real(plan)
+        await self._offer(*found)
+
+    async def _offer(self, plan: Plan, reason: str) -> None:
+        try:
+            deployment = await self._replanner.make_real(plan)
+        except TransportError:
+            self._unsure = True
+            raise
         self._offered = (deployment.plan.version, self._clock.now_s())
         if not self._driver.is_waiting:
             self._driver.offer(deployment, reason)
+
+    async def _agree(self) -> None:
+        """On the plan in force with the broker: where the answer to that one never came, the driver's own follows it."""
+        try:
+            self._driver.renew(await self._replanner.renewed(self._driver.deployment))
+        except RefusedError as error:
+            if error.code != "stale_fence":
+                raise
+            await self._offer(self._plan(), "the answer to another plan was lost")
+        self._unsure = False
 
     async def _renew(self) -> None:
         if self._left_s() < min(RENEW_S, self._lasts_s / 2):

@@ -15,7 +15,7 @@ from fusionai.client.pool_session import Member
 from fusionai.client.pool_watch import PoolWatch
 from fusionai.client.replanning import Replanner
 from fusionai.execution.deployment import Deployment
-from fusionai.primitives.errors import TransportError
+from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
@@ -180,6 +180,33 @@ def test_a_broker_that_is_away_disturbs_nothing(bench: Make):
     with pytest.raises(TransportError):
         one.look()  # `run` says so in the log and looks again
     assert not one.driver.offers
+
+
+def test_after_a_lost_answer_broker_and_driver_agree_on_the_plan_again(bench: Make):
+    one = bench((*ALL, member("d")), ALL)
+    # The broker mints the plan with "d" and dies before it says so; then it knows another plan than the driver's.
+    one.pool.grants = [TransportError("gone."), RefusedError("another plan.", code="stale_fence"), None]
+    with pytest.raises(TransportError):
+        one.look()
+    one.look()
+    ((found, reason),) = one.driver.offers
+    assert places(found.plan) == places(one.driver.plan)
+    assert found.plan.version > one.driver.plan.version
+    assert reason == "the answer to another plan was lost"
+    one.driver.adopt()
+    one.look()
+    assert len(one.driver.offers) == 1
+    assert not one.driver.renewals
+
+
+def test_a_lost_question_costs_new_tickets_and_nothing_else(bench: Make):
+    one = bench((*ALL, member("d")), ALL)
+    one.pool.grants = [TransportError("gone."), None]
+    with pytest.raises(TransportError):
+        one.look()
+    one.look()
+    assert not one.driver.offers
+    assert len(one.driver.renewals) == 1
 
 
 def test_in_an_exact_job_no_stage_moves_among_unequal_machines(bench: Make):
