@@ -109,7 +109,7 @@ class PoolWatch:
             self._driver.offer(deployment, reason)
 
     async def _agree(self) -> None:
-        """On the plan in force with the broker: where the answer to that one never came, the driver's own follows it."""
+        """With the broker on the plan in force: where that one's answer never came, the driver's own follows it."""
         try:
             self._driver.renew(await self._replanner.renewed(self._driver.deployment))
         except RefusedError as error:
