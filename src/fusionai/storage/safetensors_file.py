@@ -113,6 +113,11 @@ class SafetensorsFile:
         first, end = entry.data_offsets
         return host_tensor(_DTYPE[entry.dtype], entry.shape, self._map[self._start + first : self._start + end])
 
+    def span(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
+        """(dtype, shape, offset in the file, bytes), for readers that must not map. Raises `StorageError`."""
+        tensor = self.read(name)
+        return tensor.dtype, tensor.shape, self._start + self._entries[name].data_offsets[0], tensor.nbytes
+
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
         return ((name, self.read(name)) for name in self.names)
 

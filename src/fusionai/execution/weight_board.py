@@ -1,0 +1,146 @@
+"""Which pieces of weights are still to be asked for, and of whom. Pure: time comes as an argument.
+
+Decides the order and who may ask what. Peers before the last source all draw from one heap, so that the quicker one
+gives more; the last source, the job owner, gives only what no peer has at the moment. A piece that somebody is slow
+with may be asked of another too; the first answer counts. Who has nothing now may have it soon (it fetches as well).
+
+Neighbours: `execution.weights` asks, receives and tells this board.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """Consecutive pieces of one tensor, asked for at once."""
+
+    digest: bytes
+    first: int
+    count: int
+    askers: set[int] = field(default_factory=set[int])
+    declined_s: dict[int, float] = field(default_factory=dict[int, float])
+    done: bool = False
+
+
+class Board:
+    """`missing`: digest -> pieces that are not here, in the order to ask. `having`: for each source the digests it has,
+    empty means all. Sources are numbers in order of preference."""
+
+    def __init__(
+        self,
+        missing: Mapping[bytes, Sequence[int]],
+        having: Sequence[Collection[bytes]],
+        *,
+        ask_pieces: int,
+        retry_s: float,
+        slow_s: float,
+        now_s: float,
+    ) -> None:
+        self._having = [frozenset(digests) for digests in having]
+        self._live = set(range(len(having)))
+        self._retry_s = retry_s
+        self._slow_s = slow_s
+        self._heard_s = dict.fromkeys(self._live, now_s)
+        self._open = deque(share for digest, pieces in missing.items() for share in _shares(digest, pieces, ask_pieces))
+        self._asked: set[Share] = set()
+        self._left = {digest: len(pieces) for digest, pieces in missing.items() if pieces}
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    @property
+    def live(self) -> frozenset[int]:
+        return frozenset(self._live)
+
+    @property
+    def missing(self) -> frozenset[bytes]:
+        """Tensors that are not complete."""
+        return frozenset(self._left)
+
+    def take(self, source: int, now_s: float) -> Share | None:
+        """What to ask `source` for now, if anything."""
+        if source not in self._live:
+            return None
+        for share in self._open:
+            if self._may(source, share, now_s) and not self._preferred_may(source, share, now_s):
+                self._open.remove(share)
+                self._asked.add(share)
+                return self._given(share, source, now_s)
+        for share in self._asked:
+            if source not in share.askers and self._may(source, share, now_s) and self._is_slow(share, now_s):
+                return self._given(share, source, now_s)
+        return None
+
+    def _given(self, share: Share, source: int, now_s: float) -> Share:
+        if not any(source in asked.askers for asked in self._asked):
+            self._heard_s[source] = now_s  # until now it had nothing to answer
+        share.askers.add(source)
+        return share
+
+    def _may(self, source: int, share: Share, now_s: float) -> bool:
+        having = self._having[source]
+        if having and share.digest not in having:
+            return False
+        declined_s = share.declined_s.get(source)
+        return declined_s is None or now_s - declined_s >= self._retry_s
+
+    def _preferred_may(self, source: int, share: Share, now_s: float) -> bool:
+        """Whether the last source leaves this to others."""
+        if source != len(self._having) - 1:
+            return False
+        return any(self._may(other, share, now_s) for other in self._live - {source})
+
+    def _is_slow(self, share: Share, now_s: float) -> bool:
+        return all(now_s - self._heard_s[asker] > self._slow_s for asker in share.askers)
+
+    def arrived(self, source: int, share: Share, good: int, now_s: float) -> bool:
+        """`good` pieces from the share's first on are here. False if they were already. The rest is open again."""
+        self._heard_s[source] = now_s
+        if share.done:
+            return False
+        share.done = True
+        self._asked.discard(share)
+        if good < share.count:
+            self._open.appendleft(Share(share.digest, share.first + good, share.count - good))
+        self._left[share.digest] -= good
+        if self._left[share.digest] == 0:
+            del self._left[share.digest]
+        return True
+
+    def declined(self, source: int, share: Share, now_s: float) -> None:
+        """It does not have them (any more, or yet)."""
+        self._heard_s[source] = now_s
+        share.declined_s[source] = now_s
+        self._release(source, share)
+
+    def lost(self, source: int) -> None:
+        """The connection ended; what was asked of it is open again."""
+        for share in [share for share in self._asked if source in share.askers]:
+            self._release(source, share)
+
+    def drop(self, source: int) -> None:
+        """Nothing more is asked of it."""
+        self.lost(source)
+        self._live.discard(source)
+
+    def _release(self, source: int, share: Share) -> None:
+        share.askers.discard(source)
+        if share in self._asked and not share.askers:
+            self._asked.discard(share)
+            self._open.appendleft(share)
+
+
+def _shares(digest: bytes, pieces: Sequence[int], most: int) -> list[Share]:
+    shares: list[Share] = []
+    for piece in pieces:
+        last = shares[-1] if shares else None
+        if last is not None and last.first + last.count == piece and last.count < most:
+            last.count += 1
+        else:
+            shares.append(Share(digest, piece, 1))
+    return shares

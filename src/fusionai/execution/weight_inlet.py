@@ -1,0 +1,78 @@
+"""The driver's state connection as a source of weights: a member can't dial the owner, whose machine may listen to
+nobody, so it asks on the connection that the owner made. Decides nothing.
+
+    inlet = WeightInlet(channel)              # in `serve_state`, when the driver's state connection comes
+    await inlet.serve()                       # reads it until it ends, answers signs of life
+
+    @asynccontextmanager
+    async def reach(source):                  # for `weights.fetch`
+        if source.peer == owner:
+            yield await the_present_inlet()   # the newest; raises `TransportError` where there is none
+        else:
+            async with dialled(transport, source, placement.opening) as channel:
+                yield channel
+
+The owner runs `WeightDesk.answer` on the connection it made. Neighbours: `execution.weights` asks through this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from fusionai.execution.line import Line
+from fusionai.primitives.errors import ChannelClosed, ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Channel, Envelope
+from fusionai.wire import messages as wire
+
+MAX_UNREAD: Final = 64
+"""Answers that nobody waits for any more, and those in flight."""
+
+
+class WeightInlet:
+    """A `Channel` for one fetch after the other; ending a fetch ends nothing here."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.remote = channel.remote
+        self.stream = channel.stream
+        self.stats = channel.stats
+        self._line = Line(channel)
+        self._answers: asyncio.Queue[Envelope | None] = asyncio.Queue()
+
+    async def serve(self) -> None:
+        """Read until the connection ends. Raises `ExecutionError` when anything but weights comes."""
+        try:
+            while True:
+                envelope = await self._line.receive()
+                if not isinstance(envelope.message, wire.WeightPieces | wire.Refused):
+                    raise ExecutionError(f"expected WeightPieces, got a {type(envelope.message).__name__}.")
+                if self._answers.qsize() >= MAX_UNREAD:
+                    raise ExecutionError("more answers came than were asked for.")
+                self._answers.put_nowait(envelope)
+        except ChannelClosed:
+            return
+        finally:
+            self._line.drop()
+            self._answers.put_nowait(None)
+
+    async def send(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        await self._line.channel.send(message, tensors)
+
+    async def receive(self) -> Envelope:
+        envelope = await self._answers.get()
+        if envelope is None:
+            self._answers.put_nowait(None)
+            raise ChannelClosed("the connection that the job's owner made has ended.")
+        return envelope
+
+    async def close(self) -> None:
+        """The connection is the driver's to end."""
+
+    def abort(self) -> None:
+        """As `close`."""
+
+    @property
+    def closed(self) -> bool:
+        return self._line.channel.closed

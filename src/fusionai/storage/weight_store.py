@@ -1,0 +1,261 @@
+"""Weights that lie on this machine, one file per tensor, named by the hash of its bytes.
+
+    <digest>         a whole tensor, checked against its digest before it got this name
+    <digest>.part    one that is being fetched, at its full size, with holes
+    .lock            taken around renaming and removing
+
+Decides what is whole, what is dropped when space is short (what was used longest ago; never what is held), how an
+interrupted download goes on: the pieces of a part are hashed again when it is opened. That costs one reading of the
+few tensors that were under way, needs no record of what was written beside it that could be wrong after a crash, and
+no fsync per piece. Two processes may share the directory: both write only bytes that have been checked, so that they
+write the same, and names change under the lock.
+
+Neighbours: `weight_part` fills a part, `execution.weights` fetches into it, `execution.weight_desk` serves from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from fusionai.primitives.errors import StorageError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.units import format_bytes
+from fusionai.storage.atomic import storage_errors
+from fusionai.storage.directory_lock import directory_lock
+from fusionai.storage.mapped_file import Stretch
+from fusionai.storage.weight_part import PART_SUFFIX, WeightPart
+from fusionai.storage.weight_pieces import good_pieces, spec_bytes
+from fusionai.wire.serving import PIECE_BYTES, WeightSpec
+
+log = logging.getLogger(__name__)
+
+ABANDONED_S: Final = 7 * 86_400.0
+"""A part that nobody has written to for so long is removed at the next start."""
+FRESH_S: Final = 600.0
+"""A part written to so recently may be another process's work."""
+
+
+class WeightStore:
+    """`limit_bytes` bounds all files together. Methods may be called from any thread.
+
+    Hold what is in use: `with store.holding(digests)` around loading and the stage's life."""
+
+    def __init__(
+        self, directory: Path, limit_bytes: int | None = None, *, wall_s: Callable[[], float] = time.time
+    ) -> None:
+        """Makes the directory. Raises `StorageError`."""
+        self.directory = directory
+        self._limit_bytes = limit_bytes
+        self._wall_s = wall_s
+        self._mutex = threading.RLock()
+        self._held: Counter[bytes] = Counter()
+        self._parts: dict[bytes, WeightPart] = {}
+        with storage_errors(directory, "made"):
+            directory.mkdir(parents=True, exist_ok=True)
+        with directory_lock(directory):
+            self._remove_abandoned()
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def has(self, spec: WeightSpec) -> bool:
+        """Whether the whole tensor is here. A file of another size is damaged and removed."""
+        nbytes = spec_bytes(spec)
+        path = self._path(spec.digest)
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            return False
+        except OSError as problem:
+            raise StorageError(f"{path} can't be read: {problem.strerror or problem}.") from problem
+        if found == nbytes:
+            return True
+        log.warning("%s is damaged: %d bytes instead of %d; it is fetched again", path, found, nbytes)
+        with suppress(OSError):
+            path.unlink()
+        return False
+
+    def read(self, spec: WeightSpec) -> HostTensor:
+        """The tensor, its memory the mapped file; counts as a use. Raises `StorageError` when it is not here."""
+        if not self.has(spec):
+            raise StorageError(f"{spec.key} is not among the weights in {self.directory}.")
+        path = self._path(spec.digest)
+        with suppress(OSError):
+            os.utime(path)
+        return host_tensor(spec.dtype, spec.shape, Stretch(path, 0, spec_bytes(spec)).mapped())
+
+    def pieces(self, digest: bytes, first: int, count: int) -> bytes:
+        """Pieces from `first` on, at most `count`, for others: fewer at the end, or where a part has no more in a row.
+        Empty when there are none. Raises `StorageError` when the disk fails."""
+        path = self._path(digest)
+        with self._mutex:
+            part = self._parts.get(digest)
+        if part is not None:
+            count = part.run(first, count)
+            path = part.path
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            if part is None:
+                return b""
+            path = self._path(digest)  # it has just become whole
+            size = path.stat().st_size if path.exists() else 0
+        start = first * PIECE_BYTES
+        if count <= 0 or start >= size:
+            return b""
+        with suppress(OSError):
+            os.utime(path)
+        return Stretch(path, 0, size).read(start, min(count * PIECE_BYTES, size - start))
+
+    @property
+    def used_bytes(self) -> int:
+        """All files, parts at their full size."""
+        return sum(stat.st_size for _, stat in self._files())
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def missing(self, spec: WeightSpec) -> tuple[int, ...]:
+        """Pieces that are not here, ascending. Hashes again what an interrupted download left."""
+        if self.has(spec):
+            return ()
+        if not self.begun(spec.digest):
+            return tuple(range(len(spec.pieces)))
+        return self.begin(spec).missing
+
+    def begun(self, digest: bytes) -> bool:
+        """Whether a part of it lies here."""
+        return self._part_path(digest).exists()
+
+    def begin(self, spec: WeightSpec) -> WeightPart:
+        """Begin to fill a tensor, or go on. The same part for everybody in this process who fetches it.
+
+        Raises `StorageError` when there is no room for it."""
+        with self._mutex:
+            part = self._parts.get(spec.digest)
+            if part is None:
+                path = self._part_path(spec.digest)
+                if not path.exists():
+                    self.make_room(spec_bytes(spec))
+                part = self._parts[spec.digest] = WeightPart(spec, path)
+            return part
+
+    def put(self, spec: WeightSpec, first: int, data: memoryview) -> int:
+        """Keep the pieces at the start of `data` that are right, from `first` on; how many were. Raises
+        `StorageError`."""
+        with self._mutex:
+            part = None if self.has(spec) else self.begin(spec)
+        return good_pieces(spec, first, data) if part is None else part.put(first, data)
+
+    def finish(self, spec: WeightSpec) -> None:
+        """All pieces are here: check the whole and give it its name. Harmless when done before.
+
+        Raises `StorageError` when the pieces' hashes and the tensor's do not belong together: the part is dropped."""
+        with self._mutex:
+            if self.has(spec) and spec.digest not in self._parts:
+                return
+            part = self.begin(spec)
+        with part.finishing:
+            if self.has(part.spec):
+                self._forget(part)
+                return
+            try:
+                part.check()
+            except StorageError:
+                self._forget(part)
+                with suppress(OSError):
+                    part.path.unlink()
+                raise
+            with directory_lock(self.directory):
+                if not self.has(part.spec):  # else another process was as quick
+                    part.rename(self._path(part.spec.digest))
+            self._forget(part)
+
+    def add(self, spec: WeightSpec, data: memoryview) -> None:
+        """Keep a tensor that is at hand as a whole."""
+        if not self.has(spec):
+            self.put(spec, 0, data)
+            self.finish(spec)
+
+    def _forget(self, part: WeightPart) -> None:
+        with self._mutex:
+            if self._parts.get(part.spec.digest) is part:
+                del self._parts[part.spec.digest]
+        part.close()
+
+    def close(self) -> None:
+        """Close parts; they stay on the disk and go on with the next start."""
+        with self._mutex:
+            for part in self._parts.values():
+                part.close()
+            self._parts.clear()
+
+    # ------------------------------------------------------------------------------------------------------- space
+
+    @contextmanager
+    def holding(self, digests: Collection[bytes]) -> Iterator[None]:
+        """These are in use and not dropped meanwhile."""
+        with self._mutex:
+            self._held.update(digests)
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._held.subtract(digests)
+                self._held += Counter()
+
+    def make_room(self, nbytes: int) -> None:
+        """Drop what was used longest ago until `nbytes` more fit the limit. Raises `StorageError` when they can't."""
+        if self._limit_bytes is None:
+            return
+        with self._mutex, directory_lock(self.directory):
+            files = sorted(self._files(), key=lambda file: file[1].st_mtime)
+            used = sum(stat.st_size for _, stat in files)
+            for path, stat in files:
+                if used + nbytes <= self._limit_bytes:
+                    break
+                if self._droppable(path, stat):
+                    with suppress(OSError):  # on some systems a mapped file can't go
+                        path.unlink()
+                        used -= stat.st_size
+        if used + nbytes > self._limit_bytes:
+            raise StorageError(
+                f"no room for {format_bytes(nbytes)} more of weights in {self.directory}: "
+                f"{format_bytes(used)} of {format_bytes(self._limit_bytes)} are in use.",
+                hint="Raise this peer's limit for weights, or let it serve a smaller part of the model.",
+            )
+
+    def _droppable(self, path: Path, stat: os.stat_result) -> bool:
+        digest = bytes.fromhex(path.name.removesuffix(PART_SUFFIX))
+        if digest in self._held or digest in self._parts:
+            return False
+        return not path.name.endswith(PART_SUFFIX) or self._wall_s() - stat.st_mtime > FRESH_S
+
+    def _remove_abandoned(self) -> None:
+        for path, stat in self._files():
+            if path.name.endswith(PART_SUFFIX) and self._wall_s() - stat.st_mtime > ABANDONED_S:
+                with suppress(OSError):
+                    path.unlink()
+
+    def _files(self) -> list[tuple[Path, os.stat_result]]:
+        """Whole tensors and parts; nothing else that lies here is touched."""
+        found: list[tuple[Path, os.stat_result]] = []
+        with storage_errors(self.directory, "read"):
+            for path in self.directory.iterdir():
+                name = path.name.removesuffix(PART_SUFFIX)
+                if len(name) == 64 and all(letter in "0123456789abcdef" for letter in name):
+                    with suppress(FileNotFoundError):
+                        found.append((path, path.stat()))
+        return found
+
+    def _path(self, digest: bytes) -> Path:
+        return self.directory / digest.hex()
+
+    def _part_path(self, digest: bytes) -> Path:
+        return self.directory / (digest.hex() + PART_SUFFIX)
