@@ -1,0 +1,123 @@
+"""Tokens that come one by one to text that comes in pieces. Decides what may be given out: never half a character, nothing
+that a later token changes, and nothing that may be the start of a stop string.
+
+The pieces together are what decoding all tokens at once gives. Neighbours: `text` has the tokenizer, `stops` finds stop
+strings, the gateway sends the pieces.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from fusionai.serving.stops import StopScanner
+from fusionai.serving.text import Tokenizer
+
+_HALF: Final = "\ufffd"
+_CONTEXT_TOKENS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token adds. `text` may be empty, or hold what waited. `offset`: characters of the answer before this
+    token. `stop`: the stop string that was found; nothing comes after it, and it is not in `text`."""
+
+    text: str
+    offset: int
+    stop: str | None = None
+
+
+class Decoder:
+    """One per answer. `after`: the prompt, where the answer continues its text: a space between them is then kept.
+    `shown`: special tokens whose names belong to the text, such as those around a tool call."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        after: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._hidden = tokenizer.special_ids - shown
+        self._tokenizer = tokenizer
+        context = [token for token in after[-_CONTEXT_TOKENS:] if self._speaks(token)]
+        self._letters: _Letters = _Bytes(tokenizer) if tokenizer.is_byte_level else _Window(tokenizer, context)
+        self._stops = StopScanner(stops)
+        self._characters = 0
+        self.stop: str | None = None
+        """The stop string that ended it."""
+
+    def add(self, token: int) -> Piece:
+        """The next token. After `stop` or `finish` nothing may be added."""
+        offset = self._characters
+        fresh = self._letters.add(token) if self._speaks(token) else ""
+        return self._through(fresh, offset)
+
+    def finish(self) -> Piece:
+        """No token comes any more: what waited for one."""
+        offset = self._characters
+        piece = self._through(self._letters.finish(), offset)
+        return piece if piece.stop is not None else Piece(piece.text + self._stops.rest(), offset)
+
+    def _speaks(self, token: int) -> bool:
+        return token not in self._hidden and self._tokenizer.knows(token)
+
+    def _through(self, fresh: str, offset: int) -> Piece:
+        self._characters += len(fresh)
+        found = self._stops.feed(fresh)
+        self.stop = found.stop
+        return Piece(found.text, offset, found.stop)
+
+
+class _Letters(Protocol):
+    def add(self, token: int) -> str:
+        """What is certain now."""
+        ...
+
+    def finish(self) -> str: ...
+
+
+class _Bytes:
+    """Byte-level tokenizers: a token is bytes, whatever stands beside it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window:
+    """All others: what a token adds is what it adds to the text of those just before it. How a token reads depends on
+    whether it is the first, so there is always one before it, save the first.
+
+    A run of byte tokens waits for its end: if it is no text as a whole, each of them reads as U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._before = context
+        self._waiting: list[int] = []
+
+    def add(self, token: int) -> str:
+        self._waiting.append(token)
+        return "" if self._tokenizer.is_byte_fallback(token) else self._fresh(final=False)
+
+    def finish(self) -> str:
+        return self._fresh(final=True) if self._waiting else ""
+
+    def _fresh(self, *, final: bool) -> str:
+        decode = self._tokenizer.decode
+        known = decode(self._before, special=True)
+        text = decode(self._before + self._waiting, special=True)
+        if not final and self._tokenizer.may_split_characters and text.endswith(_HALF):
+            return ""
+        self._before, self._waiting = self._waiting, []
+        return text[len(known) :]

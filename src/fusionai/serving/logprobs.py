@@ -1,0 +1,39 @@
+"""Log-probabilities of tokens, of the distribution as the model gave it. Decides which of the others are told.
+
+Neighbours: the engine calls it with the logits `sampling` chose from, before anything changed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusionai.serving.interface import TokenLogprob
+
+
+def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
+    """Of `token` and the `top` best ones, best first, ties by the smaller id. `logits`: [vocabulary].
+
+    Sums in float64. The value of a token the model rules out is -inf."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    logarithms = shifted - np.log(np.exp(shifted).sum())
+    return TokenLogprob(token, float(logarithms[token]), _best(logarithms, min(top, len(logarithms))))
+
+
+def prompt_logprobs(logits: NDArray[np.float32], prompt: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Of every token of `prompt` but the first, before which nothing stands. `logits`: [positions, vocabulary], row i
+    being what the model says after token i."""
+    return tuple(token_logprob(logits[row], token, top) for row, token in enumerate(prompt[1:]))
+
+
+def _best(logarithms: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+    if count <= 0:
+        return ()
+    place = len(logarithms) - count
+    border = np.partition(logarithms, place)[place]
+    # All that are as good as the last one: which of them the partition put first says nothing.
+    ids = np.flatnonzero(logarithms >= border)
+    order = ids[np.argsort(-logarithms[ids], kind="stable")][:count]
+    return tuple((int(token), float(logarithms[token])) for token in order)

@@ -1,0 +1,179 @@
+"""The next token from a row of logits. Decides it, reproducibly: nothing of the batch, the clock or the machine enters.
+
+A draw is a pure function of (seed, position). Tokens are laid along [0, 1) in order of their ids, so that logits that
+differ in their last bits move the borders a little and reorder nothing. Neighbours: `interface.Sampling` says what is
+wanted, `history` holds what penalties need, `logprobs` tells probabilities, `proposing` verifies proposals by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusionai.primitives.errors import ExecutionError
+from fusionai.serving.history import History
+from fusionai.serving.interface import Sampling
+
+_WORD: Final = 2**64
+_NEGLIGIBLE: Final = 50.0
+"""Tokens whose weight is below e^-50 of the best one's: all of them together are less than what a draw resolves."""
+_BLOCK: Final = 1024
+
+
+def choose(
+    logits: NDArray[np.float32],
+    sampling: Sampling,
+    history: History,
+    position: int,
+    mask: memoryview | None = None,
+) -> int:
+    """The token at `position` (any number that counts the answer's tokens up).
+
+    `logits`: [vocabulary]. `mask`: as `Constraint.allowed`; what it does not reach is forbidden. Raises
+    `ExecutionError` on logits that are no numbers, a biased token outside the vocabulary, and where all is forbidden.
+    """
+    _check(logits, int(logits.argmax()))
+    scores = _adjusted(logits, sampling, history, mask)
+    best = int(scores.argmax())
+    if scores[best] == -np.inf:
+        raise ExecutionError("every token is forbidden: expected logits or a constraint that leave at least one.")
+    if sampling.temperature == 0:
+        return best
+    ids, weights = _candidates(scores, best, sampling)
+    return int(ids[_drawn(weights, uniform(sampling.seed, position))])
+
+
+def choose_rows(
+    logits: NDArray[np.float32],
+    samplings: Sequence[Sampling],
+    histories: Sequence[History],
+    positions: Sequence[int],
+    masks: Sequence[memoryview | None] | None = None,
+) -> list[int]:
+    """As `choose` for each row of `logits` [rows, vocabulary]; the same tokens as one by one."""
+    masks = masks or [None] * len(samplings)
+    best = logits.argmax(axis=1)
+    tokens: list[int] = []
+    for row, (sampling, history, position, mask) in enumerate(zip(samplings, histories, positions, masks, strict=True)):
+        if mask is None and _is_plain_greedy(sampling):
+            _check(logits[row], int(best[row]))
+            tokens.append(int(best[row]))
+        else:
+            tokens.append(choose(logits[row], sampling, history, position, mask))
+    return tokens
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), of (seed, position) alone: 53 bits of Philox4x64-10 (Salmon et al. 2011)."""
+    key = np.array([seed % _WORD, position % _WORD], dtype=np.uint64)
+    return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
+
+
+def _is_plain_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature == 0 and not sampling.logit_bias and not _penalises(sampling)
+
+
+def _penalises(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def _check(logits: NDArray[np.float32], best: int) -> None:
+    """`best`: where numpy finds the maximum; a NaN counts as one, so looking there is enough."""
+    value = float(logits[best])
+    if np.isnan(value) or value == np.inf:
+        raise ExecutionError(
+            f"logits of the next token: expected numbers, got {value} at token {best}.",
+            hint="The model overflows in this precision: serve it in bf16 or fp32.",
+        )
+    if value == -np.inf:
+        raise ExecutionError("logits of the next token: expected numbers, got -inf for every token.")
+
+
+def _adjusted(
+    logits: NDArray[np.float32], sampling: Sampling, history: History, mask: memoryview | None
+) -> NDArray[np.float32]:
+    """With bias, penalties and mask; a copy where anything changes."""
+    if not sampling.logit_bias and not _penalises(sampling) and mask is None:
+        return logits
+    scores = logits.astype(np.float32, copy=True)
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < len(scores):
+            raise ExecutionError(f"logit bias: expected tokens below {len(scores)}, got {token}.")
+        scores[token] += np.float32(bias)
+    if _penalises(sampling):
+        _penalise(scores, sampling, history)
+    if mask is not None:
+        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=len(scores), bitorder="little")
+        scores[bits == 0] = -np.inf
+    return scores
+
+
+def _penalise(scores: NDArray[np.float32], sampling: Sampling, history: History) -> None:
+    """Repetition (Keskar et al. 2019) counts the prompt too; presence and frequency count the answer alone."""
+    known = history.seen < len(scores)
+    seen = history.seen[known]
+    counts = history.generated_counts[known]
+    values = scores[seen].astype(np.float64)
+    penalty = sampling.repetition_penalty
+    values = np.where(values > 0, values / penalty, values * penalty)
+    values -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    scores[seen] = values.astype(np.float32)
+
+
+def _candidates(
+    scores: NDArray[np.float32], best: int, sampling: Sampling
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids, ascending, and weights (the best one's is 1) of the tokens that temperature, top_k, min_p, top_p leave."""
+    top = float(scores[best])
+    floor = np.float32(max(top - _NEGLIGIBLE * sampling.temperature, float(np.finfo(np.float32).min)))
+    border = floor
+    if 0 < sampling.top_k < len(scores):
+        place = len(scores) - sampling.top_k
+        border = np.partition(scores, place)[place]
+    ids = np.flatnonzero(scores >= max(floor, border))
+    kept = scores[ids]
+    if 0 < sampling.top_k < len(ids):
+        chosen = _within(kept, border, sampling.top_k)
+        ids, kept = ids[chosen], kept[chosen]
+    weights = np.exp((kept.astype(np.float64) - top) / sampling.temperature)
+    if sampling.min_p > 0:
+        # A `min_p` of 1 or more still leaves the best.
+        chosen = weights >= min(sampling.min_p, 1.0)
+        ids, weights = ids[chosen], weights[chosen]
+    if sampling.top_p < 1:
+        descending = np.sort(weights)[::-1]
+        sums = np.cumsum(descending)
+        count = min(int(np.searchsorted(sums, sampling.top_p * sums[-1])) + 1, len(weights))
+        chosen = _within(weights, descending[count - 1], count)
+        ids, weights = ids[chosen], weights[chosen]
+    return ids, weights
+
+
+def _within(values: NDArray[np.float32] | NDArray[np.float64], border: np.floating, count: int) -> NDArray[np.bool_]:
+    """Which `count` entries are the largest, `border` being the smallest of them: of equal ones the first."""
+    chosen = values >= border
+    surplus = int(np.count_nonzero(chosen)) - count
+    if surplus > 0:
+        chosen[np.flatnonzero(values == border)[-surplus:]] = False
+    return chosen
+
+
+def _drawn(weights: NDArray[np.float64], draw: float) -> int:
+    """The entry where `draw` falls when weights are laid end to end; one of weight 0 is never it."""
+    padded = np.zeros(-(-len(weights) // _BLOCK) * _BLOCK)
+    padded[: len(weights)] = weights
+    blocks = padded.reshape(-1, _BLOCK)
+    # The block first: adding up a hundred thousand numbers one after the other is what would take longest.
+    ends = np.cumsum(blocks.sum(axis=1))
+    target = draw * ends[-1]
+    block = int(np.searchsorted(ends, target, side="right"))
+    if block < len(ends):
+        before = ends[block - 1] if block else 0.0
+        inside = int(np.searchsorted(np.cumsum(blocks[block]), target - before, side="right"))
+        if inside < _BLOCK and blocks[block, inside] > 0:
+            return block * _BLOCK + inside
+        return block * _BLOCK + int(np.flatnonzero(blocks[block])[-1])
+    return int(np.flatnonzero(weights)[-1])

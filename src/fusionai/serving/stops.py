@@ -1,0 +1,52 @@
+"""Stop strings in a text that comes in pieces. Decides where the text ends and what has to wait.
+
+What was given out never was, and never becomes, part of a stop string; what waits still may. Neighbours: `decoding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """Text that may be given out, and the stop string after it, if one was found."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopScanner:
+    """The stop string that is complete first ends the text; of two that end together, the longer. How the text is cut
+    into pieces makes no difference."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._waiting = ""
+
+    def feed(self, fresh: str) -> Scanned:
+        """More text."""
+        text = self._waiting + fresh
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, stop = min(found)
+            self._waiting = ""
+            return Scanned(text[:at], stop)
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - held
+        self._waiting = text[cut:]
+        return Scanned(text[:cut])
+
+    def rest(self) -> str:
+        """No text comes any more: what waited."""
+        text, self._waiting = self._waiting, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that a stop string begins with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,142 @@
+"""A served model's tokenizer: text to token numbers and back, with the numbers that mean something special.
+
+Decides how special tokens in text are read: as those tokens in a rendered chat, as plain text where the writer is not
+trusted. Uses the `tokenizers` library alone. Neighbours: `decoding` turns a stream of tokens into text, `templates`
+writes chats, `model_text` reads what else lies in a model's directory, `corpus.tokenizer` is training's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer as Engine
+
+from fusionai.primitives.errors import ModelError
+
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_METASPACE: Final = "▁"
+_NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class Tokenizer:
+    """Made by `load`; safe to share."""
+
+    def __init__(self, engine_json: str, config: dict[str, Any], where: str) -> None:
+        """`engine_json`: content of `tokenizer.json`; `config`: of `tokenizer_config.json`. Raises `ModelError`."""
+        try:
+            self._engine = Engine.from_str(engine_json)
+            self._plain = Engine.from_str(engine_json)
+            spec: dict[str, Any] = json.loads(engine_json)
+        # `tokenizers` raises a bare Exception for a file it can't parse.
+        except Exception as problem:
+            raise ModelError(f"{where}: tokenizer.json is not readable: {problem}") from problem
+        for engine in (self._engine, self._plain):
+            engine.no_padding()
+            engine.no_truncation()
+        self._plain.encode_special_tokens = True
+        self.engine_json = engine_json
+        added = self._engine.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(token for token, entry in added.items() if entry.special)
+        self.added: dict[str, int] = {entry.content: token for token, entry in added.items()}
+        """Every token that stands outside the trained vocabulary, special or not, by its text."""
+        self.special_texts: dict[str, str] = _special_texts(config)
+        """`bos_token` and so on, as templates call them."""
+        decoder = spec.get("decoder") or {}
+        kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", ()))}
+        self.is_byte_level = kinds == {"ByteLevel"}
+        """Tokens are spelled in an alphabet of 256 letters, one per byte."""
+        self.may_split_characters = "ByteLevel" in kinds
+        self.falls_back_to_bytes = "ByteFallback" in kinds
+        """Tokens `<0x00>` to `<0xFF>` spell what the vocabulary does not know."""
+        self._of_byte_letter = {letter: byte for byte, letter in enumerate(_byte_letters())}
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Of a directory in Hugging Face layout. Raises `ModelError` saying what is missing."""
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{directory}: no tokenizer.json.",
+                hint="Write one: transformers.AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY).",
+            )
+        try:
+            return cls(file.read_text(encoding="utf-8"), read_json(directory / "tokenizer_config.json"), str(directory))
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ModelError(f"{file}: can't be read: {problem}") from problem
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest token number. The model may have more: they are never meant to come."""
+        return max(self._engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def id_of(self, text: str) -> int | None:
+        """The token that is spelled so in the vocabulary, if there is one."""
+        return self._engine.token_to_id(text)
+
+    def encode(self, text: str, *, framed: bool = True, trusted: bool = True) -> list[int]:
+        """Token numbers. `framed`: with what the model wants around a text (its first token); a rendered chat has
+        that already. Not `trusted`: the name of a special token stays text."""
+        engine = self._engine if trusted else self._plain
+        return engine.encode(text, add_special_tokens=framed).ids
+
+    def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """Text of tokens; what is no token says nothing. `special`: with the special ones."""
+        return self._engine.decode(list(tokens), skip_special_tokens=not special)
+
+    def knows(self, token: int) -> bool:
+        """Whether it is in the vocabulary."""
+        return self._engine.id_to_token(token) is not None
+
+    def is_byte_fallback(self, token: int) -> bool:
+        """Whether it stands for one byte of a character that the vocabulary lacks."""
+        return self.falls_back_to_bytes and _BYTE_TOKEN.fullmatch(self._engine.id_to_token(token) or "") is not None
+
+    def token_bytes(self, token: int) -> bytes:
+        """What it spells, in the middle of a text; a special token its name, an unknown one nothing."""
+        spelled = self._engine.id_to_token(token)
+        if spelled is None:
+            return b""
+        if self.may_split_characters:
+            letters = [self._of_byte_letter.get(letter) for letter in spelled]
+            # As the library does: a token with any letter of another alphabet is plain text.
+            return bytes(byte for byte in letters if byte is not None) if None not in letters else spelled.encode()
+        byte = _BYTE_TOKEN.fullmatch(spelled) if self.falls_back_to_bytes else None
+        return bytes([int(byte[1], 16)]) if byte else spelled.replace(_METASPACE, " ").encode()
+
+    def token_text(self, token: int) -> str:
+        """`token_bytes` as text, for people; part of a character shows as U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An object from a file of a model; empty where there is no file. Raises `ModelError`."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"{file}: can't be read: {problem}") from problem
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: expected a JSON object, got {type(content).__name__}.")
+    return content
+
+
+def _special_texts(config: dict[str, Any]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for name in _NAMED:
+        token = config.get(f"{name}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            texts[f"{name}_token"] = content
+    return texts
+
+
+def _byte_letters() -> list[str]:
+    """The letter of each byte (Radford et al. 2019): itself where it is printable, else one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
