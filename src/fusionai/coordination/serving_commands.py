@@ -37,25 +37,29 @@ class EnlistStandby:
 
 @dataclass(frozen=True, slots=True)
 class SendLoad:
-    """`Load` this stage, as `roles` cut it. Answer `StageLoaded`, on `standby` `StandbyLoaded`, or `StageFailed`."""
+    """`Load` this stage, as `roles` cut it. Answer `StageLoaded`, on `standby` `StandbyLoaded`, or `StageFailed`.
+    `fresh`: it drops all caches and whatever it retained; they may be of another time."""
 
     fence: Fence
     peer: str
     stage: int
     standby: bool
+    fresh: bool
     roles: ServingRoles
 
 
 @dataclass(frozen=True, slots=True)
 class SendRebuild:
     """Have the holder of `source` send what it retains of `segments` to the next stages up to `through`. With `source`
-    -1 the driver sends the sessions' tokens itself, as passes with `rebuild=through` within the pass limit. Answer
-    `Rebuilt` for each segment, or `RebuildFailed`."""
+    -1 the driver itself sends `tokens`, packed in the order of the segments (otherwise empty), as passes with
+    `rebuild=through` within the pass limit. Answer `Rebuilt` for each segment, or `RebuildFailed`. Stages on the
+    way, the last one too, retain what they computed, as of any pass."""
 
     number: int
     source: int
     through: int
     segments: tuple[Segment, ...]
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,9 +127,11 @@ class MemberLeaving:
 
 @dataclass(frozen=True, slots=True)
 class PlanGiven:
-    """A newer plan version, minted by the broker. For more than other guards it is first prepared, then switched to."""
+    """A newer plan version, minted by the broker. For more than other guards it is first prepared, then switched to.
+    `knows`: peers lost before the pool was looked at for it (`ServingMachine.lost`); with others lost it is void."""
 
     roles: ServingRoles
+    knows: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

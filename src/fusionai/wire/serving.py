@@ -109,6 +109,8 @@ class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
     options: ServeOptions
     standby: bool = False
     """Load the weights only: this member guards the stage."""
+    fresh: bool = False
+    """Drop all caches of this stage, and what it retained: they may be of another time."""
     select: bool = False
     """Send on only the rows a pass wants: everything after this stage works row by row."""
     weights: Annotated[tuple[WeightSpec, ...], Meta(max_length=100_000)] = ()

@@ -1,0 +1,736 @@
+"""The machine of a serving job: rounds of enlisting, loading, rebuilding and probing; takeovers, plans, drains.
+
+It decides who runs and who guards which stage, when passes may go, how a stage that lost its cache gets it back, when
+another plan is needed. It never touches a tensor, a clock or a connection: the serving driver performs its commands,
+the tests' virtual world does the same. Sessions, pages and passes are its batcher's.
+
+Any fault that touches a stage ends the *round*: a higher fence, whatever was under way is void, everybody says what it
+has. A stage is *sound* while its holder has taken part in every pass since it was whole. The others drop what they may
+have and are rebuilt, in contiguous runs, from what the stage before each run retains, from the tokens where there is
+none before. A probe crosses all stages: twice before the job's first pass, equal to the bit; once after a takeover,
+close to the first. Then every session goes on from its last emitted token, and nothing emitted ever changes.
+
+A lost stage goes to its guard at once, under the same plan version; the broker is asked beside that. A plan that moves
+stages is prepared first (their new holders load as guards do, beside the passes) and then costs one round. Other guards
+cost none.
+
+Neighbours: `serving_events`, `serving_commands` are its words, `serving_roles` who does what, `batching` and `pages`
+the sessions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Final, Literal
+
+from fusionai.coordination.batching import PROBE_SESSION, Batcher, PassPlan
+from fusionai.coordination.serving_commands import (
+    AskPlan,
+    BeginRound,
+    Dismiss,
+    EndJob,
+    EnlistStandby,
+    FailSessions,
+    ResumePasses,
+    SendLoad,
+    SendProbe,
+    SendRebuild,
+    ServingCommand,
+    TellFault,
+    TellRebuilding,
+    TellState,
+)
+from fusionai.coordination.serving_events import (
+    CommandFailed,
+    LinkBroken,
+    LoadProgressed,
+    MemberEnlisted,
+    MemberLeaving,
+    MemberLost,
+    PassFailed,
+    PlanGiven,
+    ProbeReturned,
+    RebuildFailed,
+    Rebuilt,
+    ServingEvent,
+    StageFailed,
+    StageLoaded,
+    StandbyLoaded,
+    StopAsked,
+    Tick,
+)
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.wire.base import Fence
+from fusionai.wire.serving import Segment
+
+
+class ServingPhase(Enum):
+    ENLISTING = "enlisting"
+    LOADING = "loading"
+    """Stages get their programs and weights; those at hand are ready at once."""
+    REBUILDING = "rebuilding"
+    """Caches that are gone are computed again from what the stages before them retained."""
+    PROBING = "probing"
+    RUNNING = "running"
+    WAITING = "waiting"
+    """A stage has nobody to run it; another plan is asked for."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLimits:
+    """How long a phase may go without a sign of progress before it is given up."""
+
+    enlist_s: float = 10.0
+    load_s: float = 60.0
+    rebuild_s: float = 20.0
+    probe_s: float = 20.0
+    pass_s: float = 30.0
+
+
+FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving"]
+
+
+@dataclass(slots=True)
+class ServingMachine:
+    """See the module. `start` gives the first commands; `handle` takes an event, returns commands. `next_pass` and
+    `returned` are the passes' way through. `probe`: tokens of the probe, as many as the batcher keeps pages for."""
+
+    batcher: Batcher
+    roles: ServingRoles
+    incarnation: int
+    probe: tuple[int, ...]
+    retain: bool = True
+    """Whether stages retain what they sent on. Otherwise sessions are read again after a takeover."""
+    limits: RoundLimits = RoundLimits()
+    phase: ServingPhase = ServingPhase.ENLISTING
+    attempt: int = -1
+    fence: Fence = field(default_factory=lambda: Fence(0, 0, 0))
+    """Of the round. The plan version in `roles` may be newer: other guards need no round."""
+    story: list[str] = field(default_factory=list[str])
+    _ready: bool = False
+    """Whether the job has been ready once."""
+    _lost: set[str] = field(default_factory=set[str])
+    _leaving: set[str] = field(default_factory=set[str])
+    _enlisted: set[str] = field(default_factory=set[str])
+    _members: set[str] = field(default_factory=set[str])
+    """Whoever was enlisted and not dismissed since."""
+    _standing: dict[str, Fence] = field(default_factory=dict[str, Fence])
+    """Members brought in beside the round, with the fence they got."""
+    _asked_standby: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    """In this round."""
+    _warm: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    """(stage, guard) whose weights are there."""
+    _loaded: dict[int, Mapping[int, int]] = field(default_factory=dict[int, Mapping[int, int]])
+    """Stage -> what it said it has of each session."""
+    _sound: dict[int, str] = field(default_factory=dict[int, str])
+    """Stage -> its holder when passes last ran, for the cut of then."""
+    _sound_cut: str = ""
+    _rebuilds: dict[int, tuple[SendRebuild, set[int]]] = field(default_factory=dict[int, tuple[SendRebuild, set[int]]])
+    """Number -> what was asked for, and the sessions that are not there yet."""
+    _probes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Number -> what it told the stages to forget, for those under way."""
+    _digests: list[str] = field(default_factory=list[str])
+    _pending: ServingRoles | None = None
+    """A plan that moves stages, until their new holders have loaded."""
+    _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
+    _stage_faults: Counter[int] = field(default_factory=Counter[int])
+    _stalls: int = 0
+    """All three since the last pass came back."""
+    _now_s: float = 0.0
+    _moved_s: float | None = None
+    """When there was last a sign of progress; None until the next tick tells."""
+
+    # ------------------------------------------------------------------------------------------------ interface
+
+    def start(self) -> list[ServingCommand]:
+        return self._begin_round("")
+
+    def handle(self, event: ServingEvent) -> list[ServingCommand]:
+        """Apply one event; one of another round, or without a row for the present phase, changes nothing."""
+        transition = TABLE.get((self.phase, type(event)))
+        if not self._is_of_this_round(event) or transition is None:
+            return []
+        if not isinstance(event, Tick):
+            self.story.append(f"{self.phase.value}: {event!r}")
+            del self.story[:-STORY_LENGTH]
+            self._moved_s = None
+        commands = [*transition.act(self, event), *self._dismiss_idle()]
+        assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
+        return commands
+
+    def next_pass(self, now_s: float) -> PassPlan | None:
+        return self.batcher.next_pass(now_s) if self.phase is ServingPhase.RUNNING else None
+
+    def sessions_of(self, fence: Fence, number: int) -> tuple[int, ...]:
+        """For whom a result that just came counts: the driver samples for those."""
+        return self.batcher.sessions_of(number) if self._takes_results(fence) else ()
+
+    def returned(
+        self,
+        fence: Fence,
+        number: int,
+        tokens: Mapping[int, Sequence[int]],
+        finished: Collection[int],
+        now_s: float,
+    ) -> frozenset[int]:
+        """See `Batcher.returned`: only what it gives back may be given out."""
+        if not self._takes_results(fence):
+            return frozenset()
+        counted = self.batcher.returned(number, tokens, finished, now_s)
+        if counted:
+            self._stalls = 0
+            self._link_faults.clear()
+            self._stage_faults.clear()
+        return counted
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """Whoever looks for a plan from now on knows of these."""
+        return frozenset(self._lost)
+
+    def is_warm(self, stage: int) -> bool:
+        """Whether the stage's guard could take over now."""
+        return (stage, self.roles.guards.get(stage, "")) in self._warm
+
+    # ---------------------------------------------------------------------------------------------------- rounds
+
+    def _begin_round(self, why: str) -> list[ServingCommand]:
+        """Whatever was under way is void; sessions keep what was emitted."""
+        self.phase = ServingPhase.ENLISTING
+        self.attempt += 1
+        self.fence = Fence(self.roles.version, self.incarnation, self.attempt)
+        self._void_round()
+        self._members |= self.roles.members
+        state: Final = "recovering" if self._ready else "starting"
+        return [TellState(state, why), BeginRound(self.fence, self.roles)]
+
+    def _void_round(self) -> None:
+        self.batcher.rewind()
+        for forgotten in self._probes.values():
+            self.batcher.forget(forgotten)
+        for one in (self._enlisted, self._standing, self._asked_standby, self._loaded, self._rebuilds, self._probes):
+            one.clear()
+        self._digests.clear()
+        self._moved_s = None
+
+    def on_enlisted(self, event: ServingEvent) -> list[ServingCommand]:
+        """Stages load as soon as their member is in; guards when passes run, so as not to be in anybody's way."""
+        assert isinstance(event, MemberEnlisted)
+        self._enlisted.add(event.peer)
+        if self.phase is ServingPhase.RUNNING:
+            return self._prepare()
+        unsound = set(self._unsound())
+        loads = [
+            SendLoad(self.fence, event.peer, stage, standby=False, fresh=stage in unsound, roles=self.roles)
+            for stage in self.roles.stages_of(event.peer)
+        ]
+        return [*loads, *self._go_on_when_loaded()]
+
+    def on_loaded(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, StageLoaded)
+        if self.roles.places.get(event.stage) != event.peer:
+            return []
+        self._loaded[event.stage] = dict(event.cached)
+        return self._go_on_when_loaded()
+
+    def _go_on_when_loaded(self) -> list[ServingCommand]:
+        if not set(self.roles.places.values()) <= self._enlisted:
+            return []
+        self.phase = ServingPhase.LOADING
+        return self._rebuild() if self._loaded.keys() >= set(self.roles.stages) else []
+
+    def _rebuild(self) -> list[ServingCommand]:
+        """Once everybody has said what it has."""
+        live = self.batcher.live
+        for cached in self._loaded.values():
+            self.batcher.forget(session for session in cached if session not in live)
+        short = [stage for stage in range(self.roles.last_caching + 1) if not self._is_whole(stage, live)]
+        if not short:
+            return self._send_probes()
+        segments = self.batcher.segments_for_rebuild()
+        if not self.retain:
+            segments = ()
+            self.batcher.compute_again()
+        self.batcher.caches_lost()
+        if not segments:
+            return self._send_probes()
+        self.phase = ServingPhase.REBUILDING
+        told = TellRebuilding(tuple(short), len(segments), sum(segment.length for segment in segments))
+        commands: list[ServingCommand] = [told]
+        for first, last in _runs(short):
+            tokens = () if first else tuple(token for one in segments for token in self.batcher.tokens_of(one))
+            asked = SendRebuild(self.batcher.take_number(), first - 1, last, segments, tokens)
+            self._rebuilds[asked.number] = (asked, {segment.session for segment in segments})
+            commands.append(asked)
+        return commands
+
+    def _is_whole(self, stage: int, live: Mapping[int, int]) -> bool:
+        """Whether the stage has all that passes need, and its retained values are those of its cache."""
+        if stage in self._unsound():
+            return False
+        cached = self._loaded[stage]
+        return stage not in self.roles.caching or all(cached.get(one, 0) >= live[one] for one in live)
+
+    def on_rebuilt(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, Rebuilt)
+        if event.number not in self._rebuilds:
+            return []
+        _, missing = self._rebuilds[event.number]
+        missing.discard(event.session)
+        if missing:
+            return []
+        del self._rebuilds[event.number]
+        return [] if self._rebuilds else self._send_probes()
+
+    def on_rebuild_failed(self, event: ServingEvent) -> list[ServingCommand]:
+        """What was to be retained is not there: sessions are read again from their tokens, which always works."""
+        assert isinstance(event, RebuildFailed)
+        if event.number not in self._rebuilds:
+            return []
+        asked, _ = self._rebuilds[event.number]
+        return self._read_again(asked.through, event.reason)
+
+    def _read_again(self, stage: int, reason: str) -> list[ServingCommand]:
+        self.batcher.compute_again()
+        why = f"caches of stage {stage} could not be rebuilt ({reason}): sessions are read again"
+        return [TellFault("stage", self.roles.places[stage], (stage,), why, {}), *self._begin_round(why)]
+
+    def _send_probes(self) -> list[ServingCommand]:
+        """After a round in which nobody changed, links and stages are those that have been probed."""
+        if self._ready and self._sound_cut == self.roles.partition and self._sound == dict(self.roles.places):
+            return self._run()
+        self.phase = ServingPhase.PROBING
+        commands: list[ServingCommand] = []
+        segment = Segment(PROBE_SESSION, 0, len(self.probe), 0, self.batcher.pages.table(PROBE_SESSION))
+        for _ in range(1 if self._ready else 2):
+            number = self.batcher.take_number()
+            self._probes[number] = forget = self.batcher.take_forgotten()
+            commands.append(SendProbe(number, (segment,), self.probe, forget))
+        return commands
+
+    def on_probed(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, ProbeReturned)
+        if event.number not in self._probes:
+            return []
+        del self._probes[event.number]
+        self._digests.append(event.digest)
+        if not event.distance <= event.tolerance:
+            return self._refuse_plan(f"a probe is {event.distance:.3g} off, at most {event.tolerance:.3g} is right")
+        if not self._ready and len(set(self._digests)) > 1:
+            return self._fail("the same probe came back with other bits the second time")
+        return [] if self._probes else self._run()
+
+    def _refuse_plan(self, reason: str) -> list[ServingCommand]:
+        """Whoever is new computes something else."""
+        new = sorted({self.roles.places[stage] for stage in self._unsound()} - {self.roles.owner})
+        if not self._ready or not new:
+            return self._fail(reason)
+        return self._lose(new, "probe", reason)
+
+    def _unsound(self) -> list[int]:
+        """Stages whose holder has taken no part in passes yet."""
+        same = self._sound_cut == self.roles.partition
+        return [s for s, peer in self.roles.places.items() if not same or self._sound.get(s) != peer]
+
+    def _run(self) -> list[ServingCommand]:
+        self.phase = ServingPhase.RUNNING
+        self._ready = True
+        self._sound = dict(self.roles.places)
+        self._sound_cut = self.roles.partition
+        self._warm -= set(self._sound.items())
+        return [TellState("ready", ""), ResumePasses(), *self._hand_over(), *self._prepare()]
+
+    # --------------------------------------------------------------------------------------------- guards and plans
+
+    def _prepare(self) -> list[ServingCommand]:
+        """Beside running passes: guards load, and those who shall take stages over by a plan that waits for it."""
+        if self.phase is not ServingPhase.RUNNING:
+            return []
+        wanted = [(stage, peer, self.roles) for stage, peer in sorted(self.roles.guards.items())]
+        if self._pending is not None:
+            wanted += [(stage, peer, self._pending) for stage, peer in sorted(self._moving(self._pending).items())]
+        commands: list[ServingCommand] = []
+        for stage, peer, roles in wanted:
+            if (stage, peer) in self._warm or (stage, peer) in self._asked_standby:
+                continue
+            if peer in self._enlisted:
+                fence = self._standing.get(peer, self.fence)
+                self._asked_standby.add((stage, peer))
+                commands.append(SendLoad(fence, peer, stage, standby=True, fresh=False, roles=roles))
+            elif peer not in self._standing:
+                # Its ticket is of this version, and the round's may be older.
+                self._standing[peer] = fence = Fence(roles.version, self.incarnation, self.attempt)
+                if fence == self.fence:
+                    continue  # it was told with everybody else
+                self._members.add(peer)
+                commands.append(EnlistStandby(fence, peer, roles))
+        return [*commands, *self._switch_if_prepared()]
+
+    def _moving(self, roles: ServingRoles) -> dict[int, str]:
+        """Stages that would run elsewhere, and where. Of another cut nothing can be prepared: the numbers are taken."""
+        if roles.partition != self.roles.partition:
+            return {}
+        return {stage: peer for stage, peer in roles.places.items() if self.roles.places.get(stage) != peer}
+
+    def _switch_if_prepared(self) -> list[ServingCommand]:
+        pending = self._pending
+        if pending is None or self.phase is not ServingPhase.RUNNING:
+            return []
+        ready = all(
+            peer == pending.owner or (stage, peer) in self._warm for stage, peer in self._moving(pending).items()
+        )
+        return self._adopt(pending, "another plan") if ready else []
+
+    def on_standby_loaded(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, StandbyLoaded)
+        self._warm.add((event.stage, event.peer))
+        return [*self._hand_over(), *self._switch_if_prepared()]
+
+    def on_plan(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, PlanGiven)
+        roles = event.roles
+        newest = max(self.roles.version, self._pending.version if self._pending is not None else 0)
+        if roles.version <= newest:
+            return []
+        if roles.members & (self._lost - event.knows):
+            return []  # overtaken by a fault; the next one is on its way
+        self._lost -= roles.members
+        self._leaving -= roles.members
+        if self.phase is ServingPhase.WAITING:
+            return self._adopt(roles, "another plan")
+        if self.roles.moves(roles):
+            self._pending = roles
+        else:
+            self._pending = None
+            self.roles = roles
+        return self._prepare()
+
+    def _adopt(self, roles: ServingRoles, why: str) -> list[ServingCommand]:
+        if roles.partition != self.roles.partition:
+            self._warm.clear()
+        self.roles = roles
+        self._pending = None
+        return self._begin_round(why)
+
+    def _parts(self) -> set[str]:
+        parts = {self.roles.owner, *self.roles.members}
+        return parts if self._pending is None else parts | self._pending.members
+
+    def _dismiss_idle(self) -> list[ServingCommand]:
+        """Whoever was enlisted and has no part in any plan any more."""
+        gone = sorted(self._members - self._parts()) if self.phase is not ServingPhase.ENDED else []
+        for peer in gone:
+            self._strike(peer)
+        return [Dismiss(peer, "no part in the plan any more") for peer in gone]
+
+    def _strike(self, peer: str) -> None:
+        """From everything known of members. A stage it still has in `roles` has nobody."""
+        self._members.discard(peer)
+        self._enlisted.discard(peer)
+        self._standing.pop(peer, None)
+        self._warm = {(stage, one) for stage, one in self._warm if one != peer}
+        self._asked_standby = {(stage, one) for stage, one in self._asked_standby if one != peer}
+        self.roles = replace(self.roles, guards={s: one for s, one in self.roles.guards.items() if one != peer})
+
+    def on_leaving(self, event: ServingEvent) -> list[ServingCommand]:
+        """It works until others have its stages. A guard goes at once."""
+        assert isinstance(event, MemberLeaving)
+        if event.peer in self._leaving or event.peer not in self._parts() or event.peer == self.roles.owner:
+            return []
+        self._leaving.add(event.peer)
+        if self._pending is not None and event.peer in self._pending.members:
+            self._pending = None
+        if not self.roles.stages_of(event.peer):
+            self._strike(event.peer)
+            return [Dismiss(event.peer, "it leaves"), self._ask(f"{event.peer} leaves", urgent=self._is_waiting)]
+        return self._hand_over() or [self._ask(f"{event.peer} leaves", urgent=self._is_waiting)]
+
+    def _hand_over(self) -> list[ServingCommand]:
+        """Stages of members that leave go to their guards as soon as these are warm."""
+        if self.phase is not ServingPhase.RUNNING:
+            return []
+        for peer in sorted(self._leaving):
+            stages = self.roles.stages_of(peer)
+            heirs = {stage: self.roles.guards[stage] for stage in stages if self.is_warm(stage)}
+            if stages and len(heirs) == len(stages) and not self._leaving & set(heirs.values()):
+                self._promote(heirs)
+                self._strike(peer)
+                told = TellFault("leaving", peer, stages, "it leaves the pool", heirs)
+                begun = self._begin_round(f"{peer} hands over")
+                return [told, Dismiss(peer, "it leaves"), *begun, self._ask(f"{peer} leaves", urgent=False)]
+        return []
+
+    def _promote(self, heirs: Mapping[int, str]) -> None:
+        guards = {stage: peer for stage, peer in self.roles.guards.items() if stage not in heirs}
+        self.roles = replace(self.roles, places={**self.roles.places, **heirs}, guards=guards)
+        self._pending = None
+
+    def _ask(self, reason: str, *, urgent: bool) -> AskPlan:
+        return AskPlan(self.roles, frozenset(self._lost | self._leaving), reason, urgent)
+
+    # ---------------------------------------------------------------------------------------------------- faults
+
+    def on_member_lost(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, MemberLost)
+        return self._lose([event.peer], "peer", event.reason)
+
+    def _lose(self, peers: Collection[str], kind: FaultKind, reason: str) -> list[ServingCommand]:
+        """Their stages go to their guards, at once; a stage without one waits for a plan."""
+        gone = [peer for peer in peers if peer in self._parts() and peer not in self._lost]
+        if self.roles.owner in gone:
+            return self._fail(f"a stage of the job's own machine failed: {reason}")
+        if not gone:
+            return []
+        commands: list[ServingCommand] = []
+        guarding = {peer: self.roles.guarded_by(peer) for peer in gone}
+        for peer in gone:
+            self._lost.add(peer)
+            self._leaving.discard(peer)
+            self._strike(peer)
+        if self._pending is not None and self._pending.members & self._lost:
+            self._pending = None
+        unmanned = {stage for stage, peer in self.roles.places.items() if peer in self._lost}
+        heirs = self._heirs(unmanned)
+        for peer in gone:
+            stages = self.roles.stages_of(peer)
+            inherited = {stage: heirs[stage] for stage in stages if stage in heirs}
+            commands.append(TellFault(kind if stages else "guard", peer, stages, reason, inherited))
+            commands.append(Dismiss(peer, reason))
+        if not unmanned:
+            if any(guarding.values()) or self._is_waiting:
+                commands.append(self._ask(reason, urgent=self._is_waiting))
+            return [*commands, *self._prepare()]
+        self._promote(heirs)
+        if unmanned - heirs.keys():
+            self.phase = ServingPhase.WAITING
+            self._void_round()
+            return [*commands, TellState("waiting", reason), self._ask(reason, urgent=True)]
+        return [*commands, *self._begin_round(reason), self._ask(reason, urgent=False)]
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self.phase is ServingPhase.WAITING
+
+    def _heirs(self, stages: Iterable[int]) -> dict[int, str]:
+        """Guards, and those who were about to take the stage over anyway."""
+        heirs = {stage: self.roles.guards[stage] for stage in stages if stage in self.roles.guards}
+        if self._pending is not None:
+            moving = self._moving(self._pending)
+            prepared = {stage: moving[stage] for stage in stages if (stage, moving.get(stage, "")) in self._warm}
+            heirs = {**prepared, **heirs}
+        return heirs
+
+    def on_link_broken(self, event: ServingEvent) -> list[ServingCommand]:
+        """Once: another round under the same plan. Again before a pass came back: one of the two has to go."""
+        assert isinstance(event, LinkBroken)
+        pair = frozenset((event.reporter, event.other))
+        if len(pair) < 2 or not pair <= set(self.roles.places.values()) | {self.roles.owner} or pair & self._lost:
+            return []
+        self._link_faults[pair] += 1
+        if self._link_faults[pair] > 1:
+            return self._lose([self._blamed(pair)], "link", event.reason)
+        told = TellFault("link", event.other, self.roles.stages_of(event.other), event.reason, {})
+        return [told, *self._begin_round(event.reason)]
+
+    def _blamed(self, pair: Collection[str]) -> str:
+        """Never the driver's own machine; else who has trouble with most others, who can be replaced at once."""
+
+        def weight(peer: str) -> tuple[int, bool, str]:
+            troubles = sum(peer in other for other in self._link_faults)
+            return (troubles, all(stage in self.roles.guards for stage in self.roles.stages_of(peer)), peer)
+
+        return max((peer for peer in pair if peer != self.roles.owner), key=weight)
+
+    def on_stage_failed(self, event: ServingEvent) -> list[ServingCommand]:
+        """A stage that runs, once: another round; twice: another peer; three times: it is not the peer. One that is
+        guarded or prepared: another guard."""
+        assert isinstance(event, StageFailed)
+        if self.roles.places.get(event.stage) != event.peer:
+            return self._fail_standby(event)
+        return self._stage_trouble(event.stage, event.reason, fatal=event.fatal)
+
+    def _stage_trouble(self, stage: int, reason: str, *, fatal: bool) -> list[ServingCommand]:
+        self._stage_faults[stage] += 1
+        times = self._stage_faults[stage]
+        peer = self.roles.places[stage]
+        if fatal or times > 2:
+            return self._fail(f"stage {stage} failed: {reason}")
+        if times > 1:
+            return self._lose([peer], "stage", reason)
+        return [TellFault("stage", peer, (stage,), reason, {}), *self._begin_round(reason)]
+
+    def _fail_standby(self, event: StageFailed) -> list[ServingCommand]:
+        peer = event.peer
+        if peer not in self._parts():
+            return []
+        if not self.roles.stages_of(peer):
+            return self._lose([peer], "guard", event.reason)
+        if self._pending is not None and self._pending.places.get(event.stage) == peer:
+            self._pending = None
+        guards = {stage: one for stage, one in self.roles.guards.items() if (stage, one) != (event.stage, peer)}
+        self.roles = replace(self.roles, guards=guards)
+        return [TellFault("guard", peer, (), event.reason, {})]
+
+    def on_pass_failed(self, event: ServingEvent) -> list[ServingCommand]:
+        """Whoever was in it tries once more, alone."""
+        assert isinstance(event, PassFailed)
+        if event.number in self._probes:
+            return self._stage_trouble(event.stage, event.reason, fatal=False)
+        over = self.batcher.failed(event.number, self._now_s)
+        failed: list[ServingCommand] = [FailSessions(over, f"stage {event.stage}: {event.reason}")] if over else []
+        return [*failed, ResumePasses()]
+
+    def on_tick(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, Tick)
+        self._now_s = event.now_s
+        if self._moved_s is None:
+            self._moved_s = event.now_s
+        idle_s = event.now_s - self._moved_s
+        match self.phase:
+            case ServingPhase.ENLISTING if idle_s > self.limits.enlist_s:
+                return self._lose_late(set(self.roles.places.values()) - self._enlisted, "it does not answer")
+            case ServingPhase.LOADING if idle_s > self.limits.load_s:
+                late = {peer for stage, peer in self.roles.places.items() if stage not in self._loaded}
+                return self._lose_late(late, "it does not load its stage")
+            case ServingPhase.REBUILDING if idle_s > self.limits.rebuild_s:
+                return self._stalled({self.roles.places[asked.through] for asked, _ in self._rebuilds.values()})
+            case ServingPhase.PROBING if idle_s > self.limits.probe_s:
+                return self._stalled({self.roles.places[stage] for stage in self._unsound()})
+            case ServingPhase.RUNNING:
+                oldest_s = self.batcher.oldest_s
+                overdue = oldest_s is not None and event.now_s - oldest_s > self.limits.pass_s
+                return self._stalled(frozenset()) if overdue else []
+            case _:
+                return []
+
+    def _lose_late(self, peers: Collection[str], reason: str) -> list[ServingCommand]:
+        """The driver's own machine is waited for."""
+        self._moved_s = self._now_s
+        return self._lose(sorted(set(peers) - {self.roles.owner}), "late", reason)
+
+    def _stalled(self, suspects: Collection[str]) -> list[ServingCommand]:
+        """Nothing moves although everybody answers: another round; then one without anything to rebuild; then others
+        instead of the suspects."""
+        self._stalls += 1
+        reason = f"nothing came back in time while {self.phase.value}"
+        if self._stalls > 2 and set(suspects) - {self.roles.owner}:
+            return self._lose_late(suspects, reason)
+        if self._stalls > 1:
+            self.batcher.compute_again()
+        return [TellFault("late", "", (), reason, {}), *self._begin_round(reason)]
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def on_stop(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, StopAsked)
+        self.phase = ServingPhase.ENDED
+        self.batcher.rewind()
+        return [TellState("stopped", event.reason), EndJob(stopped=event.reason)]
+
+    def on_command_failed(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, CommandFailed)
+        return self._fail(event.reason)
+
+    def _fail(self, reason: str) -> list[ServingCommand]:
+        self.phase = ServingPhase.ENDED
+        self.batcher.rewind()
+        return [TellState("stopped", reason), EndJob(failed=reason)]
+
+    def stay(self, event: ServingEvent) -> list[ServingCommand]:
+        """A sign of progress, nothing else."""
+        del event
+        return []
+
+    # ---------------------------------------------------------------------------------------------------- details
+
+    def _is_of_this_round(self, event: ServingEvent) -> bool:
+        match event:
+            case (
+                MemberEnlisted(fence, peer)
+                | LoadProgressed(fence, peer)
+                | StandbyLoaded(fence, peer)
+                | StageFailed(fence, peer)
+            ):
+                return fence == self._standing.get(peer, self.fence) and peer in self._parts()
+            case StageLoaded() | Rebuilt() | RebuildFailed() | ProbeReturned() | PassFailed() | LinkBroken():
+                return event.fence == self.fence
+            case MemberLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
+                return True
+
+    def _takes_results(self, fence: Fence) -> bool:
+        return self.phase is ServingPhase.RUNNING and fence == self.fence
+
+
+STORY_LENGTH: Final = 24
+
+
+def _runs(stages: Sequence[int]) -> list[tuple[int, int]]:
+    """Contiguous runs of ascending numbers: first and last of each."""
+    runs: list[tuple[int, int]] = []
+    for stage in stages:
+        if runs and runs[-1][1] == stage - 1:
+            runs[-1] = (runs[-1][0], stage)
+        else:
+            runs.append((stage, stage))
+    return runs
+
+
+Act = Callable[[ServingMachine, ServingEvent], list[ServingCommand]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingTransition:
+    """One row of the table: what an event does in a phase, and where it may lead."""
+
+    act: Act
+    targets: frozenset[ServingPhase]
+
+
+_N, _L, _B, _P, _G, _W, _E = (
+    ServingPhase.ENLISTING,
+    ServingPhase.LOADING,
+    ServingPhase.REBUILDING,
+    ServingPhase.PROBING,
+    ServingPhase.RUNNING,
+    ServingPhase.WAITING,
+    ServingPhase.ENDED,
+)
+_ROUND: Final = (_N, _L, _B, _P)
+_ALIVE: Final = (*_ROUND, _G, _W)
+
+
+def _row(act: Act, *targets: ServingPhase) -> ServingTransition:
+    return ServingTransition(act, frozenset(targets))
+
+
+TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] = {
+    # A barrier that is complete may lead through the following phases at once, and from running back into a round.
+    (_N, MemberEnlisted): _row(ServingMachine.on_enlisted, _N, _L, _B, _P, _G),
+    (_G, MemberEnlisted): _row(ServingMachine.on_enlisted, _G, _N),
+    (_N, StageLoaded): _row(ServingMachine.on_loaded, _N, _L, _B, _P, _G),
+    (_L, StageLoaded): _row(ServingMachine.on_loaded, _L, _B, _P, _G, _N),
+    **{(phase, LoadProgressed): _row(ServingMachine.stay, phase) for phase in (_N, _L, _G)},
+    **{(phase, StandbyLoaded): _row(ServingMachine.on_standby_loaded, phase) for phase in _ROUND},
+    (_G, StandbyLoaded): _row(ServingMachine.on_standby_loaded, _G, _N),
+    (_B, Rebuilt): _row(ServingMachine.on_rebuilt, _B, _P, _G, _N),
+    (_B, RebuildFailed): _row(ServingMachine.on_rebuild_failed, _N),
+    (_P, ProbeReturned): _row(ServingMachine.on_probed, _P, _G, _N, _W, _E),
+    (_P, PassFailed): _row(ServingMachine.on_pass_failed, _P, _N, _W, _E),
+    (_G, PassFailed): _row(ServingMachine.on_pass_failed, _G),
+    **{(phase, StageFailed): _row(ServingMachine.on_stage_failed, phase, _N, _W, _E) for phase in (*_ROUND, _G)},
+    **{(phase, LinkBroken): _row(ServingMachine.on_link_broken, phase, _N, _W) for phase in (*_ROUND, _G)},
+    **{(phase, MemberLost): _row(ServingMachine.on_member_lost, phase, _N, _W, _E) for phase in _ALIVE},
+    **{(phase, MemberLeaving): _row(ServingMachine.on_leaving, phase) for phase in (*_ROUND, _W)},
+    (_G, MemberLeaving): _row(ServingMachine.on_leaving, _G, _N),
+    **{(phase, PlanGiven): _row(ServingMachine.on_plan, phase) for phase in _ROUND},
+    (_G, PlanGiven): _row(ServingMachine.on_plan, _G, _N),
+    (_W, PlanGiven): _row(ServingMachine.on_plan, _N, _W),
+    **{(phase, Tick): _row(ServingMachine.on_tick, phase, _N, _W) for phase in _ALIVE},
+    **{(phase, StopAsked): _row(ServingMachine.on_stop, _E) for phase in _ALIVE},
+    **{(phase, CommandFailed): _row(ServingMachine.on_command_failed, _E) for phase in _ALIVE},
+}
+"""(phase, event) -> transition. What is not here comes too late to matter and changes nothing."""
