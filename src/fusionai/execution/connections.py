@@ -27,13 +27,14 @@ from fusionai.execution.part import Part
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.interface import Channel, Envelope
+from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
 
 MessageSink = Callable[[PeerId, wire.Message], None]
-StateSink = Callable[[PeerId, Envelope], Awaitable[None]]
+StateServer = Callable[[PeerId, Channel], Awaitable[None]]
+"""Reads a member's state connection; returns or raises `FusionError` when it has ended."""
 LostSink = Callable[[PeerId, str], None]
 
 OPENING_S: Final = 3.0
@@ -77,14 +78,14 @@ class Connections:
         member: Part,
         *,
         on_message: MessageSink,
-        on_state: StateSink,
+        serve_state: StateServer,
         on_lost: LostSink,
     ) -> None:
         self._job = job
         self._host = host
         self._member = member
         self._on_message = on_message
-        self._on_state = on_state
+        self._serve_state = serve_state
         self._on_lost = on_lost
         self._lines: dict[PeerId, _Line] = {}
         self._own: list[asyncio.Task[bool] | asyncio.Task[None]] = []
@@ -146,24 +147,29 @@ class Connections:
             self._lose(line, reason)
 
         line = self._lines[peer] = _Line(peer, Outbox(control, failed), state)
-        line.tasks = [asyncio.create_task(self._read(line, control)), asyncio.create_task(self._read(line, state))]
+        line.tasks = [
+            asyncio.create_task(self._read(line, self._hear(line, control))),
+            asyncio.create_task(self._read(line, self._serve_state(peer, state))),
+        ]
         if peer != self._host.peer:
             self._silence.watch(peer, self._host.clock.now_s())
 
-    async def _read(self, line: _Line, channel: Channel) -> None:
+    async def _hear(self, line: _Line, control: Channel) -> None:
+        while True:
+            message = (await control.receive()).message
+            line.answers += isinstance(message, wire.Pong)
+            self._on_message(line.peer, message)
+
+    async def _read(self, line: _Line, reading: Awaitable[None]) -> None:
         try:
-            while True:
-                envelope = await channel.receive()
-                if channel is line.state:
-                    await self._on_state(line.peer, envelope)
-                else:
-                    line.answers += isinstance(envelope.message, wire.Pong)
-                    self._on_message(line.peer, envelope.message)
+            await reading
         except FusionError as error:
             self._lose(line, str(error))
         except Exception as error:  # whatever was received, the job must not wait for what nobody reads any more
             log.exception("a connection to peer %s failed", short(line.peer))
             self._lose(line, f"{type(error).__name__}: {error}")
+        else:
+            self._lose(line, "it ended a connection")
 
     # -------------------------------------------------------------------------------------------------- silence
 

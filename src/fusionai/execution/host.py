@@ -12,12 +12,14 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.ir.validate import Limits
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
+from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """`memory_limit_bytes` covers stages and snapshots together; None where the provider set no limit."""
+    """`memory_limit_bytes` covers stages and snapshots together; None where the provider set no limit. `weights`: where
+    those of served models are kept; None on a machine that serves nobody else's."""
 
     peer: PeerId
     backend: Backend
@@ -26,4 +28,5 @@ class Host:
     fingerprint: str
     clock: Clock
     memory_limit_bytes: int | None = None
+    weights: WeightStore | None = None
     graph_limits: Limits = field(default_factory=Limits)

@@ -24,6 +24,7 @@ from fusionai.peer.profile import make_profile, measured_link
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.garbage import set_aside_what_stays
+from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages as wire
@@ -58,6 +59,7 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
         fingerprint=report.fingerprint,
         clock=clock,
         memory_limit_bytes=profile.memory_bytes,
+        weights=WeightStore(options.home / "weights"),
     )
     door = Door(host, membership.credentials.authority_key)
     listener = await transport.listen(door.accept, host=options.host, port=options.port)

@@ -2,13 +2,14 @@
 
 Every connection between members of a job starts with `OpenJob`: a ticket signed by the pool's authority, naming the
 sender's key, the job and the plan version. A control connection needs the driver's ticket; the driver's state
-connection brings and takes states, other members' bring snapshots.
+connection brings and takes states or weights, other members' bring snapshots or ask for weights.
 
 A job whose driver's connection ended is kept for it to come back: for `ORPHANED_S`, or until another job's driver comes
 with a valid ticket, for then the broker has given this machine away. A neighbour that heard of a round earlier than
 this machine waits `EARLY_S` for the driver.
 
-Neighbours: `execution.member` serves what is let in, `transport.tickets` checks signatures.
+Neighbours: `execution.member` and `execution.serving_member` serve what is let in, `transport.tickets` checks
+signatures.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import Final
 
 from fusionai.execution.host import Host
 from fusionai.execution.member import JobMember
+from fusionai.execution.part import Part
+from fusionai.execution.serving_member import ServingMember
+from fusionai.execution.serving_weights import FetchedWeights
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.transport.interface import Channel
@@ -42,7 +46,7 @@ class Door:
     def __init__(self, host: Host, authority_key: bytes) -> None:
         self._host = host
         self._authority_key = authority_key
-        self._members: dict[JobId, JobMember] = {}
+        self._members: dict[JobId, Part] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._patience: dict[JobId, asyncio.Task[None]] = {}
         """For each job whose driver's connection ended."""
@@ -88,11 +92,14 @@ class Door:
         job, peer = JobId(ticket.job), PeerId(ticket.peer)
         match channel.stream:
             case "control":
-                await self._serve_driver(channel, ticket, job, peer, opening.fence)
+                await self._serve_driver(channel, ticket, job, peer, opening)
             case "state" | "tensors" as stream:
                 member = await self._member_of(job)
                 if member is None:
                     await self._refuse(channel, "unknown_job", "")
+                    return
+                if opening.task != member.task:
+                    await self._refuse(channel, "bad_message", f"here this job is to {member.task}.")
                     return
                 if ticket.role == "driver" and peer != member.owner:
                     await self._refuse(channel, "not_authorised", "this is another owner's job.")
@@ -108,7 +115,7 @@ class Door:
                 else:
                     await member.serve_snapshots(peer, channel)
 
-    async def _member_of(self, job: JobId) -> JobMember | None:
+    async def _member_of(self, job: JobId) -> Part | None:
         """None when the driver does not come either."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EARLY_S):
@@ -117,8 +124,9 @@ class Door:
         return self._members.get(job)
 
     async def _serve_driver(
-        self, channel: Channel, ticket: Ticket, job: JobId, owner: PeerId, opened: wire.Fence
+        self, channel: Channel, ticket: Ticket, job: JobId, owner: PeerId, opening: wire.OpenJob
     ) -> None:
+        opened = opening.fence
         if ticket.role != "driver":
             await self._refuse(channel, "not_authorised", "only a driver opens a control connection.")
             return
@@ -130,20 +138,30 @@ class Door:
             await self._refuse(channel, "leaving", "")
         elif member is not None and owner != member.owner:
             await self._refuse(channel, "not_authorised", "this is another owner's job.")
+        elif member is not None and opening.task != member.task:
+            await self._refuse(channel, "bad_message", f"here this job is to {member.task}.")
+        elif opening.task == "serve" and self._host.weights is None:
+            await self._refuse(channel, "not_authorised", "this machine keeps no weights for others.")
         elif member is not None and not member.admit(opened):
             await self._refuse(channel, "stale_fence", "a later start of this job's driver is here.")
         else:
             for other in [other for other in self._members if other != job]:
                 self._end(other, "the pool has given this machine to another job")
             if member is None:
-                member = self._members[job] = JobMember(self._host, job, owner, opened)
+                member = self._members[job] = self._opened(opening, owner)
                 self.idle.clear()
                 self._changed.set()
                 self._changed.clear()
             log.info("job %s of %s opened", job, short(owner))
             await self._serve_member(channel, job, member, opened)
 
-    async def _serve_member(self, channel: Channel, job: JobId, member: JobMember, opened: wire.Fence) -> None:
+    def _opened(self, opening: wire.OpenJob, owner: PeerId) -> Part:
+        if opening.task == "serve" and self._host.weights is not None:
+            weights = FetchedWeights(self._host, owner, self._host.weights)
+            return ServingMember(self._host, opening.job, owner, opening.fence, weights)
+        return JobMember(self._host, opening.job, owner, opening.fence)
+
+    async def _serve_member(self, channel: Channel, job: JobId, member: Part, opened: wire.Fence) -> None:
         over = False
         try:
             await channel.send(wire.Done())

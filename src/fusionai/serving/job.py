@@ -5,22 +5,12 @@ Neighbours: `client.serve` builds it from a model, `serving.deployment` cuts it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from fusionai.ir.schema import Graph
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.primitives.tensors import HostTensor
-from fusionai.wire.messages import ServeOptions, WeightSpec
-
-
-class WeightReader(Protocol):
-    """The owner's copy of the model's tensors: `storage.weights.ModelDirectory` or a captured model's state."""
-
-    def read(self, name: str) -> HostTensor:
-        """Mapped where it can be; the caller must not change it. Raises `StorageError`."""
-        ...
+from fusionai.storage.weight_manifest import ModelWeights
+from fusionai.wire.messages import ServeOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +23,8 @@ class ServingJob:
     """What people call it."""
     graph: Graph
     options: ServeOptions
-    weights: Mapping[str, WeightSpec]
-    """By `ParamSpec.key`, of every parameter that the graph without its loss reads."""
-    reader: WeightReader
-    """Reads them by the same keys."""
+    weights: ModelWeights
+    """Of every `ParamSpec.key` that the graph without its loss reads (`serving.graph.weight_keys`)."""
     vocabulary: int
     context_tokens: int
     """Longest prompt plus answer."""

@@ -43,7 +43,7 @@ from fusionai.training.feed import Feed, forwards
 from fusionai.training.job import Batch, TrainingJob
 from fusionai.training.outputs import Outputs
 from fusionai.training.timeline import Timeline
-from fusionai.transport.interface import Envelope
+from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Mode
 
@@ -114,7 +114,7 @@ class Driver:
             host,
             self._member,
             on_message=self._on_message,
-            on_state=self._on_state,
+            serve_state=self._serve_state,
             on_lost=self._on_lost,
         )
 
@@ -468,14 +468,11 @@ class Driver:
         if event is not None:
             self._tell(event, self.fence)
 
-    async def _on_state(self, peer: PeerId, envelope: Envelope) -> None:
-        match envelope.message:
-            case wire.Pong():
-                return
-            case _ if self._collection is not None:
+    async def _serve_state(self, peer: PeerId, channel: Channel) -> None:
+        while True:
+            envelope = await channel.receive()
+            if self._collection is not None and not isinstance(envelope.message, wire.Pong):
                 await self._collection.take(peer, envelope)
-            case _:
-                return
 
     async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
         """Told to the machine unless one of the two turns out to be lost: then its loss is what counts."""

@@ -1,0 +1,121 @@
+"""What travels down a serving pipeline, stage by stage, derived once from the partition. Decides names; moves nothing.
+
+A pass goes from each stage to the next, so a value that only a later stage needs travels along through those between.
+Every value has one row per position: [1, positions, ...].
+
+Neighbours: made by `serving.deployment`, sent in `Load`, obeyed by `execution.serving_stage`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final
+
+import msgspec
+
+from fusionai.ir.partition import FEED, Partition
+from fusionai.ir.schema import Graph
+from fusionai.ir.shapes import bounds
+from fusionai.primitives.errors import GraphError
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
+
+POSITIONS: Final = "position_ids"
+"""The input that every stage derives from the segments."""
+LARGEST_ROW: Final = 2**24
+
+
+class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A value that travels: of shape [1, positions, *row]."""
+
+    name: str
+    dtype: str
+    row: tuple[int, ...] = ()
+
+    @property
+    def row_bytes(self) -> int:
+        return ITEMSIZE_BYTES[self.dtype] * prod(self.row)
+
+    def check(self, tensor: HostTensor, rows: int) -> str | None:
+        """What is wrong with `tensor` as `rows` rows of this value, if anything."""
+        if tensor.dtype == self.dtype and tensor.shape == (1, rows, *self.row):
+            return None
+        shape = [1, rows, *self.row]
+        return f"expected {self.name} as {self.dtype}{shape}, got {tensor.dtype}{list(tensor.shape)}"
+
+
+class ServingBoundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`receives`: from the stage before (the driver before the first). `sends`: to the stage after, made here or passed
+    along. `outputs`: what the driver may ask of this stage, e.g. `logits`."""
+
+    stage: int
+    receives: tuple[RowSpec, ...]
+    sends: tuple[RowSpec, ...]
+    outputs: tuple[str, ...] = ()
+
+    def made(self, graph: Graph) -> tuple[str, ...]:
+        """Of `sends`, what this stage computes."""
+        return tuple(spec.name for spec in self.sends if spec.name in graph.outputs)
+
+    def check(self, graph: Graph) -> None:
+        """Raises `GraphError` where this is no boundary of `graph`: what was received may name anything."""
+        place = f"the boundary of stage {self.stage}"
+        received, sent = [spec.name for spec in self.receives], [spec.name for spec in self.sends]
+        if len({*received}) != len(received) or len({*sent}) != len(sent):
+            raise GraphError(f"{place} names a value twice.")
+        for spec in (*self.receives, *self.sends):
+            if spec.dtype not in ITEMSIZE_BYTES or any(size < 0 for size in spec.row) or prod(spec.row) > LARGEST_ROW:
+                raise GraphError(f"{place} has a {spec.name} of {spec.dtype}{list(spec.row)} per position.")
+        for what, named, known in (
+            ("inputs of the stage", {*graph.inputs} - {POSITIONS}, {*received}),
+            ("values to send", {*sent}, {*graph.outputs, *received}),
+            ("outputs", {*self.outputs}, {*graph.outputs}),
+        ):
+            if unknown := named - known:
+                some = ", ".join(sorted(unknown)[:5])
+                raise GraphError(f"{place} leaves out or makes up {what}: {some}.")
+
+
+def serving_boundaries(partition: Partition) -> tuple[ServingBoundary, ...]:
+    """One per stage, in their order. Raises `GraphError` for a value that has no row per position."""
+    count = len(partition.stages)
+    crossing: list[dict[str, RowSpec]] = [{} for _ in range(count + 1)]
+    """What enters stage i."""
+    for route in partition.routes:
+        if route.value == POSITIONS:
+            continue
+        graph = partition.stages[route.consumers[0]].graph
+        spec = _row_spec(graph, route.value)
+        first = 0 if route.producer == FEED else route.producer + 1
+        for stage in range(first, max(route.consumers) + 1):
+            crossing[stage][route.value] = spec
+    sent = {route.value for route in partition.routes}
+    return tuple(
+        ServingBoundary(
+            stage=stage.stage,
+            receives=_ordered(crossing[stage.stage]),
+            sends=_ordered(crossing[stage.stage + 1]),
+            outputs=tuple(
+                sorted(
+                    meaning for meaning, value in stage.graph.outputs.items() if meaning != value or value not in sent
+                )
+            ),
+        )
+        for stage in partition.stages
+    )
+
+
+def _ordered(specs: dict[str, RowSpec]) -> tuple[RowSpec, ...]:
+    return tuple(specs[name] for name in sorted(specs))
+
+
+def _row_spec(graph: Graph, value: str) -> RowSpec:
+    """Sizes beyond the first two do not depend on batch and positions."""
+    spec = graph.values[value]
+    if len(spec.shape) >= 2 and isinstance(spec.shape[1], str):
+        sizes = [bounds(size, graph.symbols) for size in spec.shape[2:]]
+        if all(smallest == largest for smallest, largest in sizes):
+            return RowSpec(value, spec.dtype, tuple(largest for _, largest in sizes))
+    raise GraphError(
+        f"value {value} of shape {list(spec.shape)} crosses from one stage to another and has no row per position.",
+        hint="Serve this model with other stages, or on one machine.",
+    )

@@ -1,0 +1,79 @@
+"""From a `Load` to a stage without weights: nothing received is run before it is validated. Decides what is refused.
+
+Neighbours: `execution.serving_member` asks, `ir.validate` guards the door, `backends.serving` prepares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import msgspec
+
+from fusionai.backends.serving import ServingBackend, ServingProgram
+from fusionai.execution.host import Host
+from fusionai.execution.serving_boundary import ServingBoundary
+from fusionai.execution.serving_stage import Identity, ServingPostman, ServingStage, retained_bytes
+from fusionai.ir.schema import Graph, content_hash
+from fusionai.ir.validate import parse
+from fusionai.primitives.errors import ExecutionError, GraphError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire import messages as wire
+
+
+def identity_of(load: wire.Load) -> Identity:
+    return Identity(
+        graph_hash=load.graph_hash,
+        boundary=bytes(load.boundary),
+        options=load.options,
+        select=load.select,
+        last=load.stage == load.stages - 1,
+        weights=tuple(spec.digest for spec in load.weights),
+    )
+
+
+async def prepare_stage(
+    host: Host,
+    load: wire.Load,
+    tensors: Mapping[str, HostTensor],
+    *,
+    postman: ServingPostman,
+    memory_limit_bytes: int | None,
+) -> tuple[ServingStage, ServingProgram]:
+    """`memory_limit_bytes`: what is left for this stage. Raises `GraphError` for a graph or boundary outside the
+    grammar, `ExecutionError` for what can't run here."""
+    place, identity = f"stage {load.stage}", identity_of(load)
+    graph_bytes = tensors.get("graph")
+    if graph_bytes is None:
+        raise GraphError(f"the load of {place} carries no graph.")
+    try:
+        boundary = msgspec.msgpack.decode(load.boundary, type=ServingBoundary)
+    except msgspec.MsgspecError as error:
+        raise GraphError(f"the boundary of {place} does not fit its schema: {error}.") from None
+    if boundary.stage != load.stage or load.stage >= load.stages:
+        raise GraphError(f"the load of {place} of {load.stages} carries the boundary of stage {boundary.stage}.")
+    if not hasattr(host.backend, "serve"):
+        raise ExecutionError(f"backend {host.backend.name} can't serve.")
+    backend = cast("ServingBackend", host.backend)
+
+    def prepare() -> tuple[Graph, ServingProgram]:
+        graph = parse(graph_bytes.data, host.graph_limits)
+        if content_hash(graph) != load.graph_hash:
+            raise GraphError(f"the graph of {place} has another hash than announced.")
+        boundary.check(graph)
+        if unsupported := host.backend.unsupported(node.op for node in graph.nodes):
+            raise ExecutionError(f"backend {host.backend.name} can't run {', '.join(unsupported)} of {place}.")
+        needed, given = {spec.key for spec in graph.params.values()}, {spec.key for spec in load.weights}
+        if needed != given:
+            some = ", ".join(sorted(needed ^ given)[:5])
+            raise GraphError(f"the load of {place} lists weights that the graph does not read, or leaves out: {some}.")
+        limit_bytes = memory_limit_bytes
+        if limit_bytes is not None:
+            limit_bytes -= retained_bytes(boundary, identity)
+        return graph, backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+
+    (graph, program), _ = await host.compute.run(prepare)
+    stage = ServingStage(
+        identity=identity, boundary=boundary, graph=graph, program=program, compute=host.compute, postman=postman
+    )
+    return stage, program

@@ -1,0 +1,480 @@
+"""One machine's part in one serving job: its stages, its links, its weights, its connection to the driver.
+
+Decides nothing of the job. Checks every message's fence, loads what it is told to run after validating it, and brings
+passes to the right stage. Outlives its driver's connection. Used by the peer's daemon and, for the job owner's own
+stages, by the engine's process.
+
+Neighbours: `execution.serving_stage` runs each stage, `execution.serving_weights` brings weights, `execution.links`
+moves tensors. `execution.member` is the same for training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from fusionai.coordination.silence import PING_S
+from fusionai.execution.allocator import return_freed_memory
+from fusionai.execution.host import Host
+from fusionai.execution.links import Links, dials
+from fusionai.execution.outbox import Outbox
+from fusionai.execution.part import Task
+from fusionai.execution.placement import Placement
+from fusionai.execution.serving_loading import identity_of, prepare_stage
+from fusionai.execution.serving_stage import ServingStage
+from fusionai.execution.serving_weights import StageWeights
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.interface import Channel, Envelope
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence
+
+log = logging.getLogger(__name__)
+
+ResultSink = Callable[[wire.PassResult, Mapping[str, HostTensor]], None]
+LinkLostSink = Callable[[PeerId, str], None]
+
+MAX_UNREAD: Final = 1024
+"""Messages to a driver that does not read them."""
+LOADING_S: Final = 0.5
+"""Between two words of how far the weights are."""
+
+
+class ServingMember:
+    """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_result` and `on_link_lost` only
+    where the driver lives: results of passes and news of lost links end there, others send theirs on the network."""
+
+    def __init__(
+        self,
+        host: Host,
+        job: str,
+        owner: PeerId,
+        opened: Fence,
+        weights: StageWeights,
+        *,
+        on_result: ResultSink | None = None,
+        on_link_lost: LinkLostSink | None = None,
+    ) -> None:
+        self.task: Task = "serve"
+        self.job = job
+        self.owner = owner
+        self.fence = opened
+        """The highest fence heard of from the driver; nothing below it is let in."""
+        self.stale_dropped = 0
+        """Messages dropped because they were of another round (normal after a change of plan)."""
+        self.snapshots: tuple[wire.SnapshotAt, ...] = ()
+        """Of a kind that only training keeps."""
+        self._host = host
+        self._weights = weights
+        self._on_result = on_result
+        self._on_link_lost = on_link_lost
+        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened)
+        self._enlisted = False
+        """Whether `_placement` came with an `Enlist`."""
+        self._stages: dict[int, ServingStage] = {}
+        self._loading = asyncio.Lock()
+        self._failed: dict[int, Fence] = {}
+        self._links_told: set[tuple[Fence, PeerId]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
+        self._driver: Outbox | None = None
+        self._closed = False
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted(self._stages))
+
+    @property
+    def driven(self) -> bool:
+        """Whether a driver's connection is being served."""
+        return self._driver is not None
+
+    @property
+    def present(self) -> Fence:
+        """Of the round that was begun last."""
+        return self._placement.fence
+
+    def admit(self, opened: Fence) -> bool:
+        """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
+        if opened < self.fence:
+            return False
+        self.fence = opened
+        return True
+
+    # ------------------------------------------------------------------------------------------ reading channels
+
+    async def serve_control(self, channel: Channel) -> bool:
+        """Obey the driver until it detaches, breaks the protocol or the connection ends. A connection served before is
+        shown out: the driver has come anew.
+
+        True if the job is over for this member; False if it waits for its driver to come back."""
+        driver = Outbox(channel, self._driver_lost)
+        former, self._driver = self._driver, driver
+        if former is not None:
+            former.abandon()
+            self._start(former.channel.close())
+        with self._served():
+            try:
+                while True:
+                    envelope = await channel.receive()
+                    if isinstance(envelope.message, wire.Detach):
+                        if envelope.message.fence >= self.fence:
+                            self._keep_only(frozenset())
+                            return True
+                        self.stale_dropped += 1
+                    else:
+                        self._obey(envelope, driver)
+                    if driver.waiting > MAX_UNREAD:
+                        raise ExecutionError(f"the driver of {self.job} does not read its control connection.")
+            except ChannelClosed:
+                log.info("the connection to the driver of %s ended", self.job)
+            except FusionError as error:
+                log.warning("the driver of %s broke the protocol: %s", self.job, error)
+                self._report(error)
+                return self._driver is driver
+            finally:
+                if self._driver is driver:
+                    self._driver = None
+                await driver.close()
+        return False
+
+    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
+        """One message of the driver's. Takes no time: what does goes on beside the connection."""
+        match envelope.message:
+            case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+            case wire.Enlist() as enlist:
+                self.to_driver(self.enlist(enlist))
+            case wire.Load() as load:
+                self._start(self._load(load, envelope.tensors))
+            case wire.Rebuild() as order:
+                self._deliver(order, {})
+            case other:
+                raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
+
+    async def serve_state(self, channel: Channel) -> None:
+        """The driver gives weights on this connection when asked."""
+        with self._served():
+            await self._weights.from_owner(channel)
+
+    async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
+        """Another member asks for weights."""
+        with self._served():
+            await self._weights.to_other(peer, channel)
+
+    async def serve_link(self, peer: PeerId, channel: Channel) -> None:
+        """A neighbour dialled this machine."""
+        with self._served():
+            await self._links.serve(peer, channel)
+
+    async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
+        message = envelope.message
+        match message:
+            case wire.Pass(producer=sender) | wire.PassResult(stage=sender):
+                pass
+            case _:
+                raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may.")
+        if message.fence != self._placement.fence:
+            self.stale_dropped += 1  # of another placement, so who may send what is another question
+            return
+        if self._placement.peer_of(sender) != peer:
+            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
+        if isinstance(message, wire.PassResult):
+            if self._on_result is None:
+                raise ExecutionError(f"a result of {self.job} arrived where no driver is.")
+            self._on_result(message, envelope.tensors)
+        else:
+            self._deliver(message, envelope.tensors)
+
+    def _deliver(self, message: wire.Pass | wire.Rebuild, tensors: Mapping[str, HostTensor]) -> None:
+        """To the stage it is for, if the fence is exactly that of the round."""
+        number = message.consumer if isinstance(message, wire.Pass) else message.stage
+        stage = self._stages.get(number)
+        here = self._placement.places.get(number) == self._host.peer
+        if stage is None or not here or message.fence != self._placement.fence:
+            self.stale_dropped += 1
+            return
+        try:
+            if isinstance(message, wire.Rebuild):
+                stage.rebuild(message)
+            elif message.producer != number - 1:
+                raise ExecutionError(f"stage {message.producer} sent a pass to stage {number}, not to the next.")
+            else:
+                stage.take(message, tensors)
+        except FusionError as error:
+            self.failed(number, message.fence, "bad_message", str(error))
+        except Exception as error:
+            log.exception("stage %d of %s could not take a %s", number, self.job, type(message).__name__)
+            self.failed(number, message.fence, "bad_message", f"{type(error).__name__}: {error}")
+
+    # --------------------------------------------------------------------------------------- enlisting and loading
+
+    def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
+        """A round begins: adopt its fence and places; stages that are neither run nor guarded here are forgotten."""
+        if enlist.job != self.job:
+            return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
+        known = self._placement.fence
+        if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
+            self.stale_dropped += 1
+            return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
+        self._placement = Placement(
+            job=self.job,
+            me=self._host.peer,
+            owner=self.owner,
+            fence=enlist.fence,
+            neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
+            guards=frozenset(enlist.guards),
+            ticket=enlist.ticket,
+        )
+        self.fence = enlist.fence
+        if not self._enlisted:
+            self._enlisted = True
+            self._start(self._beat())
+        self._keep_only(self._own | self._placement.guards)
+        # Who runs nothing exchanges no tensors: others drop their ends too, and that is no loss to tell of.
+        linked = bool(self._own) or self.owner == self._host.peer
+        self._links.begin_round(self._placement.peers if linked else frozenset())
+        for neighbour in self._linked():
+            self._dial(neighbour)
+        return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint)
+
+    def _linked(self) -> list[wire.Neighbour]:
+        """Whom this machine exchanges tensors with: the stages before and after its own; the driver's with all."""
+        neighbours = self._placement.neighbours
+        if self.owner == self._host.peer:
+            return list(neighbours.values())
+        near = {stage + step for stage in self._own for step in (-1, 1)}
+        return [neighbours[stage] for stage in sorted(near & neighbours.keys())]
+
+    def _dial(self, neighbour: wire.Neighbour) -> None:
+        """Open the link to a neighbour if it is this side's turn to, and it is not there."""
+        other = PeerId(neighbour.peer)
+        if other != self._host.peer and dials(self._host.peer, other, self.owner):
+            opening = wire.OpenJob(
+                job=self.job, fence=self._placement.fence, ticket=self._placement.ticket, task=self.task
+            )
+            self._links.dial(other, neighbour.addresses, opening)
+
+    async def _load(self, load: wire.Load, tensors: Mapping[str, HostTensor]) -> None:
+        """Later rounds may come meanwhile: what was fetched and converted stays of use to them."""
+        try:
+            if self._is_present(load):
+                stage, fetched_bytes = self._at_hand(load), {}
+                if stage is None:
+                    async with self._loading:
+                        stage, fetched_bytes = await self._made(load, tensors)
+                    if load.stage not in self._own | self._placement.guards:
+                        self._keep_only(self._own | self._placement.guards)
+                if self._is_present(load):
+                    await self._answer(load, stage, fetched_bytes)
+        except GraphError as error:
+            self.failed(load.stage, load.fence, "bad_graph", str(error))
+        except FusionError as error:
+            self.failed(load.stage, load.fence, "failed", str(error))
+        except MemoryError as error:
+            self.failed(load.stage, load.fence, "out_of_memory", str(error))
+        except Exception as error:  # whatever was received, the driver must not wait for this stage
+            log.exception("stage %d of %s could not be loaded", load.stage, self.job)
+            self.failed(load.stage, load.fence, "failed", f"{type(error).__name__}: {error}")
+
+    def _at_hand(self, load: wire.Load) -> ServingStage | None:
+        stage = self._stages.get(load.stage)
+        return stage if stage is not None and stage.identity == identity_of(load) else None
+
+    @property
+    def _own(self) -> frozenset[int]:
+        """Stages that the round places here."""
+        return frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
+
+    def _is_present(self, load: wire.Load) -> bool:
+        """Whether this load belongs to the round that was begun last; refuses it otherwise."""
+        placement = self._placement
+        if load.job != self.job:
+            raise ExecutionError(f"this connection is for job {self.job}, the load is for {load.job}.")
+        if load.fence < self.fence:
+            self.stale_dropped += 1
+            self.failed(load.stage, load.fence, "stale_fence", f"{self.job} is at {self.fence}")
+            return False
+        if not self._enlisted or load.fence != placement.fence:
+            self.failed(load.stage, load.fence, "bad_message", f"this member was not enlisted under {load.fence}")
+            return False
+        here = load.stage in placement.guards if load.standby else placement.places.get(load.stage) == placement.me
+        if not here:
+            raise ExecutionError(f"the round does not place stage {load.stage} on this peer.")
+        return True
+
+    async def _made(
+        self, load: wire.Load, tensors: Mapping[str, HostTensor]
+    ) -> tuple[ServingStage, Mapping[PeerId, int]]:
+        """The stage at hand if this load describes the same, otherwise another in its place, with its weights."""
+        if (present := self._at_hand(load)) is not None:
+            return present, {}
+        if self._stages.pop(load.stage, None) is not None:
+            return_freed_memory()
+        stage, program = await prepare_stage(
+            self._host, load, tensors, postman=self, memory_limit_bytes=self._unused_bytes()
+        )
+        told_s = float("-inf")
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told_s
+            now_s = self._host.clock.now_s()
+            if now_s - told_s >= LOADING_S or done_bytes == total_bytes:
+                told_s = now_s
+                self.to_driver(
+                    wire.Loading(fence=load.fence, stage=load.stage, done_bytes=done_bytes, total_bytes=total_bytes)
+                )
+
+        def refused(source: PeerId, key: str) -> None:
+            self.to_driver(wire.WeightRefused(fence=load.fence, stage=load.stage, source=source, key=key))
+
+        opening = wire.OpenJob(job=self.job, fence=load.fence, ticket=self._placement.ticket, task=self.task)
+        fetched_bytes = await self._weights.fetch(load, opening, progress, refused)
+        with self._weights.holding(load.weights):
+            for spec in load.weights:
+                # One after the other, so that passes of other stages get their turns in between.
+                await self._host.compute.run(
+                    lambda spec=spec: program.import_weights([(spec.key, self._weights.read(spec))])
+                )
+        if missing := program.missing:
+            raise ExecutionError(f"stage {load.stage} lacks {len(missing)} weights, first {missing[0]}.")
+        self._stages[load.stage] = stage
+        return_freed_memory()
+        return stage, fetched_bytes
+
+    async def _answer(self, load: wire.Load, stage: ServingStage, fetched_bytes: Mapping[PeerId, int]) -> None:
+        if not load.standby:
+            await stage.allocate()
+            if not await self._are_linked(load.fence):
+                return
+        cached = () if load.standby else await stage.cached()
+        self.to_driver(
+            wire.Loaded(
+                fence=load.fence,
+                stage=load.stage,
+                standby=load.standby,
+                fingerprint=self._host.fingerprint,
+                resident_bytes=stage.resident_bytes,
+                fetched_bytes=tuple(sorted(fetched_bytes.items())),
+                cached=cached,
+            )
+        )
+
+    async def _are_linked(self, fence: Fence) -> bool:
+        """Whether all that this machine exchanges tensors with can be reached; if not, the driver has been told."""
+        peers = {PeerId(neighbour.peer) for neighbour in self._linked()} | {self.owner}
+        return all([await self._is_linked(peer, fence) for peer in sorted(peers - {self._host.peer})])
+
+    async def _is_linked(self, peer: PeerId, fence: Fence) -> bool:
+        try:
+            await self._links.up(peer)
+        except TransportError as error:
+            if fence == self._placement.fence:
+                self._link_lost(peer, str(error))
+            return False
+        return True
+
+    def _keep_only(self, stages: frozenset[int]) -> None:
+        gone = [stage for stage in self._stages if stage not in stages]
+        for stage in gone:
+            del self._stages[stage]
+        if gone:
+            return_freed_memory()
+
+    def _unused_bytes(self) -> int | None:
+        if self._host.memory_limit_bytes is None:
+            return None
+        return self._host.memory_limit_bytes - sum(stage.reserved_bytes for stage in self._stages.values())
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            self._links.beat()
+
+    # -------------------------------------------------------------------------------------------- what stages send
+
+    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        peer = self._placement.peer_of(stage)
+        if peer != self._host.peer:
+            self._post(peer, message, tensors)
+        elif isinstance(message, wire.Pass):
+            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
+            asyncio.get_running_loop().call_soon(self._deliver, message, named)
+
+    def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
+        if self._on_result is None:
+            self._post(self.owner, message, tensors)
+        else:
+            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
+            self._on_result(message, named)
+
+    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
+        """A link that is not there is news for the driver, not the sender's failure."""
+        try:
+            self._links.post(peer, message, tensors)
+        except TransportError as error:
+            self._link_lost(peer, str(error))
+
+    def to_driver(self, message: wire.Message) -> None:
+        if self._driver is not None:
+            self._driver.post(message)
+
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None:
+        """Tell the driver, once per stage and fence."""
+        if self._failed.get(stage) != fence:
+            self._failed[stage] = fence
+            self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
+
+    def _report(self, error: FusionError) -> None:
+        """A message for no stage in particular fails all that are here."""
+        for stage in self.stages:
+            self.failed(stage, self._placement.fence, "bad_message", str(error))
+
+    # -------------------------------------------------------------------------------------------------- the ends
+
+    def _driver_lost(self, reason: str) -> None:
+        log.info("nothing more reaches the driver of %s: %s", self.job, reason)
+
+    def _link_lost(self, peer: PeerId, reason: str) -> None:
+        """Told once per round and peer; no stage fails for it."""
+        fence = self._placement.fence
+        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
+            return
+        self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
+        log.info("link to peer %s lost: %s", short(peer), reason)
+        if self._on_link_lost is not None:
+            self._on_link_lost(peer, reason)
+        else:
+            self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
+
+    @contextmanager
+    def _served(self) -> Iterator[None]:
+        """The task at work in here ends with this member."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End everything that works for this member. Harmless when done before."""
+        self._closed = True
+        await self._links.close()
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._weights.close()
+        self._keep_only(frozenset())

@@ -1,0 +1,108 @@
+"""What a stage sent on, kept by page of the cache: the next stage's cache can be computed again from it.
+
+Decides nothing: a page is overwritten when the driver gives it to other positions, and whoever asks for rows that are
+not here gets an error. Pages are numbered by the driver for all stages alike, so no more is kept than there are pages.
+
+Neighbour: `execution.serving_stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.execution.serving_boundary import RowSpec
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import Segment
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Retained:
+    """`specs`: what is sent on. Rows are kept as bytes: nobody computes with them here."""
+
+    def __init__(self, specs: Sequence[RowSpec], page_tokens: int) -> None:
+        self._specs = tuple(specs)
+        self._page_tokens = page_tokens
+        self._tables: dict[int, list[int]] = {}
+        """Session -> its pages, in order of positions."""
+        self._pages: dict[int, tuple[Bytes, ...]] = {}
+        """Page -> per value [page_tokens, bytes of a row]."""
+        self._filled: dict[int, int] = {}
+        """Page -> rows that are good, from its first position on."""
+
+    @staticmethod
+    def capacity_bytes(specs: Iterable[RowSpec], pages: int, page_tokens: int) -> int:
+        """The most that will be kept."""
+        return pages * page_tokens * sum(spec.row_bytes for spec in specs)
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        """Their pages stay until they are overwritten: other sessions may share them."""
+        for session in sessions:
+            self._tables.pop(session, None)
+
+    def place(self, segment: Segment) -> None:
+        """Adopt the pages that a segment brings."""
+        table = self._tables.setdefault(segment.session, [])
+        if segment.first_page > len(table):
+            raise ExecutionError(
+                f"session {segment.session} has {len(table)} pages here, expected its pages from {segment.first_page}."
+            )
+        table[segment.first_page :] = segment.pages
+
+    def keep(self, segments: Sequence[Segment], tensors: Mapping[str, HostTensor]) -> None:
+        """`tensors`: the packed rows of all segments, as sent. Raises `ExecutionError` where pages do not suffice."""
+        rows = [_rows(tensors[spec.name], spec) for spec in self._specs]
+        taken = 0
+        for segment in segments:
+            self.place(segment)
+            done = 0
+            while done < segment.length:
+                page, offset = self._at(segment.session, segment.start + done)
+                count = min(self._page_tokens - offset, segment.length - done)
+                if page not in self._pages:
+                    self._pages[page] = tuple(
+                        np.empty((self._page_tokens, spec.row_bytes), np.uint8) for spec in self._specs
+                    )
+                for kept, new in zip(self._pages[page], rows, strict=True):
+                    kept[offset : offset + count] = new[taken : taken + count]
+                # Positions beyond are other words now, or another session's.
+                self._filled[page] = offset + count if offset <= self._filled.get(page, 0) else 0
+                done += count
+                taken += count
+
+    def rows(self, session: int, start: int, length: int) -> dict[str, HostTensor]:
+        """Positions [start, start + length) of a session, as they were sent. Raises `ExecutionError` for what is not
+        (any longer) here."""
+        parts: list[list[Bytes]] = [[] for _ in self._specs]
+        done = 0
+        while done < length:
+            page, offset = self._at(session, start + done)
+            count = min(self._page_tokens - offset, length - done)
+            if self._filled.get(page, 0) < offset + count:
+                raise ExecutionError(f"position {start + done} of session {session} is not retained here.")
+            for part, kept in zip(parts, self._pages[page], strict=True):
+                part.append(kept[offset : offset + count])
+            done += count
+        return {
+            spec.name: HostTensor(spec.dtype, (1, length, *spec.row), np.concatenate(part).reshape(-1).data)
+            for spec, part in zip(self._specs, parts, strict=True)
+        }
+
+    def _at(self, session: int, position: int) -> tuple[int, int]:
+        table = self._tables.get(session, [])
+        index, offset = divmod(position, self._page_tokens)
+        if index >= len(table):
+            raise ExecutionError(f"session {session} has no page for position {position} here.")
+        return table[index], offset
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._pages) * self._page_tokens * sum(spec.row_bytes for spec in self._specs)
+
+
+def _rows(tensor: HostTensor, spec: RowSpec) -> Bytes:
+    return np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[1], spec.row_bytes)

@@ -1,0 +1,330 @@
+"""One stage of a serving job at work: passes in, rows out, what was sent on kept for the stage after.
+
+Decides what a pass may say and how many may wait; passes are computed in the order they came. Never decides which
+session has which page, nor what happens after a failure: the driver does.
+
+Neighbours: `execution.serving_member` brings messages and reaches others, `backends.serving` computes,
+`execution.serving_retained` keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+
+from fusionai.backends.serving import ServingProgram
+from fusionai.execution.compute import ComputeThread, Timed
+from fusionai.execution.serving_boundary import POSITIONS, RowSpec, ServingBoundary
+from fusionai.execution.serving_retained import Retained
+from fusionai.execution.state import headers
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import ExecutionError, FusionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, Hop, Segment, ServeOptions
+
+log = logging.getLogger(__name__)
+
+ATTENTION: Final = "fusion.attention"
+MAX_WAITING: Final = 1024
+MAX_WAITING_BYTES: Final = 2**29
+
+
+class ServingPostman(Protocol):
+    """How a stage reaches others; `execution.serving_member` implements it. Neither raises for a lost link."""
+
+    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
+
+    def to_driver(self, message: wire.Message) -> None:
+        """On the control connection."""
+        ...
+
+    def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
+        """To the driver, on the link for tensors."""
+        ...
+
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None: ...
+
+    @property
+    def present(self) -> Fence:
+        """The fence of the round."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Two loads of equal identity describe the same stage."""
+
+    graph_hash: str
+    boundary: bytes
+    options: ServeOptions
+    select: bool
+    last: bool
+    weights: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A pass, checked. `rows`: as they came; `selected`: only those that are wanted came or go on."""
+
+    message: wire.Pass
+    tensors: Mapping[str, HostTensor]
+    segments: tuple[Segment, ...]
+    rows: Sequence[int] | None
+    computes: tuple[str, ...]
+    arrived_s: float
+    nbytes: int
+
+
+class ServingStage:
+    """`identity` says what was loaded; `allocated` whether the caches are there (a guard does without)."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        boundary: ServingBoundary,
+        graph: Graph,
+        program: ServingProgram,
+        compute: ComputeThread,
+        postman: ServingPostman,
+    ) -> None:
+        self.stage = boundary.stage
+        self.identity = identity
+        self.allocated = False
+        self._boundary = boundary
+        self._options = identity.options
+        self._program = program
+        self._compute = compute
+        self._postman = postman
+        self._caches = any(node.op == ATTENTION for node in graph.nodes)
+        self._inputs = frozenset(graph.inputs) - {POSITIONS}
+        self._placed = POSITIONS in graph.inputs or self._caches
+        """Whether the rows must be exactly the segments' positions."""
+        self._made = boundary.made(graph)
+        keeps = identity.options.retain and not identity.select and not identity.last
+        self._retained = Retained(boundary.sends, identity.options.page_tokens) if keeps else None
+        self._waiting = 0
+        self._waiting_bytes = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._program.resident_bytes + (0 if self._retained is None else self._retained.held_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """With what will be retained once all pages are in use."""
+        return self._program.resident_bytes + retained_bytes(self._boundary, self.identity)
+
+    async def allocate(self) -> None:
+        await self._compute.run(self._program.allocate)
+        self.allocated = True
+
+    async def cached(self) -> tuple[tuple[int, int], ...]:
+        """(session, positions), after everything that was under way."""
+        found, _ = await self._compute.run(lambda: dict(self._program.cached))
+        return tuple(sorted(found.items()))
+
+    def drop(self) -> None:
+        """Nothing of what was computed is of use any more."""
+        self._compute.run(self._program.forget_all)
+
+    # ---------------------------------------------------------------------------------------------------- passes
+
+    def take(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> None:
+        """Compute a pass when its turn comes. Raises `ExecutionError` for one that breaks the protocol."""
+        order = self._checked(message, tensors)
+        self._waiting += 1
+        self._waiting_bytes += order.nbytes
+        if self._waiting > MAX_WAITING or self._waiting_bytes > MAX_WAITING_BYTES:
+            self._waiting -= 1
+            self._waiting_bytes -= order.nbytes
+            raise ExecutionError(f"stage {self.stage} is sent more passes than it can hold.")
+        computing = self._compute.run(lambda: self._run(order))
+        computing.add_done_callback(lambda done: self._done(order, done))
+
+    def _run(self, order: _Order) -> dict[str, HostTensor] | None:
+        """In the compute thread. None for a pass of a round that is over."""
+        if order.message.fence != self._postman.present:
+            return None
+        inputs = {name: order.tensors[name] for name in self._inputs}
+        if order.message.forget:
+            self._program.forget(order.message.forget)
+        return self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
+
+    def _done(self, order: _Order, done: asyncio.Future[tuple[dict[str, HostTensor] | None, Timed]]) -> None:
+        self._waiting -= 1
+        self._waiting_bytes -= order.nbytes
+        if done.cancelled():
+            return
+        message = order.message
+        problem = done.exception()
+        if isinstance(problem, FusionError):
+            self._postman.to_driver(
+                wire.PassFailed(
+                    fence=message.fence, stage=self.stage, number=message.number, reason=str(problem)[:4000]
+                )
+            )
+        elif problem is not None:
+            log.error("stage %d failed", self.stage, exc_info=problem)
+            code: wire.RefusalCode = "out_of_memory" if isinstance(problem, MemoryError) else "failed"
+            self._postman.failed(self.stage, message.fence, code, f"{type(problem).__name__}: {problem}")
+        else:
+            made, timed = done.result()
+            if made is not None and message.fence == self._postman.present:
+                self._send_on(order, made, timed)
+
+    def _send_on(self, order: _Order, made: dict[str, HostTensor], timed: Timed) -> None:
+        message = order.message
+        hop = Hop(self.stage, max(0.0, timed.start_s - order.arrived_s), timed.busy_s)
+        hops = (*message.hops, hop)
+        sent: dict[str, HostTensor] = {}
+        ends = message.rebuild == self.stage
+        answers = self.identity.last or (self.identity.select and not message.wanted and message.rebuild < 0)
+        if self._retained is not None or not (ends or answers):
+            for spec in self._boundary.sends:
+                sent[spec.name] = made[spec.name] if spec.name in made else _picked(order, spec)
+        if ends:
+            done = message.segments[-1]
+            rebuilt = wire.Rebuilt(
+                fence=message.fence,
+                stage=self.stage,
+                number=message.number,
+                session=done.session,
+                length=done.start + done.length,
+            )
+            self._postman.to_driver(rebuilt)
+        elif answers:
+            # After a selection nothing is left to compute for a pass that nobody wants to see.
+            result = {} if not message.wanted else {message.output: made[message.output]}
+            answer = wire.PassResult(
+                fence=message.fence, number=message.number, stage=self.stage, hops=hops, tensors=headers(result)
+            )
+            self._postman.result(answer, tuple(result.values()))
+        else:
+            following = msgspec.structs.replace(
+                message, producer=self.stage, consumer=self.stage + 1, hops=hops, tensors=headers(sent)
+            )
+            self._postman.to_stage(self.stage + 1, following, tuple(sent.values()))
+        if self._retained is not None:
+            # A turn of the loop later: what is to be sent leaves first.
+            asyncio.get_running_loop().call_soon(self._keep, order, sent)
+
+    def _keep(self, order: _Order, sent: dict[str, HostTensor]) -> None:
+        assert self._retained is not None
+        message = order.message
+        try:
+            self._retained.forget(message.forget)
+            self._retained.keep(message.segments, sent)
+        except ExecutionError as error:
+            reason = f"what was sent on can't be kept: {error}"
+            self._postman.failed(self.stage, message.fence, "bad_message", reason)
+
+    def _checked(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> _Order:
+        place = f"pass {message.number} at stage {self.stage}"
+        if not self.allocated:
+            raise ExecutionError(f"{place}: the stage stands by, it computes nothing.")
+        total = sum(segment.length for segment in message.segments)
+        if not 0 < total <= self._options.pass_tokens:
+            raise ExecutionError(f"{place}: expected 1 to {self._options.pass_tokens} positions, got {total}.")
+        if len({segment.session for segment in message.segments}) != len(message.segments):
+            raise ExecutionError(f"{place}: a session is in it twice.")
+        wanted = message.wanted
+        if any(later <= row for row, later in itertools.pairwise(wanted)) or (wanted and wanted[-1] >= total):
+            raise ExecutionError(f"{place}: expected ascending rows below {total}, got others.")
+        if message.rebuild >= 0 and (message.rebuild < self.stage or len(message.segments) != 1 or wanted):
+            raise ExecutionError(f"{place}: expected one segment for stage {self.stage} or later to be rebuilt.")
+        if {*tensors} != {spec.name for spec in self._boundary.receives}:
+            raise ExecutionError(f"{place}: it carries {sorted(tensors)[:5]}, not what this stage receives.")
+        came = next(iter(tensors.values())).shape[1:2] if tensors else (total,)
+        rows_in = came[0] if came else 0
+        selected = rows_in != total
+        if selected and (rows_in != len(wanted) or self._placed):
+            raise ExecutionError(f"{place}: expected {total} rows, got {rows_in}.")
+        for spec in self._boundary.receives:
+            if (wrong := spec.check(tensors[spec.name], rows_in)) is not None:
+                raise ExecutionError(f"{place}: {wrong}.")
+        rebuilding = message.rebuild >= 0
+        if self.identity.last:
+            if wanted and message.output not in self._boundary.outputs:
+                raise ExecutionError(f"{place}: this stage has no output {message.output!r}.")
+            computes: tuple[str, ...] = (message.output,) if wanted else ()
+        elif (rebuilding and message.rebuild == self.stage and self._retained is None) or (
+            self.identity.select and not wanted
+        ):
+            computes = ()
+        else:
+            computes = self._made
+        selects = (self.identity.select or self.identity.last) and not selected and not rebuilding
+        return _Order(
+            message=message,
+            tensors=tensors,
+            segments=() if selected else message.segments,
+            rows=wanted if selects and len(wanted) != total else None,
+            computes=computes,
+            arrived_s=time.monotonic(),
+            nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+        )
+
+    # --------------------------------------------------------------------------------------------------- rebuilding
+
+    def rebuild(self, order: wire.Rebuild) -> None:
+        """Send on once more what the segments sent before. Raises `ExecutionError` for an order that breaks the
+        protocol; what is not here any more fails the order, not the stage."""
+        if self.identity.last or order.through <= self.stage:
+            raise ExecutionError(f"stage {self.stage} has nothing to rebuild through stage {order.through}.")
+        try:
+            for segment in order.segments:
+                self._send_again(order, segment)
+        except ExecutionError as error:
+            self._postman.to_driver(
+                wire.PassFailed(fence=order.fence, stage=self.stage, number=order.number, reason=str(error)[:4000])
+            )
+
+    def _send_again(self, order: wire.Rebuild, segment: Segment) -> None:
+        if self._retained is None:
+            raise ExecutionError(f"stage {self.stage} retains nothing.")
+        self._retained.place(segment)
+        limit = self._options.pass_tokens
+        for done in range(0, segment.length, limit):
+            length = min(limit, segment.length - done)
+            start = segment.start + done
+            tensors = self._retained.rows(segment.session, start, length)
+            part = Segment(segment.session, start, length, segment.first_page + len(segment.pages))
+            if done == 0:
+                part = Segment(segment.session, start, length, segment.first_page, segment.pages)
+            again = wire.Pass(
+                fence=order.fence,
+                number=order.number,
+                producer=self.stage,
+                consumer=self.stage + 1,
+                segments=(part,),
+                rebuild=order.through,
+                tensors=headers(tensors),
+            )
+            self._postman.to_stage(self.stage + 1, again, tuple(tensors.values()))
+
+
+def retained_bytes(boundary: ServingBoundary, identity: Identity) -> int:
+    """The most that a stage will retain."""
+    options = identity.options
+    if not options.retain or identity.select or identity.last:
+        return 0
+    return Retained.capacity_bytes(boundary.sends, options.pages, options.page_tokens)
+
+
+def _picked(order: _Order, spec: RowSpec) -> HostTensor:
+    """A value that is passed along, less the rows that nobody wants."""
+    tensor = order.tensors[spec.name]
+    if order.rows is None:
+        return tensor
+    rows = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[1], spec.row_bytes)[list(order.rows)]
+    return HostTensor(spec.dtype, (1, len(order.rows), *spec.row), rows.reshape(-1).data)

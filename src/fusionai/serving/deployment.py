@@ -1,0 +1,91 @@
+"""What follows from a serving plan's block ranges and is kept while they stay: graphs, boundaries, weights by stage.
+
+Decides nothing. Neighbours: `execution.deployment` is the plan made real, `serving.driver` runs it,
+`coordination.serving_roles` is the machine's view of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.execution.serving_boundary import ServingBoundary, serving_boundaries
+from fusionai.execution.serving_stage import ATTENTION
+from fusionai.ir import schema
+from fusionai.ir.partition import cut_blocks
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.scheduling.types import Plan
+from fusionai.serving.graph import HIDDEN, LOGITS, serving_graph
+from fusionai.serving.job import ServingJob
+from fusionai.wire.messages import WeightSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CutStage:
+    """One stage of a cut. `encoded`: its graph as it travels, named by `graph_hash`. `select`: no stage after it has
+    attention, so only wanted rows go on."""
+
+    encoded: HostTensor
+    graph_hash: str
+    boundary: ServingBoundary
+    caches: bool
+    select: bool
+    weights: tuple[WeightSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`name` differs where stages would."""
+
+    name: str
+    ranges: tuple[tuple[int, int], ...]
+    stages: tuple[CutStage, ...]
+
+    def roles(self, plan: Plan, owner: PeerId) -> ServingRoles:
+        """The machine's view of `plan`, whose block ranges are this cut's."""
+        return ServingRoles(
+            version=plan.version,
+            owner=owner,
+            places={placement.stage: placement.peer for placement in plan.stages},
+            guards={guard.stage: guard.peer for guard in plan.guards},
+            caching=frozenset(number for number, stage in enumerate(self.stages) if stage.caches),
+            partition=self.name,
+        )
+
+
+def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:
+    return tuple(placement.blocks for placement in plan.stages)
+
+
+def cut(job: ServingJob, plan: Plan) -> Cut:
+    """Raises `GraphError` or `PlanError` where the plan's ranges are no cut of what is served."""
+    ranges = ranges_of(plan)
+    partition = cut_blocks(serving_graph(job.graph), ranges)
+    boundaries = serving_boundaries(partition)
+    if not {LOGITS, HIDDEN} <= {*boundaries[-1].outputs} or any(boundary.outputs for boundary in boundaries[:-1]):
+        raise PlanError("the logits and what they are computed from must be of the last stage.")
+    specs = {spec.key: spec for spec in job.weights.specs}
+    caching = [any(node.op == ATTENTION for node in stage.graph.nodes) for stage in partition.stages]
+    stages: list[CutStage] = []
+    for stage, boundary in zip(partition.stages, boundaries, strict=True):
+        encoded = schema.encode(stage.graph)
+        keys = sorted({spec.key for spec in stage.graph.params.values()})
+        if lacking := [key for key in keys if key not in specs]:
+            raise PlanError(f"the list of weights lacks {len(lacking)} of stage {stage.stage}, first {lacking[0]}.")
+        stages.append(
+            CutStage(
+                encoded=host_tensor("uint8", (len(encoded),), encoded),
+                graph_hash=schema.content_hash(stage.graph),
+                boundary=boundary,
+                caches=caching[stage.stage],
+                select=not any(caching[stage.stage + 1 :]),
+                weights=tuple(specs[key] for key in keys),
+            )
+        )
+    digest = hashlib.sha256(msgspec.msgpack.encode([stage.graph_hash for stage in stages]))
+    return Cut(digest.hexdigest(), ranges, tuple(stages))
