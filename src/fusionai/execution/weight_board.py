@@ -1,14 +1,16 @@
 """Which pieces of weights are still to be asked for, and of whom. Pure: time comes as an argument.
 
 Decides the order and who may ask what. Peers before the last source all draw from one heap, so that the quicker one
-gives more; the last source, the job owner, gives only what no peer has at the moment. A piece that somebody is slow
-with may be asked of another too; the first answer counts. Who has nothing now may have it soon (it fetches as well).
+gives more; the last source, the job owner, gives only what no peer has that is reached and quick enough. A piece that
+somebody is slow with may be asked of another too; the first answer counts. Who has nothing now may have it soon (it
+fetches as well).
 
 Neighbours: `execution.weights` asks, receives and tells this board.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,13 +40,20 @@ class Board:
         ask_pieces: int,
         retry_s: float,
         slow_s: float,
+        grace_s: float,
         now_s: float,
     ) -> None:
+        """Who declined is asked again after `retry_s`; who takes longer than `slow_s` for an answer is slow; the last
+        source waits `grace_s` for the others to be reached."""
         self._having = [frozenset(digests) for digests in having]
         self._live = set(range(len(having)))
         self._retry_s = retry_s
         self._slow_s = slow_s
         self._heard_s = dict.fromkeys(self._live, now_s)
+        self._pace_s = dict.fromkeys(self._live, 0.0)
+        """What the last answer took."""
+        self._expected_s = dict.fromkeys(self._live, now_s + grace_s)
+        """Until when the last source leaves a source's pieces to it; for ever once it is reached."""
         self._open = deque(share for digest, pieces in missing.items() for share in _shares(digest, pieces, ask_pieces))
         self._asked: set[Share] = set()
         self._left = {digest: len(pieces) for digest, pieces in missing.items() if pieces}
@@ -72,9 +81,13 @@ class Board:
                 self._asked.add(share)
                 return self._given(share, source, now_s)
         for share in self._asked:
-            if source not in share.askers and self._may(source, share, now_s) and self._is_slow(share, now_s):
+            if source not in share.askers and self._may(source, share, now_s) and self._all_slow(share, now_s):
                 return self._given(share, source, now_s)
         return None
+
+    def reached(self, source: int) -> None:
+        """A connection is open."""
+        self._expected_s[source] = math.inf
 
     def _given(self, share: Share, source: int, now_s: float) -> Share:
         if not any(source in asked.askers for asked in self._asked):
@@ -93,14 +106,25 @@ class Board:
         """Whether the last source leaves this to others."""
         if source != len(self._having) - 1:
             return False
-        return any(self._may(other, share, now_s) for other in self._live - {source})
+        return any(
+            now_s < self._expected_s[other] and self._may(other, share, now_s) and not self._is_slow(other, now_s)
+            for other in self._live - {source}
+        )
 
-    def _is_slow(self, share: Share, now_s: float) -> bool:
+    def _is_slow(self, source: int, now_s: float) -> bool:
+        asked = any(source in share.askers for share in self._asked)
+        return max(self._pace_s[source], now_s - self._heard_s[source] if asked else 0.0) > self._slow_s
+
+    def _all_slow(self, share: Share, now_s: float) -> bool:
         return all(now_s - self._heard_s[asker] > self._slow_s for asker in share.askers)
+
+    def _hear(self, source: int, now_s: float) -> None:
+        self._pace_s[source] = now_s - self._heard_s[source]
+        self._heard_s[source] = now_s
 
     def arrived(self, source: int, share: Share, good: int, now_s: float) -> bool:
         """`good` pieces from the share's first on are here. False if they were already. The rest is open again."""
-        self._heard_s[source] = now_s
+        self._hear(source, now_s)
         if share.done:
             return False
         share.done = True
@@ -114,12 +138,13 @@ class Board:
 
     def declined(self, source: int, share: Share, now_s: float) -> None:
         """It does not have them (any more, or yet)."""
-        self._heard_s[source] = now_s
+        self._hear(source, now_s)
         share.declined_s[source] = now_s
         self._release(source, share)
 
     def lost(self, source: int) -> None:
-        """The connection ended; what was asked of it is open again."""
+        """The connection ended; what was asked of it is open again. Nobody waits for it to be reached again."""
+        self._expected_s[source] = -math.inf
         for share in [share for share in self._asked if source in share.askers]:
             self._release(source, share)
 

@@ -63,10 +63,10 @@ class WeightDesk:
 
     async def answer(self, peer: PeerId, channel: Channel) -> None:
         """Serve one connection until it ends. Whoever breaks the protocol or does not read is shown out."""
-        line = Line(channel)
         if len(self._lines) >= MAX_CONNECTIONS:
             await channel.send(wire.Refused(code="busy", reason=f"{MAX_CONNECTIONS} others fetch weights here."))
             return
+        line = Line(channel)
         self._lines.add(line)
         asks: asyncio.Queue[wire.WeightAsk] = asyncio.Queue(MAX_ASKS)
         answering = asyncio.create_task(self._answer_all(peer, line, asks))

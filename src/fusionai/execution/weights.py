@@ -50,8 +50,10 @@ class FetchLimits:
     asks: int = 3
     silence_s: float = 6.0
     """Not a byte for so long, signs of life included: the connection is given up."""
-    slow_s: float = 15.0
-    """Whoever has answered nothing for so long is asked on, but others are asked for the same."""
+    slow_s: float = 5.0
+    """Who takes longer for an answer is asked on, but the owner helps, and others are asked for the same at the end."""
+    grace_s: float = 1.0
+    """For peers to be reached, before the owner gives what they have."""
     retry_s: float = 3.0
     """Who did not have a piece is asked for it again after this."""
     redials: int = 3
@@ -124,7 +126,7 @@ class _Fetch:
         self._limits = limits
         self._total_bytes = sum(spec_bytes(spec) for spec in self._specs.values())
         self._done_bytes = 0
-        self._board = Board({}, (), ask_pieces=1, retry_s=0, slow_s=0, now_s=0)
+        self._board = Board({}, (), ask_pieces=1, retry_s=0, slow_s=0, grace_s=0, now_s=0)
         self._changed = asyncio.Event()
         self._arrived_s = now_s()
         self._finishing: set[asyncio.Task[None]] = set()
@@ -148,6 +150,7 @@ class _Fetch:
             ask_pieces=self._limits.ask_pieces,
             retry_s=self._limits.retry_s,
             slow_s=self._limits.slow_s,
+            grace_s=self._limits.grace_s,
             now_s=self._now_s(),
         )
         self._arrived_s = self._now_s()
@@ -193,6 +196,7 @@ class _Fetch:
             before = self.fetched_bytes[peer]
             try:
                 async with self._reach(source) as channel:
+                    self._board.reached(number)
                     await self._draw(number, channel)
                 return
             except StorageError:
@@ -268,6 +272,8 @@ class _Fetch:
         if tensor is None:
             self._board.declined(number, share, self._now_s())
             self._tell_change()
+            if self._board.live == {number} and number == len(self._sources) - 1:
+                raise TransportError(f"it does not have {self._specs[digest].key}.")
             return
         spec, came = self._specs[digest], pieces_of(tensor.nbytes)
         fits = 0 < came <= share.count and tensor.nbytes == _span_bytes(spec, first, came)

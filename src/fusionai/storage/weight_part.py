@@ -9,15 +9,14 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.units import format_bytes
 from fusionai.storage.atomic import storage_errors, sync_directory
-from fusionai.storage.mapped_file import Stretch
 from fusionai.storage.weight_pieces import good_pieces, piece_bytes, spec_bytes
 from fusionai.wire.serving import PIECE_BYTES, WeightSpec
 
@@ -26,25 +25,42 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class WeightPart:
-    """Made by `WeightStore.begin`. Methods may be called from any thread."""
+    """Made by `WeightStore`. Methods may be called from any thread."""
 
     def __init__(self, spec: WeightSpec, path: Path) -> None:
-        """Opens or makes the file and hashes what lies in it. Raises `StorageError`."""
+        """Touches no file. Raises `StorageError` for a spec that contradicts itself."""
         self.spec = spec
         self.path = path
         self.finishing = threading.Lock()
         self._nbytes = spec_bytes(spec)
+        self._opening = threading.Lock()
         self._mutex = threading.Lock()
-        with _fetch_errors(path, self._nbytes):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
-            there = os.fstat(self._descriptor).st_size
-            if there != self._nbytes:
-                os.ftruncate(self._descriptor, self._nbytes)
+        self._opened = False
+        self._descriptor = -1
         self._good = bytearray(len(spec.pieces))
-        if there:
-            for piece in range(len(spec.pieces)):
-                data = Stretch(path, 0, self._nbytes).read(piece * PIECE_BYTES, piece_bytes(self._nbytes, piece))
-                self._good[piece] = good_pieces(spec, piece, memoryview(data)) == 1
+
+    def open(self, make_room: Callable[[int], None]) -> None:
+        """Open or make the file and hash what lies in it; once. Raises `StorageError`, also what `make_room` raises."""
+        with self._opening:
+            if self._opened:
+                return
+            if not self.path.exists():
+                make_room(self._nbytes)
+            with _fetch_errors(self.path, self._nbytes):
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+                there = os.fstat(descriptor).st_size
+                if there != self._nbytes:
+                    os.ftruncate(descriptor, self._nbytes)
+            self._descriptor = descriptor
+            if there:
+                for piece in range(len(self.spec.pieces)):
+                    self._good[piece] = good_pieces(self.spec, piece, memoryview(self._read(piece)))
+            self._opened = True
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was opened once and is no more."""
+        return self._opened and self._descriptor < 0
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -78,12 +94,12 @@ class WeightPart:
     def check(self) -> None:
         """That the whole is what its digest says: the hashes of the pieces came from somewhere else. Makes it durable.
 
-        Raises `StorageError`."""
+        Raises `StorageError` and removes the part if it is not."""
         whole = hashlib.sha256()
-        stretch = Stretch(self.path, 0, self._nbytes)
         for piece in range(len(self.spec.pieces)):
-            whole.update(stretch.read(piece * PIECE_BYTES, piece_bytes(self._nbytes, piece)))
+            whole.update(self._read(piece))
         if whole.digest() != self.spec.digest:
+            self.remove()
             raise StorageError(
                 f"{self.spec.key}: all its pieces are as announced and together they are not the tensor announced.",
                 hint="The job owner's list of weights is wrong; start serving again there.",
@@ -91,13 +107,37 @@ class WeightPart:
         with self._mutex, _fetch_errors(self.path, self._nbytes):
             os.fsync(self._descriptor)
 
+    def _read(self, piece: int) -> bytes:
+        """By descriptor: another process that fetches the same may just have given the file its new name."""
+        nbytes = piece_bytes(self._nbytes, piece)
+        with self._mutex, storage_errors(self.path, "read"):
+            os.lseek(self._descriptor, piece * PIECE_BYTES, os.SEEK_SET)
+            parts: list[bytes] = []
+            while nbytes > 0 and (part := os.read(self._descriptor, nbytes)):
+                parts.append(part)
+                nbytes -= len(part)
+        return b"".join(parts)
+
     def rename(self, path: Path) -> None:
         """Give it the name of a whole tensor. Raises `StorageError` when somebody removed the file meanwhile."""
         with self._mutex, storage_errors(self.path, "renamed"):
-            if os.fstat(self._descriptor).st_ino != self.path.stat().st_ino:
-                raise StorageError(f"{self.path} was replaced while it was fetched.", hint="Try again.")
+            if not self._is_named():
+                raise StorageError(f"{self.path} was removed while it was fetched.", hint="Try again.")
             self.path.replace(path)
             sync_directory(path.parent)
+
+    def remove(self) -> None:
+        """Nobody needs it, unless the name is another file's by now. What can't be removed now, the next start
+        removes."""
+        with self._mutex, suppress(OSError):
+            if self._is_named():
+                self.path.unlink()
+
+    def _is_named(self) -> bool:
+        try:
+            return os.fstat(self._descriptor).st_ino == self.path.stat().st_ino
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Harmless twice."""

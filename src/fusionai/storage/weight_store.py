@@ -38,7 +38,7 @@ from fusionai.wire.serving import PIECE_BYTES, WeightSpec
 log = logging.getLogger(__name__)
 
 ABANDONED_S: Final = 7 * 86_400.0
-"""A part that nobody has written to for so long is removed at the next start."""
+"""A part that nobody has written to for so long is removed at the next start, as is one whose whole is here."""
 FRESH_S: Final = 600.0
 """A part written to so recently may be another process's work."""
 
@@ -55,7 +55,8 @@ class WeightStore:
         self.directory = directory
         self._limit_bytes = limit_bytes
         self._wall_s = wall_s
-        self._mutex = threading.RLock()
+        self._mutex = threading.Lock()
+        self._holding = threading.Lock()  # never held for long: an event loop takes it
         self._held: Counter[bytes] = Counter()
         self._parts: dict[bytes, WeightPart] = {}
         with storage_errors(directory, "made"):
@@ -94,24 +95,21 @@ class WeightStore:
     def pieces(self, digest: bytes, first: int, count: int) -> bytes:
         """Pieces from `first` on, at most `count`, for others: fewer at the end, or where a part has no more in a row.
         Empty when there are none. Raises `StorageError` when the disk fails."""
-        path = self._path(digest)
         with self._mutex:
             part = self._parts.get(digest)
-        if part is not None:
-            count = part.run(first, count)
+        if part is not None and not self._path(digest).exists():
+            count = min(count, part.run(first, count))
             path = part.path
+        else:
+            path = self._path(digest)
+        start = first * PIECE_BYTES
         try:
             size = path.stat().st_size
-        except FileNotFoundError:
-            if part is None:
+            if count <= 0 or start >= size:
                 return b""
-            path = self._path(digest)  # it has just become whole
-            size = path.stat().st_size if path.exists() else 0
-        start = first * PIECE_BYTES
-        if count <= 0 or start >= size:
-            return b""
-        with suppress(OSError):
             os.utime(path)
+        except OSError:
+            return b""  # not here, or just renamed or dropped: whoever asked asks again
         return Stretch(path, 0, size).read(start, min(count * PIECE_BYTES, size - start))
 
     @property
@@ -123,65 +121,63 @@ class WeightStore:
 
     def missing(self, spec: WeightSpec) -> tuple[int, ...]:
         """Pieces that are not here, ascending. Hashes again what an interrupted download left."""
-        if self.has(spec):
-            return ()
         if not self.begun(spec.digest):
-            return tuple(range(len(spec.pieces)))
-        return self.begin(spec).missing
+            return () if self.has(spec) else tuple(range(len(spec.pieces)))
+        part = self._part(spec)
+        return () if part is None else part.missing
 
     def begun(self, digest: bytes) -> bool:
         """Whether a part of it lies here."""
         return self._part_path(digest).exists()
 
-    def begin(self, spec: WeightSpec) -> WeightPart:
-        """Begin to fill a tensor, or go on. The same part for everybody in this process who fetches it.
-
-        Raises `StorageError` when there is no room for it."""
-        with self._mutex:
-            part = self._parts.get(spec.digest)
-            if part is None:
-                path = self._part_path(spec.digest)
-                if not path.exists():
-                    self.make_room(spec_bytes(spec))
-                part = self._parts[spec.digest] = WeightPart(spec, path)
-            return part
-
     def put(self, spec: WeightSpec, first: int, data: memoryview) -> int:
-        """Keep the pieces at the start of `data` that are right, from `first` on; how many were. Raises
-        `StorageError`."""
-        with self._mutex:
-            part = None if self.has(spec) else self.begin(spec)
+        """Keep the pieces at the start of `data` that are right, from `first` on; how many were.
+
+        Raises `StorageError`: there is no room, the disk is full."""
+        part = self._part(spec)
         return good_pieces(spec, first, data) if part is None else part.put(first, data)
 
     def finish(self, spec: WeightSpec) -> None:
         """All pieces are here: check the whole and give it its name. Harmless when done before.
 
         Raises `StorageError` when the pieces' hashes and the tensor's do not belong together: the part is dropped."""
-        with self._mutex:
-            if self.has(spec) and spec.digest not in self._parts:
-                return
-            part = self.begin(spec)
+        part = self._part(spec)
+        if part is None:
+            return
         with part.finishing:
-            if self.has(part.spec):
-                self._forget(part)
+            if part.closed:
                 return
             try:
-                part.check()
-            except StorageError:
+                if not self.has(spec):
+                    part.check()
+                with directory_lock(self.directory):
+                    if self.has(spec):  # another process was as quick
+                        part.remove()
+                    else:
+                        part.rename(self._path(spec.digest))
+            finally:
                 self._forget(part)
-                with suppress(OSError):
-                    part.path.unlink()
-                raise
-            with directory_lock(self.directory):
-                if not self.has(part.spec):  # else another process was as quick
-                    part.rename(self._path(part.spec.digest))
-            self._forget(part)
 
     def add(self, spec: WeightSpec, data: memoryview) -> None:
         """Keep a tensor that is at hand as a whole."""
         if not self.has(spec):
             self.put(spec, 0, data)
             self.finish(spec)
+
+    def _part(self, spec: WeightSpec) -> WeightPart | None:
+        """The part of a tensor, the same for everybody in this process who fetches it; None if the whole is here."""
+        with self._mutex:
+            part = self._parts.get(spec.digest)
+            if part is None:
+                if self.has(spec):
+                    return None
+                part = self._parts[spec.digest] = WeightPart(spec, self._part_path(spec.digest))
+        try:
+            part.open(self.make_room)
+        except StorageError:
+            self._forget(part)
+            raise
+        return part
 
     def _forget(self, part: WeightPart) -> None:
         with self._mutex:
@@ -190,7 +186,7 @@ class WeightStore:
         part.close()
 
     def close(self) -> None:
-        """Close parts; they stay on the disk and go on with the next start."""
+        """Close parts; they stay on the disk, and the next start goes on with them."""
         with self._mutex:
             for part in self._parts.values():
                 part.close()
@@ -201,20 +197,20 @@ class WeightStore:
     @contextmanager
     def holding(self, digests: Collection[bytes]) -> Iterator[None]:
         """These are in use and not dropped meanwhile."""
-        with self._mutex:
+        with self._holding:
             self._held.update(digests)
         try:
             yield
         finally:
-            with self._mutex:
+            with self._holding:
                 self._held.subtract(digests)
-                self._held += Counter()
+                self._held += Counter()  # drops those at zero
 
     def make_room(self, nbytes: int) -> None:
         """Drop what was used longest ago until `nbytes` more fit the limit. Raises `StorageError` when they can't."""
         if self._limit_bytes is None:
             return
-        with self._mutex, directory_lock(self.directory):
+        with directory_lock(self.directory):
             files = sorted(self._files(), key=lambda file: file[1].st_mtime)
             used = sum(stat.st_size for _, stat in files)
             for path, stat in files:
@@ -233,13 +229,16 @@ class WeightStore:
 
     def _droppable(self, path: Path, stat: os.stat_result) -> bool:
         digest = bytes.fromhex(path.name.removesuffix(PART_SUFFIX))
-        if digest in self._held or digest in self._parts:
+        with self._holding:
+            held = digest in self._held
+        if held or digest in self._parts:
             return False
         return not path.name.endswith(PART_SUFFIX) or self._wall_s() - stat.st_mtime > FRESH_S
 
     def _remove_abandoned(self) -> None:
         for path, stat in self._files():
-            if path.name.endswith(PART_SUFFIX) and self._wall_s() - stat.st_mtime > ABANDONED_S:
+            whole = path.with_name(path.name.removesuffix(PART_SUFFIX))
+            if path != whole and (self._wall_s() - stat.st_mtime > ABANDONED_S or whole.exists()):
                 with suppress(OSError):
                     path.unlink()
 
