@@ -6,6 +6,7 @@ it, `cli.pool_file` or the pool itself gives the machines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -16,13 +17,16 @@ from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
 from fusionai.cli.pool_file import PoolOnPaper, read_pool
+from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.client.serving_problem import serving_problem
 from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import Graph, content_hash
+from fusionai.ir.serving import serving_graph
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling import planner
 from fusionai.scheduling.guards import Guarding, guarding
-from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement
+from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement, StagePlacement
 
 
 @click.command()
@@ -40,12 +44,11 @@ from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement
 @click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
 @click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
 @click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
+@serving_options
 @click.option(
     "--takeover",
     type=click.Choice(["exact", "tolerant"]),
-    default="exact",
-    show_default=True,
-    help="Whether a machine that computes other bits may guard a stage.",
+    help="Whether a machine that computes other bits may guard a stage.  [default: exact; serve: tolerant]",
 )
 @home_option
 @json_option
@@ -58,7 +61,8 @@ def plan(
     sequence: int,
     stages: int | None,
     spares: int | None,
-    takeover: Literal["exact", "tolerant"],
+    served: ServingOptions,
+    takeover: Literal["exact", "tolerant"] | None,
     home: Path,
     json_file: Path | None,
 ) -> None:
@@ -71,11 +75,23 @@ def plan(
     pool = read_pool(pool_file) if pool_file is not None else _live_pool(home)
     rows = batch // microbatches
     graph = _captured(model, rows, sequence, training=task == "train")
-    problem = _problem(graph, pool, task, rows, microbatches, sequence, stages, spares, takeover)
+    if task == "serve":
+        problem = serving_problem(
+            serving_graph(graph),
+            pool.peers,
+            pool.owner,
+            served.needs(None),
+            ends="pool" if pool.owner is None else served.ends,
+            stages=stages,
+            spares=spares,
+            takeover=takeover or "tolerant",
+        )
+    else:
+        problem = _problem(graph, pool, rows, microbatches, sequence, stages, spares, takeover or "exact")
     found = planner.plan(problem)
     names = {profile.peer: profile.name for profile in (*pool.peers, *((pool.owner,) if pool.owner else ()))}
     watch = guarding(found, problem)
-    _show(found, names)
+    show_plan(found, names)
     _show_guards(watch, names)
     if json_file is not None:
         write_json(json_file, "plan", figures(watch, names))
@@ -94,6 +110,7 @@ def figures(watch: Guarding, names: dict[str, str]) -> dict[str, object]:
                 "send_s": stage.send_s,
                 "memory_bytes": stage.memory_bytes,
                 "memory_limit_bytes": stage.memory_limit_bytes,
+                **_serving_part(found, stage),
             }
             for stage in found.stages
         ],
@@ -110,7 +127,14 @@ def figures(watch: Guarding, names: dict[str, str]) -> dict[str, object]:
         "excluded": [{"peer": names.get(entry.peer, entry.peer), "reason": entry.reason} for entry in found.excluded],
         "single_peer_tokens_per_s": found.single_peer_tokens_per_s,
         "warnings": list(found.warnings),
+        "serving": found.serving,
     }
+
+
+def _serving_part(found: Plan, stage: StagePlacement) -> dict[str, object]:
+    if found.serving is None:
+        return {}
+    return {"weight_bytes": stage.weight_bytes, "cache_bytes": stage.cache_bytes}
 
 
 def _live_pool(home: Path) -> PoolOnPaper:
@@ -130,7 +154,6 @@ def _captured(model: str, rows: int, sequence: int, *, training: bool) -> Graph:
 def _problem(
     graph: Graph,
     pool: PoolOnPaper,
-    task: Literal["train", "serve"],
     rows: int,
     microbatches: int,
     sequence: int,
@@ -140,11 +163,10 @@ def _problem(
 ) -> Problem:
     sizes = {"b": rows, "s": sequence}
     symbols = {name: sizes[name] for name in graph.symbols}
-    costs = block_costs(graph, symbols, training=task == "train")
+    costs = block_costs(graph, symbols, training=True)
     # Without a word about the owner's machine, nothing can be placed there.
     place: Literal["owner", "pool"] = "pool" if pool.owner is None else "owner"
     return Problem(
-        task=task,
         graph_hash=content_hash(graph),
         blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
         peers=pool.peers,
@@ -158,7 +180,8 @@ def _problem(
     )
 
 
-def _show(found: Plan, names: dict[str, str]) -> None:
+def show_plan(found: Plan, names: Mapping[str, str]) -> None:
+    """For people: the stages, how fast, how good, who stands by."""
     rows = [
         (
             str(stage.stage),
@@ -174,13 +197,10 @@ def _show(found: Plan, names: dict[str, str]) -> None:
     console.table(
         ("stage", "peer", "blocks", "roles", "compute", "send", "memory"),
         rows,
-        title="Plan, per microbatch",
+        title="Plan, per microbatch" if found.serving is None else "Plan, per token",
         right=(4, 5),
     )
-    console.line(
-        f"{found.tokens_per_s:.4g} tokens/s, a step of {found.microbatches} microbatches in "
-        f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
-    )
+    _show_speed(found)
     certificate = found.certificate
     if certificate.exact:
         console.line(f"Proven best ({certificate.method}).")
@@ -197,6 +217,28 @@ def _show(found: Plan, names: dict[str, str]) -> None:
         console.line(f"Left out: {names.get(entry.peer, entry.peer)}: {entry.reason}.")
     for warning in found.warnings:
         console.warning(warning)
+
+
+def _show_speed(found: Plan) -> None:
+    sizes = found.serving
+    if sizes is None:
+        console.line(
+            f"{found.tokens_per_s:.4g} tokens/s, a step of {found.microbatches} microbatches in "
+            f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
+        )
+        return
+    console.line(
+        f"One session: {found.tokens_per_s:.4g} tokens/s, a token in {format_seconds(found.step_time_s)}; slowest: "
+        f"{found.bottleneck}."
+    )
+    console.line(
+        f"{sizes.sessions} sessions together: {sizes.tokens_per_s_together:.4g} tokens/s with "
+        f"{sizes.passes_in_flight} passes in flight."
+    )
+    console.line(
+        f"Weights {sizes.weights}, cache {sizes.cache}: {sizes.pages} pages, {sizes.pages * sizes.page_tokens} tokens "
+        f"(contexts of up to {sizes.context_tokens})."
+    )
 
 
 def _show_guards(watch: Guarding, names: dict[str, str]) -> None:

@@ -37,8 +37,4 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
 
 
 def compute_alone_s(chain: Chain, peer: PeerProfile) -> float:
-    seconds = chain.flops(0, chain.length) / peer.effective_flops_per_s
-    bandwidth = peer.memory_bandwidth_bytes_per_s * peer.share
-    if not chain.training and bandwidth > 0:
-        seconds = max(seconds, chain.parameter_bytes(0, chain.length) / bandwidth)
-    return max(seconds, 1e-12)
+    return max(chain.flops(0, chain.length) / peer.effective_flops_per_s, 1e-12)

@@ -20,9 +20,7 @@ class Chain:
         slots = 1.0 + problem.optimizer_bytes_per_trainable_byte
         self.blocks = blocks
         self.length = len(blocks)
-        self.training = training
         self._flops = _sums([b.forward_flops + (b.backward_flops if training else 0.0) for b in blocks])
-        self._parameters = _sums([float(b.parameter_bytes) for b in blocks])
         self._state = _sums([b.parameter_bytes + (slots * b.trainable_bytes if training else 0.0) for b in blocks])
         self._saved = _sums([b.parameter_bytes + (slots - 1.0) * b.trainable_bytes for b in blocks])
         self._kept = _sums([float(b.activation_bytes) if training else 0.0 for b in blocks])
@@ -33,9 +31,6 @@ class Chain:
 
     def flops(self, start: int, end: int) -> float:
         return self._flops[end] - self._flops[start]
-
-    def parameter_bytes(self, start: int, end: int) -> float:
-        return self._parameters[end] - self._parameters[start]
 
     def state_bytes(self, start: int, end: int) -> float:
         """Parameters and optimizer slots: what a snapshot or a checkpoint of the range holds."""

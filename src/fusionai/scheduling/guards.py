@@ -7,7 +7,8 @@ stand-ins. Exact guards (equal fingerprints) come before others, which only `tak
 guard that is there already stays, since it holds snapshots; only an exact one replaces an inexact one.
 
 Room on a spare: three snapshots of each stage it guards while one arrives, and two of each beside any one of the
-stages running there. The same inputs give the same guards, in whatever order spares are listed.
+stages running there. In serving a guard holds the weights instead, and has room for one stage's caches. The same
+inputs give the same guards, in whatever order spares are listed.
 
 Neighbours: `planner` and `takeover` call `with_guards`; `snapshots` decides K; `stage_costs` has the prices.
 """
@@ -61,12 +62,12 @@ def guarding(plan: Plan, problem: Problem) -> Guarding:
     """`with_guards` with its reasons."""
     costs = StageCosts(problem)
     stages = [stage for stage in plan.stages if costs.guardable(plan, stage)]
-    short = room_to_retain(plan, costs)
-    if plan.task != "train" or short is not None:
+    short = room_to_retain(plan, costs) if plan.task == "train" else None
+    if short is not None:
         bare = msgspec.structs.replace(plan, guards=(), snapshot_every=0)
         reason = f"the memory of {short} has no room to retain what a replay needs."
-        reasons = () if short is None else (Excluded(peer=short, reason=reason),)
-        unguarded = tuple(Unguarded(stage.stage, reasons) for stage in stages if plan.task == "train")
+        reasons = (Excluded(peer=short, reason=reason),)
+        unguarded = tuple(Unguarded(stage.stage, reasons) for stage in stages)
         return Guarding(bare, snapshot_interval(bare, problem), unguarded)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     spares = [costs.profiles[peer] for peer in sorted(set(plan.spares) - placed) if peer in costs.profiles]
@@ -183,6 +184,8 @@ class _Watch:
             return (
                 f"it lends {format_bytes(spare.memory_bytes)}; guarding the stage{beside} takes {format_bytes(needed)}."
             )
+        if self.plan.task == "serve":  # weights come once, beside the work
+            return None
         arriving_s = sum(costs.snapshot_s(other, peer) for other in guarded)
         if arriving_s > MOST_STEPS * self.plan.step_time_s:
             return (
@@ -194,4 +197,7 @@ class _Watch:
     def _needed_bytes(self, guarded: list[StagePlacement]) -> float:
         state = sum(self.costs.state_bytes(stage) for stage in guarded)
         running = max(stage.memory_bytes for stage in guarded)
+        if self.plan.task == "serve":
+            # All the weights, and the caches of the one stage that is taken over.
+            return state + max(stage.memory_bytes - self.costs.state_bytes(stage) for stage in guarded)
         return max(ARRIVING * state, running + KEPT * state)

@@ -66,7 +66,6 @@ class Pipeline:
         self.chain = Chain(problem, blocks)
         self.loss = Chain(problem, problem.blocks[-1:]) if loss_at_owner else None
         self.speed = [p.effective_flops_per_s for p in everyone]
-        self._bandwidth = [p.memory_bandwidth_bytes_per_s * p.share for p in everyone]
         self._up = [p.uplink.bandwidth_bytes_per_s for p in everyone]
         self._down = [p.downlink.bandwidth_bytes_per_s for p in everyone]
         self._hops = hops(everyone, problem.links)
@@ -127,11 +126,7 @@ class Pipeline:
         return (self.microbatches - 1) * suffix.period_s + suffix.transit_s
 
     def compute_s(self, peer: int, start: int, end: int) -> float:
-        seconds = self._flops[start][end] / self.speed[peer]
-        # Serving reads every weight once per microbatch, however few tokens it has; training's matrices are large.
-        if not self.chain.training and self._bandwidth[peer] > 0:
-            seconds = max(seconds, self.chain.parameter_bytes(start, end) / self._bandwidth[peer])
-        return seconds
+        return self._flops[start][end] / self.speed[peer]
 
     def held(self, peer: int, start: int, end: int) -> int:
         """Microbatches in flight that fit beside the stage's resident bytes, at most M; negative if not even those."""
@@ -183,7 +178,7 @@ class Pipeline:
         if not (self.access_only(one) and self.access_only(other)):
             return False
         a, b = self.peers[one], self.peers[other]
-        speed = a.effective_flops_per_s == b.effective_flops_per_s and self._bandwidth[one] == self._bandwidth[other]
+        speed = a.effective_flops_per_s == b.effective_flops_per_s
         return speed and (a.memory_bytes, a.uplink, a.downlink) == (b.memory_bytes, b.uplink, b.downlink)
 
     def loss_bytes(self, in_flight: int) -> float:

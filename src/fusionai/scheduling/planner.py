@@ -4,8 +4,9 @@ Small pools are searched exactly (`search`), larger ones heuristically (`improve
 the plan says which, and how far from the bound it can be. The same problem gives the same plan, in whatever order its
 peers are listed. One replica and one stage per peer.
 
-Neighbours: `eligibility` (who may be used), `pipeline` (what a step costs), `alone` (one machine instead), `placement`
-(the plan written out), `guards` (which spare guards which stage), `infeasible` (why there is none).
+Neighbours: `serving` plans for generation. `eligibility` (who may be used), `pipeline` (what a step costs), `alone`
+(one machine instead), `placement` (the plan written out), `guards` (which spare guards which stage), `infeasible` (why
+there is none).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.placement import pool_name, written_out
 from fusionai.scheduling.search import Limits, search
+from fusionai.scheduling.serving import serving_plan
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
 
 EXACT_PEERS: Final = 10
@@ -39,6 +41,8 @@ IMPROVEMENT_BUDGET: Final = 40_000
 
 def plan(problem: Problem) -> Plan:
     """The plan with the shortest predicted step. Raises `PlanError` naming the tightest constraint if there is none."""
+    if problem.task == "serve":
+        return serving_plan(problem)
     _check(problem)
     loss_at_owner = _place(problem, "loss") == "owner"
     pool_blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
@@ -253,7 +257,7 @@ def _check_owner(problem: Problem) -> None:
         raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
     before = problem.blocks[-2]
     chain = Chain(problem, problem.blocks[-1:])
-    boundary = before.output_bytes + (before.gradient_bytes if chain.training else 0)
+    boundary = before.output_bytes + before.gradient_bytes
     needed = chain.resident_bytes(0, 1) + chain.in_flight_bytes(0, 1) + boundary
     if needed > owner.memory_bytes:
         raise PlanError(

@@ -57,6 +57,8 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
     """K for the guards `plan.guards` names. `plan.step_time_s` is the step it is held against."""
     if not plan.guards:
         return SnapshotInterval(every=0, reason="no stage is guarded, so no snapshots are taken.")
+    if plan.task == "serve":
+        return SnapshotInterval(every=0, reason="weights don't change: a guard holds them, and caches are rebuilt.")
     costs = StageCosts(problem)
     stages = {stage.stage: stage for stage in plan.stages}
     pairs = [(stages[guard.stage], guard.peer) for guard in plan.guards]

@@ -13,6 +13,7 @@ from math import inf
 
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.links import Hop, hop
+from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
 
@@ -45,16 +46,22 @@ class StageCosts:
         return self.forward_bytes(stage) + self.gradient_bytes(stage)
 
     def compute_s(self, stage: StagePlacement, peer: str) -> float:
-        """Forward and backward of one microbatch on `peer`."""
+        """Forward and backward of one microbatch on `peer`; in serving a pass of one position."""
+        if self.problem.task == "serve":
+            return self.decode_s(stage, peer, 1)
         profile = self.profiles.get(peer)
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.compute_s
         start, end = self._positions(stage)
-        seconds = self._chain.flops(start, end) / profile.effective_flops_per_s
-        bandwidth = profile.memory_bandwidth_bytes_per_s * profile.share
-        if not self._chain.training and bandwidth > 0:
-            seconds = max(seconds, self._chain.parameter_bytes(start, end) / bandwidth)
-        return seconds
+        return self._chain.flops(start, end) / profile.effective_flops_per_s
+
+    def decode_s(self, stage: StagePlacement, peer: str, rows: int) -> float:
+        """Serving: a pass of `rows` positions on `peer`."""
+        profile = self.profiles.get(peer)
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return stage.compute_s
+        start, end = self._positions(stage)
+        return sum(block_s(block, profile, rows) for block in self._chain.blocks[start:end])
 
     def operators(self, stage: StagePlacement) -> list[str]:
         start, end = self._positions(stage)

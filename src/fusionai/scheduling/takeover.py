@@ -22,6 +22,7 @@ from fusionai.scheduling.eligibility import refusal
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.matching import matched
 from fusionai.scheduling.prediction import predict
+from fusionai.scheduling.serving_prediction import predict_serving
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
 
@@ -185,8 +186,8 @@ class _Placing:
         return None
 
     def _base_bytes(self, stage: StagePlacement) -> int:
-        """The snapshot the stage is restored from stays until the line has passed it."""
-        return self.costs.state_bytes(stage)
+        """The snapshot the stage is restored from stays until the line has passed it. Serving restores from nothing."""
+        return 0 if self.plan.task == "serve" else self.costs.state_bytes(stage)
 
     def _least_bytes(self, stage: StagePlacement) -> int:
         """With as few microbatches in flight as keep the pipeline fed: one for each stage from this one on."""
@@ -195,7 +196,7 @@ class _Placing:
 
 
 def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...], spares: tuple[str, ...]) -> Plan:
-    prediction = predict(stages, costs)
+    prediction = predict_serving(stages, costs) if plan.task == "serve" else predict(stages, costs)
     tokens = plan.microbatches * costs.problem.microbatch_tokens
     speed = tokens / prediction.step_s
     bound = max(plan.certificate.bound_tokens_per_s, speed)

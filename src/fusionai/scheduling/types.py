@@ -68,6 +68,32 @@ class BlockCost(_Data, frozen=True, kw_only=True):
     gradient_bytes: int
     """What comes back over that cut, backward."""
     ops: tuple[str, ...] = ()
+    looked_up_bytes: int = 0
+    """Serving: of `parameter_bytes`, tables of which a pass reads only some rows."""
+    cache_token_bytes: int = 0
+    """Serving: keys and values of one token, in layers that keep all of them."""
+    cache_session_bytes: int = 0
+    """Serving: rings of the layers that keep a window, for one session."""
+
+
+class ServingNeeds(_Data, frozen=True, kw_only=True):
+    """What a serving job asks of its stages. With it, the problem's block costs are those of one position of a pass
+    (`ir.serving_cost`), weights counted as they are kept."""
+
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
+    cache: Literal["fp32", "bf16", "fp16"] = "fp32"
+    page_tokens: int = 16
+    context_tokens: int
+    """Longest prompt plus answer."""
+    sessions: int
+    """At most so many at a time."""
+    cache_tokens: int = 0
+    """Positions of cache there should be room for; fewer, but no fewer than one context, where memory is short."""
+    pass_tokens: int = 512
+    retain: bool = True
+    """Stages keep what they sent on, for the next one's cache to be rebuilt."""
+    result_bytes: int = 0
+    """Of one row of logits, which goes to the job owner when the head is not there."""
 
 
 class RolePlacement(_Data, frozen=True, kw_only=True):
@@ -102,6 +128,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"
     """Whether a machine that computes other bits may guard a stage or stand in for its peer."""
+    serving: ServingNeeds | None = None
+    """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
 
 
 class StagePlacement(_Data, frozen=True, kw_only=True):
@@ -123,6 +151,10 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     """Of `memory_bytes`, what one microbatch in flight takes."""
     fingerprint: str = ""
     """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""
+    weight_bytes: int = 0
+    """Serving: of `memory_bytes`, the weights as they are kept."""
+    cache_bytes: int = 0
+    """Serving: of `memory_bytes`, keys and values, and what is retained of the boundary."""
 
 
 class Excluded(_Data, frozen=True, kw_only=True):
@@ -149,6 +181,22 @@ class Guard(_Data, frozen=True, kw_only=True):
     """Whether the fingerprints of the two peers promise bit-equal results."""
 
 
+class ServingSizes(_Data, frozen=True, kw_only=True):
+    """What every stage of a serving plan is told, and what all sessions together can expect."""
+
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
+    cache: Literal["fp32", "bf16", "fp16"]
+    page_tokens: int
+    pages: int
+    sessions: int
+    context_tokens: int
+    pass_tokens: int
+    passes_in_flight: int
+    """So many passes fill the pipeline when all sessions generate."""
+    tokens_per_s_together: float
+    """Predicted, all sessions generating."""
+
+
 class Plan(_Data, frozen=True, kw_only=True):
     """Partition + placement + schedule. Immutable; `version` 0 until the broker mints one.
 
@@ -160,7 +208,7 @@ class Plan(_Data, frozen=True, kw_only=True):
     graph_hash: str
     stages: tuple[StagePlacement, ...]
     feed: str
-    """Peer id of the data feed."""
+    """Peer id of the data feed; in serving of whoever gives tokens and takes the results."""
     spares: tuple[str, ...] = ()
     """Peers that stood by when the plan was made. Those in `guards` are reserved for the job, the others are free."""
     guards: tuple[Guard, ...] = ()
@@ -175,3 +223,5 @@ class Plan(_Data, frozen=True, kw_only=True):
     excluded: tuple[Excluded, ...] = ()
     warnings: tuple[str, ...] = ()
     certificate: Certificate
+    serving: ServingSizes | None = None
+    """Serving: a step is one token of one session; `tokens_per_s` is what one session gets."""

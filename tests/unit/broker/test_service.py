@@ -432,6 +432,34 @@ def test_guards_that_guard_nothing_are_refused(play, guards: tuple[Guard, ...], 
     play(scene)
 
 
+def test_a_serving_plan_keeps_both_ends_with_its_owner_and_needs_no_snapshots(play):
+    async def scene(bench: Bench) -> None:
+        owner = await bench.member(1)
+        for number, peer in ((2, A), (3, B), (4, C)):
+            await (await bench.member(number)).ask(registration(peer))
+        training = msgspec.msgpack.decode(plan_of(A, B), type=Plan)
+        ends = [
+            StagePlacement(stage=stage, peer=OWNER, blocks=(stage, stage + 1), roles=(role,))
+            for stage, role in ((0, "feed"), (3, "loss"))
+        ]
+        layers = [StagePlacement(stage=n, peer=peer, blocks=(n, n + 1)) for n, peer in ((1, A), (2, B))]
+        guards = (Guard(stage=1, peer=C), Guard(stage=2, peer=C))
+        serving = msgspec.structs.replace(
+            training, task="serve", stages=(ends[0], *layers, ends[1]), guards=guards, snapshot_every=0
+        )
+        plan = msgspec.Raw(msgspec.msgpack.encode(serving))
+        granted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan))
+        assert isinstance(granted, JobGranted)
+        assert [(member.peer, member.stages, member.guards) for member in granted.members] == [
+            (A, (1,), ()),
+            (B, (2,), ()),
+            (C, (), (1, 2)),
+        ]
+        assert msgspec.msgpack.decode(granted.plan, type=Plan).stages == serving.stages
+
+    play(scene)
+
+
 def test_what_a_heartbeat_says_it_holds_reaches_the_desk(play):
     async def scene(bench: Bench) -> None:
         a = await bench.member(2)

@@ -145,11 +145,6 @@ def test_what_the_owner_runs_is_not_guarded_and_the_owner_guards_nothing() -> No
     assert with_guards(own_spare, posed).guards == ()
 
 
-def test_serving_has_no_guards() -> None:
-    found = plan(problem(peer("s0"), task="serve"))
-    assert (found.guards, found.snapshot_every) == ((), 0)
-
-
 def test_a_link_that_takes_longer_than_the_longest_interval_is_refused() -> None:
     slow = peer("s0", downlink=Link(bandwidth_bytes_per_s=1e3))
     posed = problem(slow)

@@ -184,14 +184,6 @@ def test_scarce_memory_slows_a_stage_on_a_long_link() -> None:
     assert found.bottleneck.startswith("memory of ")
 
 
-def test_serving_counts_no_backward_and_no_optimizer_state() -> None:
-    trained, served = plan(problem(stages=2)), plan(problem(stages=2, task="serve"))
-    assert served.stages[0].compute_s == pytest.approx(trained.stages[0].compute_s / 3)
-    assert served.stages[0].memory_bytes < trained.stages[0].memory_bytes / 2
-    slow_memory = tuple(peer(n, memory_bandwidth_bytes_per_s=1e6) for n in ("ada", "bob"))
-    assert plan(problem(peers=slow_memory, stages=2, task="serve")).stages[0].compute_s == pytest.approx(3.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -1,0 +1,97 @@
+"""Flags about how a model is served, shared by `fusion serve`, `fusion chat` and `fusion plan --task serve`.
+
+Decides their spelling and their defaults; serves nothing. Neighbours: the commands beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Final, Literal, TypeVar, cast
+
+import click
+
+from fusionai.scheduling.types import ServingNeeds
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+CONTEXT_TOKENS: Final = 4096
+"""Without a word from user or model."""
+SESSIONS: Final = 16
+CACHED_CONTEXTS: Final = 4
+"""There should be room for so many whole contexts; sessions are usually shorter."""
+PASS_TOKENS: Final = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """`context_tokens` None: what the model can, at most `CONTEXT_TOKENS`."""
+
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
+    cache: Literal["fp32", "bf16", "fp16"]
+    context_tokens: int | None
+    sessions: int
+    ends: Literal["owner", "pool"]
+
+    def needs(self, model_tokens: int | None) -> ServingNeeds:
+        """`model_tokens`: positions the model has, None where it has no limit or nobody knows."""
+        asked = self.context_tokens or min(model_tokens or CONTEXT_TOKENS, CONTEXT_TOKENS)
+        context = min(asked, model_tokens or asked)
+        return ServingNeeds(
+            weights=self.weights,
+            cache=self.cache,
+            context_tokens=context,
+            sessions=self.sessions,
+            cache_tokens=context * min(self.sessions, CACHED_CONTEXTS),
+            pass_tokens=PASS_TOKENS,
+        )
+
+
+def serving_options(function: _Function) -> _Function:
+    """Give a command the parameter `served: ServingOptions`."""
+
+    @click.option(
+        "--weights",
+        type=click.Choice(["fp32", "bf16", "fp16", "int8", "int4"]),
+        default="fp32",
+        show_default=True,
+        help="How machines keep the model's matrices; int8 and int4 are weight-only.",
+    )
+    @click.option(
+        "--cache",
+        type=click.Choice(["fp32", "bf16", "fp16"]),
+        default="fp32",
+        show_default=True,
+        help="How machines keep keys and values.",
+    )
+    @click.option(
+        "--context",
+        "context_tokens",
+        type=click.IntRange(min=2),
+        help=f"Longest prompt plus answer in tokens.  [default: the model's, at most {CONTEXT_TOKENS}]",
+    )
+    @click.option(
+        "--sessions", type=click.IntRange(1, 4096), default=SESSIONS, show_default=True, help="So many at a time."
+    )
+    @click.option(
+        "--ends",
+        type=click.Choice(["owner", "pool"]),
+        default="owner",
+        show_default=True,
+        help="Who has embedding and head: this machine (tokens and logits never leave it) or the pool.",
+    )
+    @wraps(function)
+    def with_options(
+        *, weights: str, cache: str, context_tokens: int | None, sessions: int, ends: str, **rest: object
+    ) -> object:
+        served = ServingOptions(
+            weights=cast(Any, weights),
+            cache=cast(Any, cache),
+            context_tokens=context_tokens,
+            sessions=sessions,
+            ends=cast(Any, ends),
+        )
+        return function(served=served, **rest)
+
+    return cast(_Function, with_options)

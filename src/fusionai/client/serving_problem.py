@@ -1,0 +1,63 @@
+"""From a serving graph to what can be planned: its costs, the machines, what all sessions together need.
+
+Decides the defaults that depend on the model: how much cache there should be. Neighbours: `ir.serving_cost` counts,
+`scheduling.serving` plans, `client.serve` and `cli.plan` call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from fusionai.ir.schema import Graph, content_hash
+from fusionai.ir.serving import LOGITS
+from fusionai.ir.serving_cost import serving_costs
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
+
+Ends = Literal["owner", "pool"]
+
+
+def serving_problem(
+    graph: Graph,
+    peers: Sequence[PeerProfile],
+    owner: PeerProfile | None,
+    needs: ServingNeeds,
+    *,
+    ends: Ends,
+    stages: int | None = None,
+    spares: int | None = None,
+    excluded: Sequence[str] = (),
+    takeover: Literal["exact", "tolerant"] = "tolerant",
+) -> Problem:
+    """`graph`: as from `ir.serving.serving_graph`. `needs.result_bytes` is filled in from the graph."""
+    spec = graph.values[graph.outputs[LOGITS]]
+    vocabulary = spec.shape[-1]
+    row_bytes = vocabulary * ITEMSIZE_BYTES[spec.dtype] if isinstance(vocabulary, int) else 0
+    costs = serving_costs(graph, weights=needs.weights, cache=needs.cache, pass_tokens=needs.pass_tokens)
+    return Problem(
+        task="serve",
+        graph_hash=content_hash(graph),
+        blocks=tuple(
+            BlockCost(
+                **msgspec.structs.asdict(cost),
+                backward_flops=0.0,
+                trainable_bytes=0,
+                activation_bytes=0,
+                gradient_bytes=0,
+            )
+            for cost in costs
+        ),
+        peers=tuple(peers),
+        owner=owner,
+        roles=(RolePlacement(role="feed", place=ends), RolePlacement(role="loss", place=ends)),
+        stages=stages,
+        microbatches=1,
+        microbatch_tokens=1,
+        excluded=tuple(excluded),
+        spares_wanted=spares,
+        takeover=takeover,
+        serving=msgspec.structs.replace(needs, result_bytes=row_bytes),
+    )

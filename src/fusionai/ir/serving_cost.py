@@ -1,0 +1,141 @@
+"""What a graph costs when it generates: bytes kept and streamed per block, caches per token, boundary per position.
+
+Decides the counting rules; measures nothing. A decode pass reads every matrix once, however few positions it has, but
+only some rows of an embedding table. Matrices of products are counted in the wanted format, all else as it is. Layers
+with a window keep a ring of the window plus one pass per session, the others grow with their tokens.
+
+Neighbours: `ir.cost` counts operations, `ir.serving` makes the graph, `scheduling` turns records into `BlockCost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, prod
+from typing import Final, Literal
+
+import msgspec
+
+from fusionai.ir.cost import block_costs
+from fusionai.ir.graph import reads
+from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.shapes import evaluate
+from fusionai.primitives.errors import GraphError
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+
+WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+CacheFormat = Literal["fp32", "bf16", "fp16"]
+
+FLOAT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+INT8_SCALE_BYTES: Final = 2
+"""Of each row."""
+INT4_SCALE_BYTES: Final = 4
+"""Scale and middle of each group."""
+INT4_GROUP: Final = 32
+PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
+EMBEDDING: Final = "aten.embedding.default"
+ATTENTION: Final = "fusion.attention"
+
+
+class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One block. Fields and meaning as in `scheduling.types.BlockCost`, for one position of one pass."""
+
+    block: int
+    forward_flops: float
+    parameter_bytes: int
+    looked_up_bytes: int
+    workspace_bytes: int
+    output_bytes: int
+    cache_token_bytes: int
+    cache_session_bytes: int
+    ops: tuple[str, ...]
+
+
+def serving_costs(
+    graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int
+) -> tuple[ServingCostRecord, ...]:
+    """Cost of every block of a serving graph; index: block number. Raises `GraphError` where an attention's shape is
+    none."""
+    symbols = dict.fromkeys(graph.symbols, 1)
+    records = block_costs(graph, symbols, training=False)
+    nodes: dict[int, list[Node]] = {record.block: [] for record in records}
+    for node in graph.nodes:
+        nodes[node.block].append(node)
+    item_bytes = FLOAT_BYTES[cache]
+    found: list[ServingCostRecord] = []
+    for record in records:
+        kept, looked_up = _weight_bytes(graph, nodes[record.block], weights)
+        growing, ring = 0, 0
+        for node in nodes[record.block]:
+            if node.op == ATTENTION:
+                token_bytes = item_bytes * _cached_elements(graph, node, symbols)
+                window = node.kwargs.get("window")
+                if isinstance(window, int):
+                    ring += token_bytes * (window + pass_tokens)
+                else:
+                    growing += token_bytes
+        found.append(
+            ServingCostRecord(
+                block=record.block,
+                forward_flops=record.forward_flops,
+                parameter_bytes=kept,
+                looked_up_bytes=looked_up,
+                workspace_bytes=record.workspace_bytes * pass_tokens,
+                output_bytes=record.output_bytes,
+                cache_token_bytes=growing,
+                cache_session_bytes=ring,
+                ops=record.ops,
+            )
+        )
+    return tuple(found)
+
+
+def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:
+    """A matrix [rows, columns] as a stage keeps it for products."""
+    match weights:
+        case "fp32" | "bf16" | "fp16":
+            return rows * columns * FLOAT_BYTES[weights]
+        case "int8":
+            return rows * columns + INT8_SCALE_BYTES * rows
+        case "int4":
+            return ceil(rows * columns / 2) + INT4_SCALE_BYTES * ceil(rows * columns / INT4_GROUP)
+
+
+def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tuple[int, int]:
+    """(as kept, of them only looked up by rows). What products alone read is packed, anything else is kept plain."""
+    packed: set[str] = set()
+    tables: set[str] = set()
+    plain: set[str] = set()
+    for node in nodes:
+        for value in reads(node):
+            if value in graph.params:
+                is_matrix = len(graph.params[value].shape) == 2
+                if node.op == EMBEDDING and value == next(reads(node)):
+                    tables.add(value)
+                elif node.op in PRODUCTS and is_matrix:
+                    packed.add(value)
+                else:
+                    plain.add(value)
+    tables -= plain
+    looked_up = sum(_plain_bytes(graph, value) for value in tables)
+    kept = looked_up + sum(_plain_bytes(graph, value) for value in plain)
+    for value in packed:
+        rows, columns = graph.params[value].shape
+        kept += matrix_bytes(rows, columns, weights)
+    return kept, looked_up
+
+
+def _plain_bytes(graph: Graph, value: str) -> int:
+    spec = graph.params[value]
+    return prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]
+
+
+def _cached_elements(graph: Graph, node: Node, symbols: Mapping[str, int]) -> int:
+    """Of keys and values together, for one position."""
+    elements = 0
+    for arg in node.args[1:3]:
+        spec = graph.values.get(arg.name) if isinstance(arg, Ref) else None
+        if spec is None or len(spec.shape) != 4:
+            raise GraphError(f"node {node.id} ({node.op}): expected keys and values [b, heads, s, d].")
+        _, heads, _, width = (evaluate(dim, symbols) for dim in spec.shape)
+        elements += heads * width
+    return elements

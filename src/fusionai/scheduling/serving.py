@@ -1,0 +1,345 @@
+"""Plans for generation: which peer holds which blocks so that a token comes back soonest. Decides pages, too.
+
+The fastest line within memory is searched with proof (`serving_search`). Memory must hold the wanted cache, or, where
+it is short, half of it, a quarter and so on down to one whole context; most of what then stays free becomes further
+pages, up to every session's whole context. The first block (embedding) and the last (final norm, head) are the job
+owner's when the roles `feed` and `loss` are placed there, which is the default: then tokens and logits never leave that
+process.
+
+Neighbours: `planner` calls this for task `serve`; `serving_line` has the formulas, `serving_prediction` prices the
+stages as placed, `guards` gives every stage a spare that holds its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.eligibility import check_names, eligible
+from fusionai.scheduling.guards import with_guards
+from fusionai.scheduling.links import check_access, check_links
+from fusionai.scheduling.placement import pool_name
+from fusionai.scheduling.serving_line import ServingLine, block_s, retained_bytes, stage_bytes, token_bytes
+from fusionai.scheduling.serving_prediction import predict_serving, together
+from fusionai.scheduling.serving_search import FoundLine, Line, LineLimits, fastest_line
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import (
+    Certificate,
+    PeerProfile,
+    Plan,
+    Problem,
+    ServingNeeds,
+    ServingSizes,
+    StagePlacement,
+)
+
+SEARCH_BUDGET: Final = 100_000
+MOST_PAGES: Final = 1_048_576
+FILLED: Final = 0.75
+"""Of the memory beyond the wanted cache; the rest lets a spare hold the weights of more stages than it will run."""
+
+
+def serving_plan(problem: Problem) -> Plan:
+    """The plan with the least predicted seconds per token. Raises `PlanError` naming the tightest constraint."""
+    needs = _checked(problem)
+    first_at_owner, head_at_owner = _place(problem, "feed") == "owner", _place(problem, "loss") == "owner"
+    pool_blocks = problem.blocks[1 if first_at_owner else 0 : -1 if head_at_owner else None]
+    smallest = min(stage_bytes([block], needs, 0, needs.context_tokens) for block in pool_blocks)
+    usable, refused = eligible(problem, pool_blocks, smallest)
+    if not usable:
+        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
+        raise PlanError(
+            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
+            hint="Let more peers join, or mend what stands in the way.",
+        )
+    line = ServingLine(problem, needs, usable, first_at_owner=first_at_owner, head_at_owner=head_at_owner)
+    _check_owner(line, needs)
+    found, cache_tokens = _found(problem, line, needs)
+    assert found.best is not None, "a line was found"
+    pages = _pages(line, found.best, needs, cache_tokens)
+    stages = _stages(line, found.best, needs, pages * needs.page_tokens)
+    costs = StageCosts(problem)
+    prediction = predict_serving(stages, costs)
+    passes, together_per_s = together(stages, costs, needs)
+    warnings = _warnings(problem, line, needs, found, cache_tokens, pages)
+    alone = _alone(problem, usable, needs)
+    if alone is not None and 1 / alone[1] > 1 / prediction.step_s:
+        warnings.insert(
+            0,
+            f"One machine alone would be faster: {pool_name(problem, alone[0])} reaches {1 / alone[1]:.4g} tokens/s "
+            f"by itself, this plan {1 / prediction.step_s:.4g}.",
+        )
+    used = {stage.peer for stage in stages if "stage" in stage.roles}
+    bound = max(1 / found.bound_s, 1 / prediction.step_s)
+    plan = Plan(
+        task="serve",
+        graph_hash=problem.graph_hash,
+        stages=tuple(msgspec.structs.replace(stage, in_flight=passes) for stage in stages),
+        feed=stages[0].peer if problem.owner is None else problem.owner.peer,
+        spares=tuple(sorted(peer.peer for peer in usable if peer.peer not in used)),
+        microbatches=1,
+        step_time_s=prediction.step_s,
+        tokens_per_s=1 / prediction.step_s,
+        single_peer_tokens_per_s=None if alone is None else 1 / alone[1],
+        bottleneck=prediction.bottleneck,
+        excluded=tuple(refused),
+        warnings=tuple(warnings),
+        certificate=Certificate(
+            method="best-first search over peers, order and cuts" + ("" if found.proven else ", cut off"),
+            exact=found.proven,
+            bound_tokens_per_s=bound,
+            optimality_gap=0.0 if found.proven else bound * prediction.step_s - 1,
+            explored=found.explored,
+        ),
+        serving=ServingSizes(
+            weights=needs.weights,
+            cache=needs.cache,
+            page_tokens=needs.page_tokens,
+            pages=pages,
+            sessions=needs.sessions,
+            context_tokens=needs.context_tokens,
+            pass_tokens=needs.pass_tokens,
+            passes_in_flight=passes,
+            tokens_per_s_together=together_per_s,
+        ),
+    )
+    return with_guards(plan, problem)
+
+
+def _found(problem: Problem, line: ServingLine, needs: ServingNeeds) -> tuple[FoundLine, int]:
+    """The fastest line with room for as much of the wanted cache as there can be, and how much that is."""
+    cache_tokens = max(needs.cache_tokens, needs.context_tokens)
+    limits = _limits(problem, line, cache_tokens)
+    while True:
+        found = fastest_line(line, limits, budget=SEARCH_BUDGET)
+        if found.best is not None:
+            return found, limits.cache_tokens
+        if limits.cache_tokens <= needs.context_tokens:
+            raise _infeasible(line, limits)
+        limits = _limits(problem, line, max(limits.cache_tokens // 2, needs.context_tokens))
+
+
+def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimits:
+    index = {peer.peer: i for i, peer in enumerate(line.peers)}
+    required = sum(1 << index[name] for name in set(problem.required))
+    reserved = problem.spares_wanted or 0
+    most = min(line.count - reserved, line.length)
+    wanted = problem.stages or max(1, required.bit_count())
+    if wanted > line.length:
+        raise PlanError(
+            f"{wanted} stages need {wanted} blocks, the model has {line.length} to place.",
+            hint=f"Ask for at most {line.length} stages.",
+        )
+    if most < wanted:
+        spare = f" with {reserved} kept as spares" if reserved else ""
+        raise PlanError(
+            f"{wanted} stages need {wanted} peers{spare}, but {line.count} of {len(problem.peers)} peers can be used.",
+            hint="Ask for fewer stages or spares, or let more peers join.",
+        )
+    if problem.stages is not None and required.bit_count() > problem.stages:
+        raise PlanError(
+            f"{required.bit_count()} peers are required, but only {problem.stages} stages were asked for.",
+            hint="Require fewer peers or ask for more stages.",
+        )
+    return LineLimits(fewest=wanted, most=problem.stages or most, cache_tokens=cache_tokens, required=required)
+
+
+def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> int:
+    """What the line was found with, and of the room that every machine has beyond it, the job owner's included, a part,
+    up to all sessions' whole contexts."""
+    pages = min(needs.sessions * -(-needs.context_tokens // needs.page_tokens), MOST_PAGES)
+    rooms = [(line.lent_bytes(peer, 0) - line.bytes(a, b, 0), line.token_bytes(a, b)) for peer, a, b in _placed(best)]
+    if line.owner is not None:
+        free_bytes = line.owner.memory_bytes - line.owner_bytes(0)
+        each = line.owner_bytes(1) - line.owner_bytes(0)
+        rooms.append((free_bytes, each))
+        for index, (peer, a, b) in enumerate(_placed(best)):
+            if line.peers[peer].peer == line.owner.peer:
+                rooms[index] = (free_bytes - line.bytes(a, b, 0), each + line.token_bytes(a, b))
+    most = min([pages, *(room // (each * needs.page_tokens) for room, each in rooms if each)])
+    sure = min(cache_tokens // needs.page_tokens, most)
+    return sure + int((most - sure) * FILLED)
+
+
+def _placed(best: Line) -> list[tuple[int, int, int]]:
+    return [(peer, best.cuts[k], best.cuts[k + 1]) for k, peer in enumerate(best.order)]
+
+
+def _stages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> list[StagePlacement]:
+    stages: list[StagePlacement] = []
+    owner = line.owner
+    if line.first and owner is not None:
+        stages.append(_stage(line, needs, 0, owner, (0, 1), ("feed",), cache_tokens))
+    for k, (peer, start, end) in enumerate(_placed(best)):
+        whole = end == line.length and line.first + line.length == len(line.blocks)
+        stages.append(
+            _stage(
+                line,
+                needs,
+                len(stages),
+                line.peers[peer],
+                (line.first + start, line.first + end),
+                (*(("feed",) if k == 0 and not line.first else ()), "stage", *(("loss",) if whole else ())),
+                cache_tokens,
+            )
+        )
+    end = line.first + line.length
+    if end < len(line.blocks) and owner is not None:
+        stages.append(_stage(line, needs, len(stages), owner, (end, end + 1), ("loss",), cache_tokens))
+    return stages
+
+
+def _stage(
+    line: ServingLine,
+    needs: ServingNeeds,
+    number: int,
+    profile: PeerProfile,
+    positions: tuple[int, int],
+    roles: tuple[str, ...],
+    cache_tokens: int,
+) -> StagePlacement:
+    blocks = line.blocks[positions[0] : positions[1]]
+    sent = retained_bytes(line.blocks, positions[1], needs)
+    last = positions[1] == len(line.blocks)
+    return msgspec.structs.replace(
+        StagePlacement(stage=number, peer=profile.peer, blocks=(blocks[0].block, blocks[-1].block + 1)),
+        roles=roles,
+        compute_s=sum(block_s(block, profile) for block in blocks),
+        send_s=(needs.result_bytes if last else blocks[-1].output_bytes) / profile.uplink.bandwidth_bytes_per_s,
+        memory_bytes=stage_bytes(blocks, needs, sent, cache_tokens),
+        memory_limit_bytes=profile.memory_bytes,
+        weight_bytes=sum(block.parameter_bytes for block in blocks),
+        cache_bytes=cache_tokens * token_bytes(blocks, sent)
+        + needs.sessions * sum(block.cache_session_bytes for block in blocks),
+        fingerprint=profile.fingerprint,
+    )
+
+
+def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> tuple[str, float] | None:
+    """The fastest single machine that holds the whole model and one context, and its seconds per token."""
+    machines = [*usable, *([] if problem.owner is None else [problem.owner])]
+    operators = {op for block in problem.blocks for op in block.ops}
+    needed = stage_bytes(problem.blocks, needs, 0, needs.context_tokens)
+    fitting = [
+        (sum(block_s(block, machine) for block in problem.blocks), machine.peer)
+        for machine in machines
+        if machine.memory_bytes >= needed
+        and machine.effective_flops_per_s > 0
+        and not operators & set(machine.unsupported_ops)
+    ]
+    if not fitting:
+        return None
+    seconds, peer = min(fitting)
+    return peer, max(seconds, 1e-12)
+
+
+def _warnings(
+    problem: Problem, line: ServingLine, needs: ServingNeeds, found: FoundLine, cache_tokens: int, pages: int
+) -> list[str]:
+    warnings: list[str] = []
+    if cache_tokens < needs.cache_tokens:
+        held = pages * needs.page_tokens
+        warnings.append(
+            f"Memory is short: the cache holds {held} tokens of the {needs.cache_tokens} wanted, "
+            f"{held // needs.context_tokens} whole contexts of {needs.context_tokens} at a time."
+        )
+    if problem.stages is not None and problem.stages > 1:
+        free = msgspec.structs.replace(problem, stages=None)
+        wider = _limits(free, line, cache_tokens)
+        fewest = min(wider.fewest, problem.stages - 1)
+        fewer = fastest_line(line, replace(wider, fewest=fewest, most=problem.stages - 1), budget=SEARCH_BUDGET)
+        if fewer.best is not None and fewer.seconds < found.seconds:
+            count = len(fewer.best.order)
+            warnings.append(
+                f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages} asked for: "
+                f"{1 / fewer.seconds:.4g} tokens/s instead of {1 / found.seconds:.4g}."
+            )
+    return warnings
+
+
+def _infeasible(line: ServingLine, limits: LineLimits) -> PlanError:
+    """Memory is the only constraint left once names, counts and operators have been checked."""
+    largest = max(peer.memory_bytes for peer in line.peers)
+    needed, block = max((line.bytes(b, b + 1, limits.cache_tokens), b) for b in range(line.length))
+    hint = "Use another weight format or a shorter context, let providers lend more memory, or let more peers join."
+    context = f"with a cache of {limits.cache_tokens} tokens"
+    if needed > largest:
+        return PlanError(
+            f"block {line.numbers(block, block + 1)[0]} alone needs {format_bytes(needed)} {context}, the largest peer "
+            f"lends {format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
+            hint=hint,
+        )
+    whole = line.bytes(0, line.length, limits.cache_tokens)
+    lent = sum(sorted((peer.memory_bytes for peer in line.peers), reverse=True)[: limits.most])
+    peers = "1 peer" if limits.most == 1 else f"{limits.most} peers"
+    if whole > lent:
+        return PlanError(
+            f"the model needs {format_bytes(whole)} {context}, the largest {peers} that may hold it lend "
+            f"{format_bytes(lent)}: {format_bytes(whole - lent)} are missing.",
+            hint=hint,
+        )
+    return PlanError(
+        f"no cut was found that fits {peers} into the {format_bytes(lent)} they lend {context}; the largest block "
+        f"takes {format_bytes(needed)}.",
+        hint=hint,
+    )
+
+
+def _place(problem: Problem, role: str) -> str:
+    return next((r.place for r in problem.roles if r.role == role), "owner")
+
+
+def _checked(problem: Problem) -> ServingNeeds:
+    needs = problem.serving
+    if needs is None:
+        raise PlanError("expected a serving problem to say what it needs (`serving`), got nothing.")
+    counts = {
+        "context_tokens": needs.context_tokens,
+        "sessions": needs.sessions,
+        "page_tokens": needs.page_tokens,
+        "pass_tokens": needs.pass_tokens,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise PlanError(f"expected {name} of at least 1, got {count}.")
+    if problem.stages is not None and problem.stages < 1:
+        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
+    if problem.spares_wanted is not None and problem.spares_wanted < 0:
+        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
+    if len(problem.blocks) < 3:
+        raise PlanError(f"expected an embedding, layers and a head to serve, got {len(problem.blocks)} blocks.")
+    check_names(problem)
+    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
+    check_links(problem.links, (peer.peer for peer in everyone))
+    for peer in everyone:
+        check_access(peer)
+    for role in ("feed", "loss"):
+        if _place(problem, role) == "owner" and problem.owner is None:
+            raise PlanError(
+                "an end of the model is placed with the job owner, but the problem has no owner's profile.",
+                hint="Give the owner's profile, or place the ends with the pool.",
+            )
+    return needs
+
+
+def _check_owner(line: ServingLine, needs: ServingNeeds) -> None:
+    owner = line.owner
+    mine = line.owner_blocks()
+    if owner is None or not mine:
+        return
+    missing = sorted({op for block in mine for op in block.ops} & set(owner.unsupported_ops))
+    if missing:
+        raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of its ends.")
+    if not owner.effective_flops_per_s > 0:
+        raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
+    needed = line.owner_bytes(needs.context_tokens)
+    if needed > owner.memory_bytes:
+        raise PlanError(
+            f"the model's ends need {format_bytes(needed)} with the job owner, who has "
+            f"{format_bytes(owner.memory_bytes)}: {format_bytes(needed - owner.memory_bytes)} are missing.",
+            hint="Use another weight format, or place the ends with the pool.",
+        )

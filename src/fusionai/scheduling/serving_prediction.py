@@ -1,0 +1,60 @@
+"""How fast a serving plan generates with its stages exactly as they lie. Decides nothing; moves nothing.
+
+One session gets a token per trip through all stages. Many sessions share passes: `together` looks for the number of
+passes in flight that gives all of them most tokens per second, where a pass is no faster than the busiest machine's
+part in it. Neighbours: `serving` and `takeover` compare plans with this; `serving_line` explains the terms.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.prediction import Prediction
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import ServingNeeds, StagePlacement
+
+
+def predict_serving(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
+    """Of one token of one session: `step_s` from its id to the next token's scores."""
+    parts = _parts(stages, costs, 1)
+    seconds, cause = max(parts, key=lambda part: part[0])
+    return Prediction(sum(part[0] for part in parts), f"{cause} ({format_seconds(seconds)} per token)")
+
+
+def together(stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> tuple[int, float]:
+    """(passes in flight, tokens per second of all `needs.sessions` sessions generating)."""
+    best = (1, 0.0)
+    for passes in range(1, min(needs.sessions, 2 * len(stages)) + 1):
+        rows = -(-needs.sessions // passes)
+        busy: defaultdict[str, float] = defaultdict(float)
+        for stage in stages:
+            busy[stage.peer] += costs.decode_s(stage, stage.peer, rows)
+        transit_s = sum(seconds for seconds, _ in _parts(stages, costs, rows))
+        # All passes go round once while each session gets one token.
+        round_s = max(transit_s, passes * max(busy.values()))
+        if needs.sessions / round_s > best[1] * (1 + 1e-9):
+            best = (passes, needs.sessions / round_s)
+    return best
+
+
+def _parts(stages: Sequence[StagePlacement], costs: StageCosts, rows: int) -> list[tuple[float, str]]:
+    """What a pass of `rows` positions takes on its way, piece by piece."""
+    needs = costs.problem.serving
+    owner = costs.problem.owner
+    parts = [
+        (costs.decode_s(stage, stage.peer, rows), f"compute of stage {stage.stage} on {costs.name(stage.peer)}")
+        for stage in stages
+    ]
+    for one, other in pairwise(stages):
+        link = costs.hop(one.peer, other.peer)
+        seconds = rows * costs.forward_bytes(one) / link.bandwidth_bytes_per_s + link.latency_s
+        parts.append((seconds, f"link between stage {one.stage} and stage {other.stage}"))
+    if owner is not None and needs is not None:
+        first, last = costs.hop(owner.peer, stages[0].peer), costs.hop(stages[-1].peer, owner.peer)
+        parts.append((first.latency_s, f"link from {costs.name(owner.peer)} to stage {stages[0].stage}"))
+        seconds = rows * needs.result_bytes / last.bandwidth_bytes_per_s + last.latency_s
+        parts.append((seconds, f"link from stage {stages[-1].stage} to {costs.name(owner.peer)}"))
+    return parts

@@ -1,0 +1,221 @@
+"""The line of stages that a token crosses in the least time, with proof. Decides peers, their order and the cuts.
+
+Best first (A*) over (set of peers used, last peer, blocks placed): costs add up and memory is a stage's own affair, so
+of two ways to the same state the faster one is enough. What is left is bounded from below by pouring the remaining
+blocks over the peers that take them fastest, hop included, as many each as its memory can hold. Whatever ends the
+search, the least bound of what was not looked at proves how good the best known line is: worst case exponential in the
+number of peers, hence the budget of tried extensions, an argument and never a clock.
+
+Neighbours: `serving_line` has the costs, `serving` the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import Final, NamedTuple
+
+from fusionai.scheduling.serving_line import ServingLine
+
+BEAM: Final = 12
+"""Lines kept per number of stages while the first good one is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """Which lines count: `fewest` to `most` stages, with every peer in the mask `required`, room for `cache_tokens`."""
+
+    fewest: int
+    most: int
+    cache_tokens: int
+    required: int = 0
+
+
+class Line(NamedTuple):
+    """Stages so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`). `seconds`: without the way back."""
+
+    seconds: float
+    mask: int
+    order: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLine:
+    """`seconds` of `best`, the way back and the owner's part included; `bound_s`: no line takes less."""
+
+    best: Line | None
+    seconds: float
+    bound_s: float
+    explored: int
+
+    @property
+    def proven(self) -> bool:
+        return self.bound_s >= self.seconds
+
+
+def fastest_line(line: ServingLine, limits: LineLimits, *, budget: int) -> FoundLine:
+    """Tries at most `budget` extensions. `best` is None if no line within the limits was found; with an infinite bound
+    there is none."""
+    return _Search(line, limits, budget).run()
+
+
+class _Search:
+    def __init__(self, line: ServingLine, limits: LineLimits, budget: int) -> None:
+        self.line = line
+        self.limits = limits
+        self.budget = budget
+        self.explored = 0
+        self.best: Line | None = None
+        self.best_s = inf
+        needed = [
+            [line.bytes(a, b, limits.cache_tokens) if a < b else 0 for b in range(line.length + 1)]
+            for a in range(line.length)
+        ]
+        self._fits = [
+            [[a < b and needed[a][b] <= lent for b in range(line.length + 1)] for a in range(line.length)]
+            for lent in (line.lent_bytes(peer, limits.cache_tokens) for peer in range(line.count))
+        ]
+        # What is retained after a block may shrink with it: not every shorter stage fits where a longer one does.
+        self._reach = [
+            [max((b for b in range(line.length + 1) if ends[b]), default=a) for a, ends in enumerate(starts)]
+            for starts in self._fits
+        ]
+        self._rest_s = self._rests()
+        self._twins = [
+            sum(1 << earlier for earlier in range(peer) if line.alike(earlier, peer) and self._same_wish(earlier, peer))
+            for peer in range(line.count)
+        ]
+
+    def run(self) -> FoundLine:
+        self._glance()
+        bound_s = self._prove()
+        total_s = self.best_s + self.line.ends_s
+        return FoundLine(self.best, total_s, min(bound_s + self.line.ends_s, total_s), self.explored)
+
+    def _prove(self) -> float:
+        """Least seconds of any line: `best_s` itself when nothing is left to look at."""
+        frontier: list[tuple[float, int, Line]] = []
+        known: dict[tuple[int, int, int], float] = {}
+        number = 0
+        for begun in self._extensions(Line(0.0, 0, (), (0,))):
+            number += 1
+            heappush(frontier, (begun.seconds + self._rest_s[begun.cuts[-1]], number, begun))
+        while frontier:
+            bound_s, _, line = heappop(frontier)
+            if bound_s >= self.best_s:
+                return self.best_s
+            if self.explored > self.budget:
+                return bound_s
+            state = (line.mask, line.order[-1], line.cuts[-1])
+            if known.get(state, inf) <= line.seconds:
+                continue
+            known[state] = line.seconds
+            if line.cuts[-1] == self.line.length:
+                self._offer(line)
+                continue
+            for longer in self._extensions(line):
+                number += 1
+                bound = longer.seconds + self._rest_s[longer.cuts[-1]]
+                if bound < self.best_s:
+                    heappush(frontier, (bound, number, longer))
+        return self.best_s
+
+    def _glance(self) -> None:
+        """A good line soon: per number of stages only the most promising beginnings, and only long stages."""
+        level = [Line(0.0, 0, (), (0,))]
+        for _ in range(self.limits.most):
+            grown: dict[tuple[int, int, int], Line] = {}
+            for line in level:
+                for longer in self._extensions(line, few=True):
+                    if longer.cuts[-1] == self.line.length:
+                        self._offer(longer)
+                        continue
+                    state = (longer.mask, longer.order[-1], longer.cuts[-1])
+                    if state not in grown or longer.seconds < grown[state].seconds:
+                        grown[state] = longer
+            ranked = sorted(grown.values(), key=lambda one: (one.seconds + self._rest_s[one.cuts[-1]], one.order))
+            # Some that are far along, too: where memory is short, the fast beginnings lead nowhere.
+            far = sorted(grown.values(), key=lambda one: (-one.cuts[-1], one.seconds, one.order))
+            level = list(dict.fromkeys([*ranked[:BEAM], *far[:BEAM]]))
+
+    def _extensions(self, line: Line, *, few: bool = False) -> Iterator[Line]:
+        depth = len(line.order) + 1
+        start = line.cuts[-1]
+        whole = self.line.length
+        for peer in range(self.line.count):
+            bit = 1 << peer
+            if line.mask & bit or self._twins[peer] & ~line.mask:
+                continue
+            mask = line.mask | bit
+            missing = (self.limits.required & ~mask).bit_count()
+            if missing > self.limits.most - depth:
+                continue
+            furthest = self._reach[peer][start]
+            into_s = self.line.hop_s(line.order[-1], peer, start) if line.order else self.line.enter_s(peer)
+            # Whoever must still come needs a block each.
+            still = max(missing, self.limits.fewest - depth, 0)
+            if furthest == whole and not still and depth >= self.limits.fewest:
+                yield self._longer(line, mask, peer, whole, into_s)
+            if depth == self.limits.most:
+                continue
+            longest = min(furthest, whole - max(still, 1))
+            shortest = start + 1
+            if few:
+                even = start + max(1, -(-(whole - start) // (self.limits.most - depth + 1)))
+                ends = sorted({longest, (start + longest) // 2, min(even, longest)}, reverse=True)
+            else:
+                ends = list(range(longest, shortest - 1, -1))
+            for end in ends:
+                if end >= shortest and self._fits[peer][start][end]:
+                    yield self._longer(line, mask, peer, end, into_s)
+
+    def _longer(self, line: Line, mask: int, peer: int, end: int, into_s: float) -> Line:
+        self.explored += 1
+        seconds = line.seconds + into_s + self.line.compute_s(peer, line.cuts[-1], end)
+        return Line(seconds, mask, (*line.order, peer), (*line.cuts, end))
+
+    def _offer(self, line: Line) -> None:
+        seconds = line.seconds + self.line.leave_s(line.order[-1])
+        if seconds < self.best_s:
+            self.best, self.best_s = line, seconds
+
+    def _same_wish(self, one: int, other: int) -> bool:
+        return (self.limits.required >> one & 1) == (self.limits.required >> other & 1)
+
+    def _rests(self) -> list[float]:
+        """For each position: least seconds of everything behind it, the way back included; inf if nobody holds it."""
+        line = self.line
+        back_s = min((line.leave_s(peer) for peer in range(line.count)), default=inf)
+        rests = [back_s]
+        into = [self._cheapest_into(peer) for peer in range(line.count)]
+        for start in range(line.length - 1, -1, -1):
+            offers: list[tuple[float, int]] = []
+            for peer in range(line.count):
+                most = max((self._reach[peer][s] - s for s in range(start, line.length)), default=0)
+                if most > 0:
+                    least_s = min(line.compute_s(peer, b, b + 1) for b in range(start, line.length))
+                    offers.append((least_s + into[peer] / most, most))
+            poured_s, left = 0.0, line.length - start
+            for seconds, most in sorted(offers):
+                poured_s += seconds * min(most, left)
+                left -= min(most, left)
+            each_s = sum(
+                min((line.compute_s(peer, b, b + 1) for peer in range(line.count)), default=inf)
+                for b in range(start, line.length)
+            )
+            # A hair below, so that rounding can't push the bound above what is attained.
+            rests.append(inf if left else max(poured_s, each_s) * (1 - 1e-12) + back_s)
+        rests.reverse()
+        return rests
+
+    def _cheapest_into(self, peer: int) -> float:
+        inner = [
+            self.line.hop_s(other, peer, cut)
+            for other in range(self.line.count)
+            for cut in range(1, self.line.length)
+            if other != peer
+        ]
+        return min(inner, default=0.0)
