@@ -490,6 +490,8 @@ class ServingMachine:
         for peer in gone:
             self._lost.add(peer)
             self._leaving.discard(peer)
+            # It may come back, to the same stages, without what it had.
+            self._sound = {stage: one for stage, one in self._sound.items() if one != peer}
             self._strike(peer)
         if self._pending is not None and self._pending.members & self._lost:
             self._pending = None

@@ -1,0 +1,248 @@
+"""One process that runs and guards serving stages: what `execution.serving` does, with numbers for tensors.
+
+Work is done in the order it came. Neighbours: `harness.virtual_serving_stage` computes, `harness.virtual_serving`
+drives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fusionai.coordination import serving_events as events
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.wire.base import Fence
+from fusionai.wire.serving import Segment
+from harness.network import Process, Stream
+from harness.virtual_serving_stage import Missing, PagedStage, embedded
+
+if TYPE_CHECKING:
+    from harness.virtual_serving import World
+
+TICK_S = 0.5
+LINK_S = 4.0
+"""A neighbour that can't be reached for so long is complained of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enlist:
+    fence: Fence
+    roles: ServingRoles
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    fence: Fence
+    stage: int
+    standby: bool
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Of `hidden` kind are rebuilds: they end at stage `rebuild`."""
+
+    fence: Fence
+    number: int
+    consumer: int
+    segments: tuple[Segment, ...]
+    values: tuple[int, ...]
+    wanted: tuple[int, ...] = ()
+    forget: tuple[int, ...] = ()
+    rebuild: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    fence: Fence
+    number: int
+    source: int
+    through: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    fence: Fence
+    number: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    fence: Fence
+
+
+class Member:
+    """`loads_s`: how long weights take to get here. `fails`: so many of the next passes can't be computed."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.world = world
+        self.process = process
+        self.fence: Fence | None = None
+        self.roles: ServingRoles | None = None
+        self.stages: dict[int, PagedStage] = {}
+        self.weights: set[int] = set()
+        self.fails = 0
+        self.skewed = False
+        """It computes other values than everybody else."""
+        self._work: deque[Callable[[], None]] = deque()
+        self._busy = False
+        self._silent: dict[Process, float] = {}
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    # ---------------------------------------------------------------------------------------------------- messages
+
+    def receive(self, sender: Process, message: object) -> None:
+        match message:
+            case Enlist():
+                self._enlist(message)
+            case Detach(fence):
+                if self.fence is not None and fence >= self.fence:
+                    self.fence = self.roles = None
+                    self.stages.clear()
+            case Load() | Pass() | Rebuild():
+                if message.fence == self.fence:
+                    self._queue(lambda: self._do(message))
+            case _:
+                raise AssertionError(message)
+
+    def _enlist(self, message: Enlist) -> None:
+        if self.fence is not None and message.fence <= self.fence:
+            return
+        self.fence, self.roles = message.fence, message.roles
+        mine = set(self.roles.stages_of(self.name))
+        for stage in [stage for stage in self.stages if stage not in mine]:
+            del self.stages[stage]
+        self._tell(events.MemberEnlisted(message.fence, self.name))
+
+    def _queue(self, action: Callable[[], None]) -> None:
+        self._work.append(action)
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._busy = bool(self._work)
+        if self._busy:
+            self.world.network.work(self.process, self._one)
+
+    def _one(self) -> None:
+        self._work.popleft()()
+        self._next()
+
+    def _do(self, message: Load | Pass | Rebuild) -> None:
+        if message.fence != self.fence:
+            return
+        match message:
+            case Load():
+                self._load(message)
+            case Pass():
+                self._compute(message)
+            case Rebuild():
+                self._rebuild(message)
+
+    # -------------------------------------------------------------------------------------------------------- work
+
+    def _load(self, message: Load) -> None:
+        if message.stage not in self.weights:
+            loads_s = self.world.choose.choice((0.05, 0.3, 2.0))
+            self.world.network.timer(self.process, loads_s, lambda: self._loaded(message))
+        else:
+            self._loaded(message)
+
+    def _loaded(self, message: Load) -> None:
+        if message.fence != self.fence or self.roles is None:
+            return
+        self.weights.add(message.stage)
+        if message.standby:
+            self._tell(events.StandbyLoaded(message.fence, self.name, message.stage))
+            return
+        if message.stage not in self.stages:
+            self.stages[message.stage] = self.world.new_stage(message.stage)
+        stage = self.stages[message.stage]
+        if message.fresh and stage.fresh_in != message.fence:
+            stage.fresh_in = message.fence
+            stage.forget_all()
+        cached = tuple(stage.cached.items())
+        self._tell(events.StageLoaded(message.fence, self.name, message.stage, cached))
+
+    def _compute(self, message: Pass) -> None:
+        stage = self.stages[message.consumer]
+        stage.forget(message.forget)
+        if self.fails > 0:
+            self.fails -= 1
+            failed = f"stage {message.consumer} was made to fail"
+            if message.rebuild >= 0:
+                self._tell(events.RebuildFailed(message.fence, message.number, failed))
+            else:
+                self._tell(events.PassFailed(message.fence, message.number, message.consumer, failed))
+            return
+        values = [embedded(value) for value in message.values] if message.consumer == 0 else list(message.values)
+        if self.skewed:
+            values = [value + 1 for value in values]
+        outputs = tuple(stage.run(message.segments, values))
+        if message.rebuild == message.consumer:
+            for segment in message.segments:
+                self._tell(events.Rebuilt(message.fence, message.number, segment.session))
+        elif message.consumer == len(self.world.roles.places) - 1:
+            self._tell(Result(message.fence, message.number, tuple(outputs[row] for row in message.wanted)))
+        else:
+            self.send_on(message, message.consumer + 1, outputs)
+
+    def send_on(self, message: Pass, consumer: int, values: tuple[int, ...]) -> None:
+        assert self.roles is not None
+        onward = Pass(
+            message.fence,
+            message.number,
+            consumer,
+            message.segments,
+            values,
+            message.wanted,
+            message.forget,
+            message.rebuild,
+        )
+        self.world.post(self.process, self.roles.places[consumer], "tensors", onward)
+
+    def _rebuild(self, message: Rebuild) -> None:
+        """One pass for each segment."""
+        stage = self.stages[message.source]
+        for segment in message.segments:
+            try:
+                values = tuple(stage.recalled(segment))
+            except Missing as error:
+                self._tell(events.RebuildFailed(message.fence, message.number, str(error)))
+                return
+            onward = Pass(message.fence, message.number, 0, (segment,), (), rebuild=message.through)
+            self.send_on(onward, message.source + 1, values)
+
+    # -------------------------------------------------------------------------------------------------------- links
+
+    def link_lost(self, far: Process, stream: Stream) -> None:
+        if stream == "control" or self.fence is None or self.roles is None:
+            return
+        if far.name in self.roles.places.values():
+            self._tell(events.LinkBroken(self.fence, self.name, far.name, "broke"))
+
+    def tick(self) -> None:
+        """Complain of neighbours that can't be reached, for as long as they can't."""
+        world = self.world
+        world.network.timer(self.process, TICK_S, self.tick)
+        if self.fence is None or self.roles is None:
+            return
+        mine = self.roles.stages_of(self.name)
+        beside = {self.roles.places[s + d] for s in mine for d in (-1, 1) if s + d in self.roles.places} - {self.name}
+        for peer in sorted(beside):
+            far = world.members[peer].process
+            if world.network.reaches(self.process, far):
+                self._silent.pop(far, None)
+            elif world.network.now_s - self._silent.setdefault(far, world.network.now_s) >= LINK_S:
+                self._silent[far] = world.network.now_s
+                self._tell(events.LinkBroken(self.fence, self.name, peer, "silent"))
+
+    def _tell(self, message: object) -> None:
+        self.world.answer(self.process, message)
