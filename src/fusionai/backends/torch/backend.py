@@ -17,14 +17,18 @@ from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import StageOptimizer
 from fusionai.backends.torch.probe import describe_device, measure_speeds
 from fusionai.backends.torch.program import TorchStageProgram
+from fusionai.backends.torch.serving import TorchServingProgram
 from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import fix_cublas_workspace
 from fusionai.primitives.errors import ExecutionError, UsageError
 from fusionai.wire.messages import OptimizerSpec, StageOptions
+from fusionai.wire.serving import ServeOptions
 
 
 class TorchBackend:
-    """Implements `backends.interface.Backend`. `threads` limits torch's threads in this process; None leaves them."""
+    """Implements `backends.interface.Backend` and `backends.serving.ServingBackend`.
+
+    `threads` limits torch's threads in this process; None leaves them."""
 
     name = "torch"
 
@@ -72,6 +76,15 @@ class TorchBackend:
             device=self._device,
             memory_limit_bytes=memory_limit_bytes,
         )
+
+    def serve(
+        self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
+    ) -> TorchServingProgram:
+        """See `backends.serving.ServingBackend`."""
+        missing = self.unsupported(node.op for node in graph.nodes)
+        if missing:
+            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
+        return TorchServingProgram(graph, options=options, device=self._device, memory_limit_bytes=memory_limit_bytes)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Exactly as `clip_grad_norm_` computes them on this device."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -61,10 +62,10 @@ class Interpreter:
     writes: dict[str, int]
 
     def run(
-        self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, torch.Tensor]
+        self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(outputs by meaning, new buffer values by key). `inputs` and `params` by value name; more than needed may
-        be given. Raises `ExecutionError` naming the node that failed."""
+        be given. A parameter is a tensor, or whatever the kernels of its readers take. Raises `ExecutionError` naming the node that failed."""
         registers = self.start(context, inputs, params)
         node: Node | None = None
         try:
@@ -79,7 +80,7 @@ class Interpreter:
             raise ExecutionError(f"{describe(node)} failed: {first_line(error)}") from error
         return self.results(registers)
 
-    def start(self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> Registers:
+    def start(self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> Registers:
         registers = self.template.copy()
         registers[_CONTEXT] = context
         for name, register in self.params.items():
@@ -114,17 +115,19 @@ def compile_graph(
     device: torch.device,
     mixed: bool = False,
     deferred: Collection[int] = (),
+    kernels: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
 ) -> Interpreter:
     """Compile what `wanted` (output meanings) needs, and the state writes if asked for. `device` is what `DeviceArg`
     stands for. `mixed`: products may come in bfloat16, reductions take their operands in float32. `deferred`: linear
-    layers (node ids) that may leave their weight gradient for later.
+    layers (node ids) that may leave their weight gradient for later. `kernels`: node id -> what to call, with the
+    node's own arguments, instead of its operator.
 
     Raises `ExecutionError` on an operator this backend lacks.
     """
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = needed_nodes(graph, {*outputs.values(), *writes})
-    builder = _Builder(device, mixed=mixed, deferred=deferred)
+    builder = _Builder(device, mixed=mixed, deferred=deferred, kernels=kernels)
     calls = [(node, builder.instruction(node)) for node in nodes]
     kept = {builder.value(name) for name in (*outputs.values(), *writes)}
     last_use: dict[int, int] = {}
@@ -157,8 +160,16 @@ def describe(node: Node | None) -> str:
 class _Builder:
     """Hands out registers and builds instructions."""
 
-    def __init__(self, device: torch.device, *, mixed: bool, deferred: Collection[int]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        mixed: bool,
+        deferred: Collection[int],
+        kernels: Mapping[int, Callable[..., Any]],
+    ) -> None:
         self.device = device
+        self.kernels = kernels
         self.deferred = deferred
         self.mixed = mixed
         self.template: Registers = [None]
@@ -180,7 +191,10 @@ class _Builder:
             leading = [_CONTEXT, self._register(node.id)]
         if compute is None:
             raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
-        if node.op in LOOKUPS:
+        own = self.kernels.get(node.id)
+        if own is not None:
+            compute, leading = own, []
+        elif node.op in LOOKUPS:
             compute = guarded(node.op, compute)
         if self.mixed and OPERATORS[node.op].category in _IN_FLOAT32:
             compute = _in_float32(compute)

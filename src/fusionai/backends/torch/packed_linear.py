@@ -1,0 +1,252 @@
+"""Matrices as a serving stage keeps them, and the products with them. Decides layout, rounding and rows per call.
+
+A product gives a row the same bits whatever other rows are in the call: sessions share calls, and must neither see
+each other nor depend on each other. Kernels that choose another path for few or many rows are found by trying, and get
+padded or shorter calls. Packed bytes never leave the process. Neighbours: `packed_graph` says which nodes these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import linear
+
+from fusionai.primitives.errors import ExecutionError
+from fusionai.wire.serving import WeightFormat
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""[rows, in] -> [rows, out] in the product's own dtype."""
+
+FLOAT16_LARGEST: Final = 65504.0
+INT4_GROUPS: Final = (32, 64, 128)
+"""Weights that share a scale, the smallest that divides a row: the closest to the original."""
+_TRIED_ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64)
+_SPLIT_ABOVE: Final = 1024
+"""oneDNN splits longer sums for a single row; two rows are computed as many are."""
+_PROBE_TOLERANCE: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """`rows` x `columns` is the plain shape [out, in]. `least`, `most`: rows per call that leave bits alone."""
+
+    product: Product
+    bias: torch.Tensor | None
+    nbytes: int
+    least: int = 1
+    most: int | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out] in x's dtype."""
+        flat = x.reshape(-1, x.shape[-1])
+        y = self._rows(flat)
+        if y.dtype != x.dtype:
+            y = y.to(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def _rows(self, flat: torch.Tensor) -> torch.Tensor:
+        count = flat.shape[0]
+        if count == 0:
+            return self.product(flat.new_zeros((max(1, self.least), flat.shape[1])))[:0]
+        if self.most is not None and count > self.most:
+            return torch.cat([self._rows(part) for part in flat.split(self.most)])
+        if count < self.least:
+            return self.product(torch.cat([flat, flat.new_zeros((self.least - count, flat.shape[1]))]))[:count]
+        return self.product(flat)
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, form: WeightFormat, key: str) -> PackedLinear:
+    """`weight` [out, in] in float32, kept as `form`; the caller lets the original go.
+
+    Raises `ExecutionError` where values do not fit the form."""
+    if weight.device.type != "cpu":
+        product, nbytes = _on_accelerator(weight, form, key)
+        return PackedLinear(product, bias, nbytes)
+    kind, product, nbytes = _on_cpu(weight, form, key)
+    least, most = _steady_rows(kind, weight.shape[0], weight.shape[1], torch.get_num_threads(), _Probe(product))
+    return PackedLinear(product, bias, nbytes, least, most)
+
+
+def packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
+    """What a matrix [rows, columns] takes about, before it is there; kernels may round sizes up."""
+    match form:
+        case "fp32":
+            return 4 * rows * columns
+        case "bf16" | "fp16":
+            return 2 * rows * columns
+        case "int8":
+            return rows * columns + 2 * rows
+        case "int4":
+            group = int4_group(rows, columns)
+            return (
+                packed_bytes(rows, columns, "int8") if group is None else rows * (columns // 2 + 4 * columns // group)
+            )
+
+
+def int4_group(rows: int, columns: int) -> int | None:
+    """Weights per scale, None where the four-bit kernel does not take such a matrix (it is kept in eight bits)."""
+    return next((group for group in INT4_GROUPS if columns % group == 0), None) if rows % 16 == 0 else None
+
+
+def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8 [out, in], bfloat16 scale per row [out]); rounds against the scale that is kept."""
+    scales = (weight.abs().amax(dim=1) / 127.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+    return (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+def quantise_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int32 [out, in] of 0..15, bfloat16 [in / group, out, 2] of scale and middle).
+
+    A value is (level - 8) * scale + middle."""
+    grouped = weight.reshape(weight.shape[0], -1, group)
+    low, high = grouped.amin(dim=2), grouped.amax(dim=2)
+    scale = ((high - low) / 15.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+    middle = (low + 8.0 * scale.float()).to(torch.bfloat16)
+    steps = (grouped - middle.float()[..., None]) / scale.float()[..., None] + 8.0
+    levels = steps.round_().clamp_(0, 15).to(torch.int32).reshape(weight.shape)
+    return levels, torch.stack([scale, middle], dim=2).transpose(0, 1).contiguous()
+
+
+def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Product, int]:
+    """(kernel's name, product, bytes)."""
+    match form:
+        case "fp32":
+            return _onednn(weight, torch.float32)
+        case "bf16":
+            return _onednn(weight, torch.bfloat16)
+        case "fp16":
+            _check_float16(weight, key)
+            if not _fbgemm_works():
+                return _plain(weight, torch.float16)
+            packed: Any = torch.ops.quantized.linear_prepack_fp16(weight, None)
+            return "fbgemm", lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed), 2 * weight.numel()
+        case "int8":
+            levels, scales = quantise_rows(weight)
+            compute = torch.ops.aten._weight_int8pack_mm.default
+            nbytes = levels.nbytes + scales.nbytes
+            return "int8pack", lambda x: compute(x.to(torch.bfloat16), levels, scales), nbytes
+        case "int4":
+            group = int4_group(*weight.shape)
+            if group is None:
+                return _on_cpu(weight, "int8", key)
+            levels, scales_and_middles = quantise_groups(weight, group)
+            quarter = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(levels, 1)
+            compute = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+            nbytes = quarter.nbytes + scales_and_middles.nbytes
+            return "int4pack", lambda x: compute(x.to(torch.bfloat16), quarter, group, scales_and_middles), nbytes
+
+
+def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
+    if not _onednn_works(dtype):
+        return _plain(weight, dtype)
+    # No hint of the number of rows: layouts for one row are slower at every number of rows.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
+    compute = torch.ops.mkldnn._linear_pointwise.default
+    nbytes = int(torch.ops.mkldnn._nbytes(packed))
+    return f"onednn {dtype}", lambda x: compute(x.to(dtype), packed, None, "none", [], ""), nbytes
+
+
+def _plain(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
+    kept = weight.to(dtype)
+    return f"plain {dtype}", lambda x: linear(x.to(dtype), kept), kept.nbytes
+
+
+def _on_accelerator(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[Product, int]:
+    """Other devices multiply in the wanted dtype; four bits are kept as eight."""
+    match form:
+        case "fp32":
+            _, product, nbytes = _plain(weight, torch.float32)
+        case "bf16":
+            _, product, nbytes = _plain(weight, torch.bfloat16)
+        case "fp16":
+            _check_float16(weight, key)
+            _, product, nbytes = _plain(weight, torch.float16)
+        case "int8" | "int4":
+            levels, scales = quantise_rows(weight)
+            nbytes = levels.nbytes + scales.nbytes
+
+            return lambda x: linear(x, levels.to(x.dtype)) * scales.to(x.dtype), nbytes
+    return product, nbytes
+
+
+def _check_float16(weight: torch.Tensor, key: str) -> None:
+    largest = float(weight.abs().amax()) if weight.numel() else 0.0
+    if not largest <= FLOAT16_LARGEST:
+        raise ExecutionError(
+            f"{key} holds {largest:g}, float16 goes to {FLOAT16_LARGEST:g}.", hint="Serve with bf16 or fp32 weights."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A product that is no part of the key under which what was found out is remembered."""
+
+    product: Product
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Probe)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@cache
+def _steady_rows(kind: str, rows: int, columns: int, threads: int, probe: _Probe) -> tuple[int, int | None]:
+    """(fewest, most) rows per call among which a row's bits are the same; None: no bound was found."""
+    del rows, threads
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((_TRIED_ROWS[-1], columns), generator=generator)
+    expected = probe.product(x)
+    steady = [count for count in _TRIED_ROWS if _same_bits(probe.product, x, expected, count)]
+    if _TRIED_ROWS[-2] in steady:
+        unsteady = [count for count in _TRIED_ROWS if count not in steady]
+        least = min((count for count in steady if count > max(unsteady, default=0)), default=1)
+        split = kind.startswith("onednn") and columns > _SPLIT_ABOVE
+        return max(least, 2 if split else 1), None
+    # Many rows go another way than some: stay with calls of exactly one size.
+    return 1, 1
+
+
+def _same_bits(product: Product, x: torch.Tensor, expected: torch.Tensor, count: int) -> bool:
+    starts = range(0, x.shape[0] - count + 1, max(1, count // 2))
+    return all(torch.equal(product(x[start : start + count]), expected[start : start + count]) for start in starts)
+
+
+@cache
+def _onednn_works(dtype: torch.dtype) -> bool:
+    """The operators are torch's own internals: they may be gone, or not there on this processor."""
+    try:
+        weight, x = _trial()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
+        got = torch.ops.mkldnn._linear_pointwise.default(x.to(dtype), packed, None, "none", [], "")
+        torch.ops.mkldnn._nbytes(packed)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return _close(got, linear(x.to(dtype), weight.to(dtype)))
+
+
+@cache
+def _fbgemm_works() -> bool:
+    try:
+        weight, x = _trial()
+        got = torch.ops.quantized.linear_dynamic_fp16(x, torch.ops.quantized.linear_prepack_fp16(weight, None))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return _close(got, linear(x, weight.half().float()))
+
+
+def _trial() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((48, 32), generator=generator), torch.randn((3, 32), generator=generator)
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    scale = float(expected.abs().amax())
+    tolerance = _PROBE_TOLERANCE if got.dtype == torch.float32 else 2e-2
+    return float((got.float() - expected.float()).abs().amax()) <= tolerance * scale

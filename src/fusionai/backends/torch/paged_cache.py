@@ -1,0 +1,204 @@
+"""Keys and values of a serving stage: pages shared by all sessions, rings for layers with a window. Decides layout.
+
+A pass becomes a `PassLayout` once: where each row goes, where each session's keys lie. Layers then copy rows in and
+read a session's keys as one tensor, without a copy where its pages follow each other. Neighbours: `paged_table` says
+which pages, `paged_attention` reads, `serving` allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+
+from fusionai.backends.torch.paged_table import Span
+from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.primitives.errors import ExecutionError
+from fusionai.wire.serving import CacheFormat, ServeOptions
+
+CACHE_DTYPES: Final[Mapping[CacheFormat, torch.dtype]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+ALIGNMENT_BYTES: Final = 64
+"""Matrix kernels may round otherwise on memory aligned otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One attention node's cache. `window` is None where all positions are kept, in pages."""
+
+    node: int
+    heads: int
+    key_width: int
+    value_width: int
+    window: int | None
+
+    def nbytes(self, options: ServeOptions) -> int:
+        """All its memory."""
+        per_position = self.heads * (self.key_width + self.value_width) * CACHE_DTYPES[options.cache].itemsize
+        if self.window is None:
+            return options.pages * options.page_tokens * per_position
+        return options.sessions * ring_tokens(self.window, options) * per_position
+
+
+def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
+    """Of every attention node, in graph order. A window that no session can outgrow is none.
+
+    Raises `ExecutionError` on an attention that a cache does not suit."""
+    found: list[LayerShape] = []
+    for node in graph.nodes:
+        if node.op != "fusion.attention":
+            continue
+        key, value = _sizes(graph, node, 1), _sizes(graph, node, 2)
+        if node.kwargs.get("causal") is not True or node.kwargs.get("key_mask") is not None:
+            raise ExecutionError(f"node {node.id}: attention with a cache must be causal and without a padding mask.")
+        window = node.kwargs.get("window")
+        longest = options.pages * options.page_tokens
+        ringed = window if isinstance(window, int) and window < longest else None
+        found.append(LayerShape(node.id, key[0], key[1], value[1], ringed))
+    return tuple(found)
+
+
+def ring_tokens(window: int, options: ServeOptions) -> int:
+    """Positions of a ring: the window and a pass, in whole pages."""
+    return -(-(window + options.pass_tokens) // options.page_tokens) * options.page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PassLayout:
+    """Where a pass's rows go. `slots` [rows]: positions in the pages; `ring_slots`: by window, in the rings. `runs`:
+    per span the page ids to gather, None where they follow each other."""
+
+    spans: tuple[Span, ...]
+    page_tokens: int
+    slots: torch.Tensor | None
+    ring_slots: Mapping[int, torch.Tensor]
+    runs: tuple[torch.Tensor | None, ...]
+    device: torch.device
+    masks: dict[tuple[int, int | None], torch.Tensor]
+
+    def mask(self, number: int, window: int | None) -> torch.Tensor | None:
+        """bool [length, keys], True where seen, for the keys `LayerCache.read` gives; None: all are. Made once per
+        pass and window."""
+        span = self.spans[number]
+        first = first_key(span, window)
+        inside = window is None or span.end - first <= window
+        if span.length == 1 and inside:
+            return None
+        key = (number, window)
+        if key not in self.masks:
+            queries = torch.arange(span.start, span.end, device=self.device)[:, None]
+            keys = torch.arange(first, span.end, device=self.device)[None, :]
+            seen = keys <= queries
+            self.masks[key] = seen if window is None else seen & (keys > queries - window)
+        return self.masks[key]
+
+
+def lay_out(
+    spans: tuple[Span, ...], options: ServeOptions, *, paged: bool, windows: Mapping[int, int], device: torch.device
+) -> PassLayout:
+    size = options.page_tokens
+    slots: list[int] = []
+    runs: list[torch.Tensor | None] = []
+    if paged:
+        for span in spans:
+            slots += [span.pages[position // size] * size + position % size for position in range(span.start, span.end)]
+            consecutive = span.pages == tuple(range(span.pages[0], span.pages[0] + len(span.pages)))
+            runs.append(None if consecutive else torch.tensor(span.pages, device=device))
+    rings = {
+        window: torch.tensor(
+            [span.ring * capacity + at % capacity for span in spans for at in range(span.start, span.end)],
+            device=device,
+        )
+        for window, capacity in windows.items()
+    }
+    return PassLayout(
+        spans, size, torch.tensor(slots, device=device) if paged else None, rings, tuple(runs), device, {}
+    )
+
+
+def first_key(span: Span, window: int | None) -> int:
+    """The earliest position that a span's first query sees."""
+    return 0 if window is None else max(0, span.start - window + 1)
+
+
+class LayerCache:
+    """Keys and values of one attention node."""
+
+    def __init__(self, shape: LayerShape, options: ServeOptions, device: torch.device) -> None:
+        self.window = shape.window
+        self.capacity = 0 if shape.window is None else ring_tokens(shape.window, options)
+        blocks = options.pages if shape.window is None else options.sessions
+        per_block = options.page_tokens if shape.window is None else self.capacity
+        dtype = CACHE_DTYPES[options.cache]
+        widths = (shape.key_width, shape.value_width)
+        # Zeros, not what the process held before: a page may be read before a hostile caller had it written.
+        self._blocks = [
+            torch.zeros((blocks, per_block, shape.heads, width), dtype=dtype, device=device) for width in widths
+        ]
+        self._rows = [block.view(blocks * per_block, shape.heads, -1) for block in self._blocks]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.untyped_storage().nbytes() for block in self._blocks)
+
+    def write(self, layout: PassLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values [1, heads, rows, width] of the pass."""
+        slots = layout.slots if self.window is None else layout.ring_slots[self.window]
+        assert slots is not None
+        for rows, new in zip(self._rows, (keys, values), strict=True):
+            given = new[0].transpose(0, 1)
+            rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
+
+    def read(self, layout: PassLayout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """([1, heads, positions, width] keys, values) that span `number` may see, float32."""
+        span = layout.spans[number]
+        if self.window is None:
+            keys, values = (
+                self._paged(block, rows, layout, number) for block, rows in zip(self._blocks, self._rows, strict=True)
+            )
+        else:
+            keys, values = (self._ringed(rows, span) for rows in self._rows)
+        return _heads_first(keys), _heads_first(values)
+
+    def _paged(self, block: torch.Tensor, rows: torch.Tensor, layout: PassLayout, number: int) -> torch.Tensor:
+        span = layout.spans[number]
+        pages = layout.runs[number]
+        if pages is None:
+            first = span.pages[0] * layout.page_tokens
+            return rows[first : first + span.end]
+        return block.index_select(0, pages).view(-1, *block.shape[2:])[: span.end]
+
+    def _ringed(self, rows: torch.Tensor, span: Span) -> torch.Tensor:
+        first = first_key(span, self.window)
+        base = span.ring * self.capacity
+        begin, end = first % self.capacity, (span.end - 1) % self.capacity + 1
+        if begin < end:
+            return rows[base + begin : base + end]
+        return torch.cat([rows[base + begin : base + self.capacity], rows[base : base + end]])
+
+
+def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+    if rows.dtype != torch.float32:
+        rows = rows.float()
+    elif rows.data_ptr() % ALIGNMENT_BYTES:
+        rows = rows.clone()
+    return rows.transpose(0, 1)[None]
+
+
+def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:
+    """(heads, width) of the node's keys or values."""
+    arg = node.args[position] if position < len(node.args) else None
+    shape = graph.values[arg.name].shape if isinstance(arg, Ref) else ()
+    match shape:
+        case (_, int(heads), _, int(width)) if prod((heads, width)) > 0:
+            return heads, width
+        case _:
+            raise ExecutionError(
+                f"node {node.id}: its keys and values must have fixed heads and widths, got {shape!r}."
+            )

@@ -1,0 +1,191 @@
+"""Sessions of a serving stage: page tables, rings, what is cached. Decides whether a pass fits; holds no tensor.
+
+All segments of a pass are checked before anything changes. What a pass writes counts as cached only after it was
+computed. Page ids come from the caller and are never trusted. Neighbours: `paged_cache` has the memory that these
+numbers are about, `serving` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fusionai.primitives.errors import ExecutionError
+from fusionai.wire.serving import Segment, ServeOptions
+
+
+@dataclass(slots=True)
+class Session:
+    """`length`: positions cached. `written`: where the farthest position ever written to its ring ends."""
+
+    pages: list[int] = field(default_factory=list[int])
+    length: int = 0
+    ring: int = -1
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
+    `pages`: the table as far as `end` needs it."""
+
+    session: int
+    first: int
+    start: int
+    length: int
+    pages: tuple[int, ...]
+    ring: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class SessionTable:
+    """`paged`: some layer keeps all positions. `windows`: window -> positions its rings hold."""
+
+    def __init__(self, options: ServeOptions, *, paged: bool, windows: dict[int, int]) -> None:
+        self._options = options
+        self._paged = paged
+        self._windows = windows
+        self._sessions: dict[int, Session] = {}
+        self._free_rings = list(range(options.sessions - 1, -1, -1))
+        self._filled: dict[int, int] = {}
+        """Page -> its positions from the first on that hold something."""
+
+    def place(self, segments: Sequence[Segment]) -> tuple[Span, ...]:
+        """Check a pass and write its pages into the tables; what is cached from each start on is dropped."""
+        changed = self._checked(segments)
+        spans: list[Span] = []
+        first = 0
+        for segment in segments:
+            session = self._sessions.setdefault(segment.session, Session())
+            if self._windows and session.ring < 0:
+                session.ring = self._free_rings.pop()
+            session.pages = changed[segment.session]
+            session.length = segment.start
+            if segment.start == 0:
+                session.written = 0
+            span = Span(
+                segment.session,
+                first,
+                segment.start,
+                segment.length,
+                tuple(session.pages[: self._pages_of(segment.start + segment.length)]),
+                session.ring,
+            )
+            if self._paged:
+                for page, begin, _ in self._written_pages(span):
+                    self._filled[page] = min(self._filled.get(page, 0), begin)
+            session.written = max(session.written, span.end)
+            spans.append(span)
+            first += segment.length
+        return tuple(spans)
+
+    def computed(self, spans: Iterable[Span]) -> None:
+        """These positions are in the caches now."""
+        for span in spans:
+            self._sessions[span.session].length = span.end
+            if self._paged:
+                for page, _, end in self._written_pages(span):
+                    self._filled[page] = end
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        for number in sessions:
+            session = self._sessions.pop(number, None)
+            if session is not None and session.ring >= 0:
+                self._free_rings.append(session.ring)
+
+    def forget_all(self) -> None:
+        self.forget(list(self._sessions))
+        self._filled.clear()
+
+    @property
+    def cached(self) -> dict[int, int]:
+        return {number: session.length for number, session in self._sessions.items()}
+
+    def _checked(self, segments: Sequence[Segment]) -> dict[int, list[int]]:
+        """Session -> its table with this pass's pages. Raises `ExecutionError`; changes nothing."""
+        tables: dict[int, list[int]] = {}
+        writers: dict[int, int] = {}
+        for segment in segments:
+            number = segment.session
+            if number in tables:
+                raise ExecutionError(f"session {number} has two segments in one pass.")
+            session = self._sessions.get(number, Session())
+            table = self._table(session, segment)
+            self._check_start(session, segment, table)
+            if self._paged:
+                span = Span(number, 0, segment.start, segment.length, tuple(table), -1)
+                for page, _, _ in self._written_pages(span):
+                    if writers.setdefault(page, number) != number:
+                        raise ExecutionError(f"sessions {writers[page]} and {number} both write page {page}.")
+            tables[number] = table
+        new = sum(number not in self._sessions for number in tables)
+        if len(self._sessions) + new > self._options.sessions:
+            raise ExecutionError(
+                f"{len(self._sessions)} sessions are here and {new} would join; there is room for "
+                f"{self._options.sessions}.",
+                hint="Forget sessions that are over.",
+            )
+        return tables
+
+    def _table(self, session: Session, segment: Segment) -> list[int]:
+        if not segment.pages:
+            table = session.pages
+        elif segment.first_page > len(session.pages):
+            raise ExecutionError(
+                f"session {segment.session} has {len(session.pages)} pages, its pass writes from entry "
+                f"{segment.first_page} on."
+            )
+        else:
+            table = [*session.pages[: segment.first_page], *segment.pages]
+        for page in segment.pages:
+            if not 0 <= page < self._options.pages:
+                raise ExecutionError(
+                    f"session {segment.session} names page {page}; there are {self._options.pages} pages."
+                )
+        needed = self._pages_of(segment.start + segment.length)
+        if self._paged and len(table) < needed:
+            raise ExecutionError(
+                f"session {segment.session} has {len(table)} pages, {segment.start + segment.length} positions take "
+                f"{needed}."
+            )
+        return list(table)
+
+    def _check_start(self, session: Session, segment: Segment, table: Sequence[int]) -> None:
+        start = segment.start
+        known = session.length
+        if start > known and self._paged and not self._windows:
+            # The beginning may lie in pages that another session filled.
+            known = self._filled_positions(table)
+        if start > known:
+            raise ExecutionError(
+                f"session {segment.session} starts at position {start}, {known} are cached.",
+                hint="Compute its tokens from the beginning.",
+            )
+        for window, capacity in self._windows.items():
+            if start and max(0, start - window + 1) < session.written - capacity:
+                raise ExecutionError(
+                    f"session {segment.session} goes back to position {start}, but its window of {window} then reaches "
+                    f"positions that {session.written} have overwritten.",
+                    hint="Compute its tokens from the beginning.",
+                )
+
+    def _filled_positions(self, table: Sequence[int]) -> int:
+        total = 0
+        for page in table:
+            filled = self._filled.get(page, 0)
+            total += filled
+            if filled < self._options.page_tokens:
+                break
+        return total
+
+    def _pages_of(self, positions: int) -> int:
+        return -(-positions // self._options.page_tokens)
+
+    def _written_pages(self, span: Span) -> Iterable[tuple[int, int, int]]:
+        """(page, first position in it, end) that a span writes."""
+        size = self._options.page_tokens
+        for entry in range(span.start // size, self._pages_of(span.end)):
+            yield span.pages[entry], max(0, span.start - entry * size), min(size, span.end - entry * size)

@@ -1,0 +1,216 @@
+"""One stage on torch that serves: weights packed for products, caches, passes. Decides nothing about sessions.
+
+The graph is compiled as for training and evaluation, with other kernels for products, lookups and attention. A pass is
+checked as a whole before anything changes or is allocated. Neighbours: `packed_graph` chooses kernels, `paged_table`
+keeps the sessions, `paged_cache` the memory, `serving_sizes` says beforehand what all of it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusionai.backends.binding import bind_symbols, nearest
+from fusionai.backends.torch.dropout import DropoutKey
+from fusionai.backends.torch.host import to_host, to_torch
+from fusionai.backends.torch.interpreter import Interpreter, compile_graph
+from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.packed_graph import kernels
+from fusionai.backends.torch.paged_attention import cached_attention
+from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out, layer_shapes, ring_tokens
+from fusionai.backends.torch.paged_table import SessionTable, Span
+from fusionai.backends.torch.serving_sizes import check_sizes
+from fusionai.backends.torch.serving_weights import ServingWeights
+from fusionai.ir.schema import Graph, Node
+from fusionai.ir.serving import POSITIONS, SEQUENCE
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.serving import Segment, ServeOptions
+
+_CONTEXT = Context(training=False, key=DropoutKey(0, 0, 0))
+
+
+class TorchServingProgram:
+    """Implements `backends.serving.ServingProgram`."""
+
+    def __init__(
+        self, graph: Graph, *, options: ServeOptions, device: torch.device, memory_limit_bytes: int | None
+    ) -> None:
+        self._graph = graph
+        self._options = options
+        self._device = device
+        self._layers = layer_shapes(graph, options)
+        check_sizes(graph, options, self._layers, memory_limit_bytes)
+        self._weights = ServingWeights(graph, options.weights, device)
+        self._windows = {
+            shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
+        }
+        self._paged = any(shape.window is None for shape in self._layers)
+        self._table = SessionTable(options, paged=self._paged, windows=self._windows)
+        self._caches: dict[int, LayerCache] | None = None
+        self._layout: PassLayout | None = None
+        self._kernels: dict[int, Callable[..., Any]] = {
+            **kernels(graph, self._weights.uses, self._weights.tables),
+            **{node.id: self._attention(node) for node in graph.nodes if node.op == "fusion.attention"},
+        }
+        self._interpreters: dict[frozenset[str], Interpreter] = {}
+
+    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        with torch.inference_mode():
+            for key, tensor in entries:
+                self._weights.add(key, tensor)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self._weights.missing
+
+    def allocate(self) -> None:
+        if self._caches is None:
+            self._caches = {shape.node: LayerCache(shape, self._options, self._device) for shape in self._layers}
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        inputs: Mapping[str, HostTensor],
+        *,
+        wanted: Sequence[str],
+        rows: Sequence[int] | None = None,
+    ) -> dict[str, HostTensor]:
+        interpreter = self._interpreter(frozenset(wanted))
+        fed = self._checked_inputs(segments, inputs, interpreter)
+        positions = self._positions(segments, fed)
+        if rows is not None and any(not 0 <= row < positions for row in rows):
+            raise ExecutionError(f"the pass has {positions} positions, rows up to {max(rows)} are wanted of it.")
+        self.allocate()
+        spans: tuple[Span, ...] = ()
+        if self._layers:
+            spans = self._table.place(segments)
+        with torch.inference_mode():
+            if spans:
+                self._layout = lay_out(
+                    spans, self._options, paged=self._paged, windows=self._windows, device=self._device
+                )
+            values = {name: to_torch(fed[name], self._device) for name in interpreter.inputs}
+            outputs, _ = interpreter.run(_CONTEXT, values, self._weights.values(interpreter.params))
+            results = {name: self._rows_of(name, value, rows) for name, value in outputs.items()}
+        self._layout = None
+        self._table.computed(spans)
+        return {name: to_host(value, own=self._weights.shares(value)) for name, value in results.items()}
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        self._table.forget(sessions)
+
+    def forget_all(self) -> None:
+        self._table.forget_all()
+
+    @property
+    def cached(self) -> dict[int, int]:
+        return self._table.cached
+
+    @property
+    def resident_bytes(self) -> int:
+        caches = () if self._caches is None else self._caches.values()
+        return self._weights.nbytes + sum(cache.nbytes for cache in caches)
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _interpreter(self, wanted: frozenset[str]) -> Interpreter:
+        for name in wanted:
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+        if self._weights.missing:
+            raise ExecutionError(
+                f"{len(self._weights.missing)} weights are not here yet, among them {self._weights.missing[0]}.",
+                hint="Import them first.",
+            )
+        interpreter = self._interpreters.get(wanted)
+        if interpreter is None:
+            interpreter = compile_graph(
+                self._graph, wanted, with_state_writes=False, device=self._device, kernels=self._kernels
+            )
+            # A pass that leaves out an attention would leave holes in its cache.
+            done = {step.node.id for step in interpreter.steps}
+            left_out = [shape.node for shape in self._layers if shape.node not in done]
+            if left_out:
+                raise ExecutionError(
+                    f"{', '.join(sorted(wanted)) or 'nothing'} does not need attention node {left_out[0]}, whose cache "
+                    "every pass must fill."
+                )
+            self._interpreters[wanted] = interpreter
+        return interpreter
+
+    def _checked_inputs(
+        self, segments: Sequence[Segment], inputs: Mapping[str, HostTensor], interpreter: Interpreter
+    ) -> dict[str, HostTensor]:
+        """Inputs with positions, their sizes those that the graph declares."""
+        if POSITIONS in inputs:
+            raise ExecutionError("positions follow from the segments, they can't be given.")
+        length = sum(segment.length for segment in segments)
+        if self._layers and not segments:
+            raise ExecutionError("a stage with attention needs to know whose positions these are: no segment came.")
+        if length > self._options.pass_tokens:
+            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
+        fed = dict(inputs)
+        if POSITIONS in interpreter.inputs:
+            if not segments:
+                raise ExecutionError("the stage needs positions: no segment came.")
+            fed[POSITIONS] = _positions_of(segments)
+        symbols = bind_symbols(self._graph, fed, interpreter.inputs)
+        if symbols.get("b", 1) != 1:
+            raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {symbols['b']}.")
+        found = symbols.get(SEQUENCE, length)
+        if found > self._options.pass_tokens:
+            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {found}.")
+        if segments and found != length and (self._layers or POSITIONS in fed):
+            raise ExecutionError(f"the segments have {length} positions, the inputs {found}.")
+        return fed
+
+    def _positions(self, segments: Sequence[Segment], fed: Mapping[str, HostTensor]) -> int:
+        for name, tensor in fed.items():
+            for dim, size in zip(self._graph.values[name].shape, tensor.shape, strict=True):
+                if dim == SEQUENCE:
+                    return size
+        return sum(segment.length for segment in segments)
+
+    # ------------------------------------------------------------------------------------------------------- details
+
+    def _attention(self, node: Node) -> Callable[..., torch.Tensor]:
+        number = node.id
+
+        def run(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            *,
+            scale: float,
+            softcap: float | None = None,
+            sinks: torch.Tensor | None = None,
+            **_: object,
+        ) -> torch.Tensor:
+            # What else the operator takes is settled: causal, no padding, the window is the cache's.
+            assert self._layout is not None
+            assert self._caches is not None
+            return cached_attention(
+                self._layout, self._caches[number], q, k, v, scale=scale, softcap=softcap, sinks=sinks
+            )
+
+        return run
+
+    def _rows_of(self, name: str, value: torch.Tensor | int, rows: Sequence[int] | None) -> torch.Tensor | int:
+        if rows is None or isinstance(value, int):
+            return value
+        shape = self._graph.values[self._graph.outputs[name]].shape
+        along = next((position for position, dim in enumerate(shape) if dim == SEQUENCE), None)
+        if along is None or list(rows) == list(range(value.shape[along])):
+            return value
+        return value.index_select(along, torch.tensor(list(rows), dtype=torch.int64, device=value.device))
+
+
+def _positions_of(segments: Sequence[Segment]) -> HostTensor:
+    """int64 [1, positions]."""
+    ranges = [np.arange(segment.start, segment.start + segment.length, dtype=np.int64) for segment in segments]
+    flat = np.concatenate(ranges)
+    return host_tensor("int64", (1, flat.size), flat.data)

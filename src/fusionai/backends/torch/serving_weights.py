@@ -1,0 +1,119 @@
+"""Weights of a serving stage: taken in one at a time, packed for products, kept once. Decides which copies are kept.
+
+The bytes come in the dtypes of the model's files and leave nothing behind but what a kernel reads. Neighbours:
+`packed_graph` says which parameter is read how, `packed_linear` packs, `serving` runs with `values`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fusionai.backends.binding import nearest
+from fusionai.backends.torch.host import DTYPES, to_torch
+from fusionai.backends.torch.packed_graph import Held, Use, lookup_tables, only_packed, products
+from fusionai.backends.torch.packed_linear import PackedLinear, pack
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor
+from fusionai.wire.serving import WeightFormat
+
+
+class ServingWeights:
+    """`uses`: products by node id. `tables`: parameters that lookups read, kept as narrow as they came."""
+
+    def __init__(self, graph: Graph, form: WeightFormat, device: torch.device) -> None:
+        self._graph = graph
+        self._form: WeightFormat = form
+        self._device = device
+        self.uses = products(graph)
+        self.tables = lookup_tables(graph)
+        self._only_packed = only_packed(graph, self.uses)
+        self._named: dict[str, list[str]] = {}
+        for value, spec in graph.params.items():
+            self._named.setdefault(spec.key, []).append(value)
+        self._waiting: set[str] = set(self._named)
+        self._plain: dict[str, torch.Tensor] = {}
+        self._packed: dict[str, dict[int, PackedLinear]] = {}
+        self._values: dict[str, torch.Tensor | Held] | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(sorted(self._waiting))
+
+    def add(self, key: str, tensor: HostTensor) -> None:
+        """Take in one entry. Raises `ExecutionError` on an unknown or repeated key, a wrong shape or dtype."""
+        if key not in self._named:
+            raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._named)}.")
+        if key not in self._waiting:
+            raise ExecutionError(f"weight {key!r} came twice.")
+        for name in self._named[key]:
+            spec = self._graph.params[name]
+            _check(spec, tensor)
+            self._take(name, spec, tensor)
+        self._waiting.discard(key)
+        self._values = None
+
+    def values(self, names: Iterable[str]) -> dict[str, torch.Tensor | Held]:
+        """What the interpreter's parameters are, all of them here."""
+        if self._values is None:
+            self._values = {name: self._value(name) for name in self._graph.params}
+        return {name: self._values[name] for name in names}
+
+    @property
+    def nbytes(self) -> int:
+        distinct = {id(product): product.nbytes for group in self._packed.values() for product in group.values()}
+        tensors = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._plain.values()
+        }
+        return sum(distinct.values()) + sum(tensors.values())
+
+    def shares(self, value: object) -> bool:
+        """Whether a result shows a weight's memory."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        address = value.untyped_storage().data_ptr()
+        return any(tensor.untyped_storage().data_ptr() == address for tensor in self._plain.values())
+
+    def _take(self, name: str, spec: ParamSpec, tensor: HostTensor) -> None:
+        wanted = DTYPES[spec.dtype]
+        uses = [use for use in self.uses.values() if use.weight == name]
+        if uses:
+            given = to_torch(tensor, self._device)
+            by_layout: dict[bool, PackedLinear] = {}
+            for use in uses:
+                layout = use.transposed
+                if layout not in by_layout:
+                    plain = given.to(wanted)
+                    by_layout[layout] = pack(
+                        plain.t().contiguous() if use.transposed else plain, None, self._form, spec.key
+                    )
+                self._packed.setdefault(name, {})[use.node] = by_layout[layout]
+        if name in self._only_packed and uses:
+            return
+        own = to_torch(tensor, self._device, own=True)
+        narrow = name in self.tables and ITEMSIZE_BYTES[tensor.dtype] <= ITEMSIZE_BYTES[spec.dtype]
+        self._plain[name] = own if narrow else own.to(wanted)
+
+    def _value(self, name: str) -> torch.Tensor | Held:
+        packed = self._packed.get(name)
+        plain = self._plain.get(name)
+        if packed is None and name not in self.tables:
+            assert plain is not None
+            return plain
+        with_bias = {number: self._biased(product, self.uses[number]) for number, product in (packed or {}).items()}
+        return Held(plain, with_bias)
+
+    def _biased(self, product: PackedLinear, use: Use) -> PackedLinear:
+        if use.bias is None:
+            return product
+        return PackedLinear(product.product, self._plain[use.bias], product.nbytes, product.least, product.most)
+
+
+def _check(spec: ParamSpec, tensor: HostTensor) -> None:
+    if tensor.shape != spec.shape:
+        raise ExecutionError(f"expected weight {spec.key!r} of shape {list(spec.shape)}, got {list(tensor.shape)}.")
+    floats = spec.dtype in FLOAT_DTYPES and tensor.dtype in FLOAT_DTYPES
+    if tensor.dtype != spec.dtype and not floats:
+        raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, which can't become {spec.dtype}.")

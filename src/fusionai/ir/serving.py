@@ -1,0 +1,154 @@
+"""The graph that serves: logits and the hidden states before the head, without loss. Decides which graphs may.
+
+Serving packs tokens of many sessions along the sequence and keeps keys and values of earlier ones, so nothing but
+attention may mix positions, and attention must be causal. What can't keep to that is refused with the reason. Places
+nothing and runs nothing. Neighbours: `capture` makes the graph, `ir.partition` cuts what comes out, backends serve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from fusionai.ir.graph import cheap_nodes, producers, prune, reads
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
+from fusionai.ir.shapes import symbols_of
+from fusionai.primitives.errors import GraphError
+
+LOGITS: Final = "logits"
+HIDDEN: Final = "hidden"
+SEQUENCE: Final = "s"
+POSITIONS: Final = "position_ids"
+
+_ATTENTION: Final = "fusion.attention"
+_PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})
+_IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
+"""Operators that give back their first operand outside training."""
+_ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.max.default", "aten.min.default"})
+
+
+def serving_graph(graph: Graph) -> Graph:
+    """`graph` without loss, labels and dropout, with the outputs `logits` and `hidden` (what goes into the head's
+    product, [1, s, hidden size]). Node ids and blocks stay. Raises `GraphError` where there is no such head."""
+    if LOGITS not in graph.outputs:
+        raise GraphError(
+            f"graph {graph.name!r} has no output 'logits', only {', '.join(graph.outputs) or 'none'}.",
+            hint="Serve a causal language model.",
+        )
+    plain = _without_identities(prune(graph, [LOGITS]))
+    return msgspec.structs.replace(plain, outputs={**plain.outputs, HIDDEN: _hidden(plain)})
+
+
+def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: int) -> None:
+    """Raise `GraphError`, with the reason, unless `graph` (as from `serving_graph`) can be served from caches.
+
+    The counts are those of the capture: an attention layer that is not the semantic operator would need the tokens of
+    the past and never see them."""
+    if attention_nodes != attention_layers or attention_layers == 0:
+        raise GraphError(
+            f"{graph.name}: {attention_nodes} of {attention_layers} attention layers are the semantic operator; the "
+            "others would not see what a cache holds.",
+            hint="Serve a model whose attention goes through transformers' attention interface.",
+        )
+    if graph.state_writes:
+        raise GraphError(f"{graph.name} changes {min(graph.state_writes.values())!r} while it runs.")
+    cheap = cheap_nodes(graph)
+    for node in graph.nodes:
+        reason = _obstacle(graph, node, cheap)
+        if reason is not None:
+            raise GraphError(
+                f"{graph.name} can't be served from caches: node {node.id} ({node.op}, {node.path}) {reason}.",
+                hint="Serve a model in which only causal attention looks at other positions.",
+            )
+
+
+def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
+    """Why packed sessions would not be computed apart, None where they are."""
+    if node.op == _ATTENTION:
+        if node.kwargs.get("causal", False) is not True:
+            return "sees later positions"
+        return None if node.kwargs.get("key_mask") is None else "takes a padding mask"
+    match OPERATORS[node.op].category:
+        case "create":
+            if any(symbols_of(dim) for value in node.outputs for dim in graph.values[value].shape) and (
+                ".arange." in node.op
+            ):
+                return "counts positions of the pack instead of taking position_ids"
+        case "conv" | "pool":
+            return "mixes neighbouring positions"
+        case "reduce" | "softmax" if node.id not in cheap and _along_sequence(graph, node):
+            return "reduces along the sequence"
+        case _:
+            pass
+    return None
+
+
+def _along_sequence(graph: Graph, node: Node) -> bool:
+    """Whether a reduction goes over a dimension whose size depends on the sequence."""
+    source = next(iter(reads(node)), None)
+    if source is None:
+        return False
+    shape = graph.values[source].shape
+    varying = {position for position, dim in enumerate(shape) if SEQUENCE in symbols_of(dim)}
+    if node.op in _ALONG_ALL:
+        return bool(varying)
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
+    if node.op == "aten.topk.default":
+        dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
+    given = dims.items if isinstance(dims, ListArg) else (dims,)
+    positions = {dim % len(shape) for dim in given if isinstance(dim, int) and not isinstance(dim, bool) and shape}
+    return bool(positions & varying)
+
+
+def _without_identities(graph: Graph) -> Graph:
+    """Readers of an identity read its operand; attention drops no weights."""
+    origin: dict[str, str] = {}
+    kept: list[Node] = []
+    outputs = set(graph.outputs.values())
+    for node in graph.nodes:
+        if node.op in _IDENTITIES and outputs.isdisjoint(node.outputs):
+            source = node.args[0]
+            if isinstance(source, Ref) and graph.values[source.name] == graph.values[node.outputs[0]]:
+                origin[node.outputs[0]] = origin.get(source.name, source.name)
+                continue
+        renamed = msgspec.structs.replace(
+            node,
+            args=tuple(_renamed(arg, origin) for arg in node.args),
+            kwargs={name: _renamed(arg, origin) for name, arg in node.kwargs.items()},
+        )
+        if renamed.op == _ATTENTION:
+            renamed = msgspec.structs.replace(renamed, kwargs={**renamed.kwargs, "dropout": 0.0})
+        kept.append(renamed)
+    return prune(msgspec.structs.replace(graph, nodes=tuple(kept)), list(graph.outputs))
+
+
+def _renamed(arg: Arg, origin: Mapping[str, str]) -> Arg:
+    match arg:
+        case Ref(name):
+            return Ref(origin[name]) if name in origin else arg
+        case ListArg(items):
+            return ListArg(tuple(_renamed(item, origin) for item in items))
+        case _:
+            return arg
+
+
+def _hidden(graph: Graph) -> str:
+    """Back from the logits to the last product with a parameter, then to its operand as it was before flattening."""
+    made_by = producers(graph)
+    node = made_by.get(graph.outputs[LOGITS])
+    while node is not None and not _is_head(graph, node):
+        node = made_by.get(next(reads(node), ""))
+    if node is None:
+        raise GraphError(f"graph {graph.name!r}: no product with a parameter makes the logits.")
+    operand = node.args[1 if node.op == "aten.addmm.default" else 0]
+    name = operand.name if isinstance(operand, Ref) else ""
+    while len(graph.values[name].shape) == 2 and name in made_by and OPERATORS[made_by[name].op].view:
+        name = next(reads(made_by[name]), name)
+    return name
+
+
+def _is_head(graph: Graph, node: Node) -> bool:
+    return node.op in _PRODUCTS and any(value in graph.params for value in reads(node))
