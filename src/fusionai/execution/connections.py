@@ -219,13 +219,19 @@ class Connections:
         """The plan needs only these: the others may forget the job."""
         kept = {*keep, self._host.peer}
         for peer in [peer for peer in self._lines if peer not in kept]:
-            line = self._lines.pop(peer)
-            self._silence.forget(peer)
-            line.over = True
-            line.control.post(wire.Detach(fence=fence, reason="the plan goes on without this peer"))
-            task = asyncio.create_task(self._see_off(line))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self.part_with(peer, fence, "the plan goes on without this peer")
+
+    def part_with(self, peer: PeerId, fence: wire.Fence, reason: str) -> None:
+        """This one may forget the job. Harmless for one without a line."""
+        line = self._lines.pop(peer, None)
+        if line is None:
+            return
+        self._silence.forget(peer)
+        line.over = True
+        line.control.post(wire.Detach(fence=fence, reason=reason[:4000]))
+        task = asyncio.create_task(self._see_off(line))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     async def _see_off(self, line: _Line) -> None:
         await line.control.close()

@@ -348,6 +348,8 @@ class ServingMember:
 
     async def _answer(self, load: wire.Load, stage: ServingStage, fetched_bytes: Mapping[PeerId, int]) -> None:
         if not load.standby:
+            if load.fresh:
+                await stage.renew()
             await stage.allocate()
             if not await self._are_linked(load.fence):
                 return

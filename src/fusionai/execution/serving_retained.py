@@ -44,6 +44,10 @@ class Retained:
         for session in sessions:
             self._tables.pop(session, None)
 
+    def clear(self) -> None:
+        for kept in (self._tables, self._pages, self._filled):
+            kept.clear()
+
     def place(self, segment: Segment) -> None:
         """Adopt the pages that a segment brings."""
         table = self._tables.setdefault(segment.session, [])

@@ -133,9 +133,11 @@ class ServingStage:
         found, _ = await self._compute.run(lambda: dict(self._program.cached))
         return tuple(sorted(found.items()))
 
-    def drop(self) -> None:
-        """Nothing of what was computed is of use any more."""
-        self._compute.run(self._program.forget_all)
+    async def renew(self) -> None:
+        """Nothing of what was computed and kept is of use any more."""
+        if self._retained is not None:
+            self._retained.clear()
+        await self._compute.run(self._program.forget_all)
 
     # ---------------------------------------------------------------------------------------------------- passes
 

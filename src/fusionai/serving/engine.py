@@ -1,17 +1,66 @@
 """The serving engine: generations in, tokens out, over the stages of a pool.
 
-Skeleton of the constructor; the rest follows.
+Decides which thread looks at a pass's rows, what its listeners are told, when somebody is sent away. Who is computed
+when, and what happens after a fault, is the machine's (`coordination.serving`).
+
+Neighbours: `serving.driver` moves passes, `serving.generating` has what one generation knows; `client.serve` starts
+this, the gateway and the terminal chat ask it for tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal, Protocol
 
+import numpy as np
+
+from fusionai.coordination import serving_events as events
+from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull, SessionSpec, TooLong
+from fusionai.coordination.serving import ServingMachine, ServingPhase
+from fusionai.coordination.serving_commands import ServingState
+from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
-from fusionai.serving.interface import EngineStatus, Generation, TokenStream
+from fusionai.primitives.errors import ExecutionError
+from fusionai.serving import progress
+from fusionai.serving.driver import Returned, ServingDriver
+from fusionai.serving.faults import FaultLog
+from fusionai.serving.generating import Embedding, Generating, Rows, Verdict
+from fusionai.serving.interface import (
+    EngineBusy,
+    EngineStatus,
+    Generation,
+    Held,
+    HopTiming,
+    PromptTooLong,
+    StageStatus,
+)
 from fusionai.serving.job import ServingJob
-from fusionai.serving.progress import Progress
+
+PROBE_TOKENS: Final = 8
+INLINE_PLAIN: Final = 2**19
+"""Logits of greedy rows that are looked at on the event loop: finding the best of so many takes a tenth of a
+millisecond, as long as handing them to a thread."""
+INLINE: Final = 2**14
+SPEED_S: Final = 10.0
+
+
+class Proposer(Protocol):
+    """What may follow, for the pool to verify in one pass; `serving.proposing` has some."""
+
+    def propose(self, number: int, tokens: Sequence[int]) -> Sequence[int]:
+        """`tokens`: prompt and answer of generation `number`. As many as pay off, possibly none."""
+        ...
+
+    def judged(self, number: int, proposed: int, accepted: int) -> None:
+        """How many of its proposals were right."""
+        ...
+
+    def forget(self, number: int) -> None: ...
 
 
 class ServingEngine:
@@ -19,7 +68,7 @@ class ServingEngine:
     serve, `engine.stop(reason)`, `await running`, `await engine.close(reason)`.
 
     `deployment`: the plan to begin with, made real by the broker. `names`: what machines are called, by peer id; may
-    grow while the engine runs."""
+    grow while the engine runs. Make it in a running event loop."""
 
     def __init__(
         self,
@@ -30,53 +79,386 @@ class ServingEngine:
         replanner: Replanner,
         names: Mapping[str, str],
         incarnation: int,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[progress.Progress], None],
+        proposer: Proposer | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.vocabulary = job.vocabulary
+        self.context_tokens = job.context_tokens
+        self.stop_tokens = job.stop_tokens
+        self._job = job
+        self._host = host
+        self._names = names
+        self._proposer = proposer
+        self._numbers = itertools.count(1)
+        self._generations: dict[int, Generating] = {}
+        self._embeddings: dict[int, Embedding] = {}
+        self._judging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
+        self._state: ServingState = "starting"
+        self._detail = ""
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._lately: deque[tuple[float, int]] = deque()
+        self._emitted_tokens = 0
+        self._proposed, self._accepted = 0, 0
+        self._faults = FaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
+        options, machines = job.options, len({placement.peer for placement in deployment.plan.stages})
+        self._batcher = Batcher(
+            BatchLimits(
+                pages=options.pages,
+                page_tokens=options.page_tokens,
+                sessions=options.sessions - 1,
+                pass_tokens=options.pass_tokens,
+                in_flight=job.in_flight or machines,
+                chunk_tokens=min(job.chunk_tokens, options.pass_tokens),
+                queue=job.queue,
+                prefix=job.prefix_cache,
+                probe_tokens=PROBE_TOKENS,
+            )
+        )
 
-    vocabulary: int
-    context_tokens: int
-    stop_tokens: frozenset[int]
+        def machine_of(roles: ServingRoles) -> ServingMachine:
+            probe = tuple((17 * place + 3) % job.vocabulary for place in range(PROBE_TOKENS))
+            return ServingMachine(self._batcher, roles, incarnation, probe, retain=options.retain)
+
+        self._driver = ServingDriver(
+            job,
+            host,
+            deployment,
+            machine_of,
+            replanner=replanner,
+            faults=self._faults,
+            sink=self,
+            on_progress=on_progress,
+        )
+        self._machine = self._driver.machine
+
+    # ------------------------------------------------------------------------------------------------- its life
 
     async def run(self) -> None:
         """Load, probe, serve until `stop`. Raises `ExecutionError` where the job can't go on at all."""
-        raise NotImplementedError
+        ended = await self._driver.run()
+        reason = self._faults.named(ended.failed or ended.stopped or "done")
+        self._end_all(reason)
+        if ended.failed is not None:
+            error = ExecutionError(f"serving {self._job.model} failed: {reason.rstrip('.')}.")
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            raise error
+        if not self._ready.done():
+            self._ready.set_exception(ExecutionError(f"serving {self._job.model} was stopped: {reason}."))
 
     async def ready(self) -> None:
-        """Returns once a probe token has crossed all stages and matched. Raises what `run` raises."""
-        raise NotImplementedError
+        """Returns once a probe has crossed all stages and matched. Raises what `run` raises."""
+        await asyncio.shield(self._ready)
 
-    def submit(self, generation: Generation) -> TokenStream:
-        raise NotImplementedError
+    def stop(self, reason: str) -> None:
+        """End every generation; `run` returns."""
+        self._driver.tell(events.StopAsked(reason))
+
+    async def close(self, reason: str = "done") -> None:
+        self._state = "stopped"
+        self._end_all(reason)
+        await self._driver.close(reason)
+        self._judging.shutdown(wait=True, cancel_futures=True)
+
+    def _end_all(self, reason: str) -> None:
+        for generating in list(self._generations.values()):
+            generating.finish("failed", f"the engine stopped: {reason}")
+        for embedding in list(self._embeddings.values()):
+            embedding.fail(ExecutionError(f"the engine stopped: {reason}."))
+        self._generations.clear()
+        self._embeddings.clear()
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, generation: Generation) -> Generating:
+        """Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary)."""
+        number = next(self._numbers)
+        deadline_s = generation.deadline_s
+        spec = SessionSpec(
+            number=number,
+            scope=generation.scope,
+            prompt=tuple(generation.prompt),
+            max_tokens=generation.max_tokens,
+            deadline_s=None if deadline_s is None else self._host.clock.now_s() + deadline_s,
+            all_rows=generation.prompt_logprobs,
+        )
+        self._admit(spec)
+        generating = self._generations[number] = Generating(number, generation, self._left)
+        if self._state in ("recovering", "waiting"):
+            generating.held(Held(self._state, self._detail))
+        self._driver.tell(None)
+        return generating
 
     async def embed(self, prompts: Sequence[Sequence[int]], scope: str) -> list[list[float]]:
-        raise NotImplementedError
+        """Mean of the last hidden states over each prompt's positions, of Euclidean length 1. Raises as `submit`."""
+        asked: list[Embedding] = []
+        try:
+            for prompt in prompts:
+                number = next(self._numbers)
+                spec = SessionSpec(
+                    number=number, scope=scope, prompt=tuple(prompt), max_tokens=0, all_rows=True, output="hidden"
+                )
+                self._admit(spec)
+                embedding = self._embeddings[number] = Embedding(number, spec.prompt)
+                asked.append(embedding)
+            self._driver.tell(None)
+            return [await embedding.done for embedding in asked]
+        finally:
+            for embedding in asked:
+                if self._embeddings.pop(embedding.number, None) is not None:
+                    self._batcher.cancel(embedding.number)
+            self._driver.tell(None)
 
-    @property
-    def status(self) -> EngineStatus:
-        raise NotImplementedError
+    def _admit(self, spec: SessionSpec) -> None:
+        if self._state == "stopped":
+            raise ExecutionError(f"the engine that serves {self._job.model} has stopped.")
+        if not spec.prompt or spec.max_tokens < 0:
+            raise ExecutionError(f"expected a prompt of at least one token, got {len(spec.prompt)}.")
+        wrong = next((token for token in spec.prompt if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise ExecutionError(f"expected tokens from 0 to {self.vocabulary - 1}, got {wrong}.")
+        positions = len(spec.prompt) + spec.max_tokens
+        if positions > self.context_tokens:
+            raise PromptTooLong(
+                f"the prompt has {len(spec.prompt)} tokens and {spec.max_tokens} are asked for; "
+                f"the model takes {self.context_tokens} together.",
+                hint="Send a shorter prompt or ask for fewer tokens.",
+            )
+        try:
+            self._batcher.submit(spec, self._host.clock.now_s())
+        except QueueFull as error:
+            raise EngineBusy(error.message, error.retry_after_s) from None
+        except TooLong as error:
+            raise PromptTooLong(error.message, hint=error.hint) from None
+
+    def _left(self, number: int) -> None:
+        """Its pages are free at once."""
+        self._forget(number)
+        self._batcher.cancel(number)
+        self._driver.tell(None)
+
+    def _forget(self, number: int) -> None:
+        self._generations.pop(number, None)
+        if self._proposer is not None:
+            self._proposer.forget(number)
+
+    # --------------------------------------------------------------------------------------------------- results
+
+    def returned(self, result: Returned) -> None:
+        """Of the driver: look at the rows, here or in a thread, then give out what counts."""
+        sessions = self._machine.sessions_of(result.fence, result.plan.number)
+        rows = {number: share for number, share in _shares(result).items() if number in sessions}
+        todo = [(self._generations[number], *share) for number, share in rows.items() if number in self._generations]
+        size = sum(len(share) for _, share, _, _ in todo) * self.vocabulary
+        plain = all(generating.is_plain for generating, *_ in todo)
+        if size <= (INLINE_PLAIN if plain else INLINE):
+            self._give_out(result, rows, _judged(todo, self.vocabulary))
+            return
+
+        def done(judged: asyncio.Future[dict[int, Verdict]]) -> None:
+            if not judged.cancelled():
+                self._give_out(result, rows, judged.result())
+
+        work = asyncio.get_running_loop().run_in_executor(self._judging, _judged, todo, self.vocabulary)
+        work.add_done_callback(done)
+
+    def _give_out(
+        self, result: Returned, rows: Mapping[int, tuple[Rows, int, tuple[int, ...]]], verdicts: Mapping[int, Verdict]
+    ) -> None:
+        number, now_s = result.plan.number, self._host.clock.now_s()
+        cached = {one: self._batcher.matched(one) for one in verdicts}
+        tokens = {one: tuple(verdict.tokens) for one, verdict in verdicts.items()}
+        finished = {one for one, verdict in verdicts.items() if verdict.ended is not None}
+        counted = self._machine.returned(result.fence, number, tokens, finished, now_s)
+        hops = self._hops(result) if verdicts else ()
+        emitted = 0
+        for session in counted:
+            generating, verdict = self._generations.get(session), verdicts.get(session)
+            if generating is not None and verdict is not None:
+                generating.adopt(verdict, hops, cached[session])
+                emitted += len(verdict.tokens)
+                self._after(generating, verdict)
+            embedding = self._embeddings.get(session)
+            if embedding is not None and session in rows:
+                embedding.adopt(rows[session][0])
+                if embedding.done.done():
+                    del self._embeddings[session]
+        if emitted:
+            self._emitted_tokens += emitted
+            self._lately.append((now_s, emitted))
+            self._faults.flowed()
+        self._driver.tell(None)
+
+    def _after(self, generating: Generating, verdict: Verdict) -> None:
+        number = generating.number
+        self._proposed += verdict.proposed
+        self._accepted += verdict.accepted
+        if generating.finished:
+            self._forget(number)
+            self._batcher.cancel(number)  # what a constraint ended is not over for the batcher yet
+        elif self._proposer is not None and generating.generation.constraint is None and verdict.tokens:
+            if verdict.proposed:
+                self._proposer.judged(number, verdict.proposed, verdict.accepted)
+            self._batcher.propose(number, self._proposer.propose(number, generating.tokens))
+
+    def _hops(self, result: Returned) -> tuple[HopTiming, ...]:
+        """What the stages did not account for was on the way: in equal parts for each change of machine."""
+        known_s = sum(hop.queued_s + hop.compute_s for hop in result.hops)
+        way_s = max(0.0, result.elapsed_s - known_s)
+        places, owner = self._machine.roles.places, self._job.owner
+        peers = [owner, *(places.get(hop.stage, owner) for hop in result.hops)]
+        moves = [one != before for before, one in itertools.pairwise(peers)]
+        moves[-1:] = [moves[-1] + (peers[-1] != owner)] if moves else []  # the way back counts to the last
+        share_s = way_s / sum(moves) if any(moves) else 0.0
+        return tuple(
+            HopTiming(hop.stage, self._faults.name(peer), hop.queued_s, hop.compute_s, share_s * count)
+            for hop, peer, count in zip(result.hops, peers[1:], moves, strict=True)
+        )
+
+    # ------------------------------------------------------------------------------------------- news of the job
+
+    def failed(self, sessions: Sequence[int], reason: str) -> None:
+        for number in sessions:
+            generating, embedding = self._generations.get(number), self._embeddings.pop(number, None)
+            if generating is not None:
+                generating.finish("failed", reason)
+                self._forget(number)
+            if embedding is not None:
+                embedding.fail(ExecutionError(f"{reason.rstrip('.')}."))
+
+    def stands(self, state: ServingState, detail: str) -> None:
+        before, self._state, self._detail = self._state, state, detail
+        if state == "ready" and not self._ready.done():
+            self._ready.set_result(None)
+        if state == before or "starting" in (state, before):
+            return
+        match state:
+            case "ready":
+                held = Held("running", detail)
+            case "recovering" | "waiting":
+                held = Held(state, detail)
+            case _:
+                return
+        for generating in self._generations.values():
+            generating.held(held)
+
+    def passes(self, now_s: float) -> None:
+        for number in self._batcher.expire(now_s):
+            generating = self._generations.get(number)
+            if generating is not None:
+                generating.finish("failed", f"it was not done within {generating.generation.deadline_s:g} s")
+                self._forget(number)
+
+    # ------------------------------------------------------------------------------------------------- what is so
 
     @property
     def deployment(self) -> Deployment:
-        """In force."""
-        raise NotImplementedError
+        """In force, guards that took over in their places."""
+        return self._driver.deployment
 
     @property
     def is_waiting(self) -> bool:
         """Whether a stage has nobody to run it."""
-        raise NotImplementedError
+        return self._machine.phase is ServingPhase.WAITING
 
     def offer(self, deployment: Deployment, reason: str) -> None:
         """A newer plan (another spare, a machine that leaves): gone over to between two passes."""
-        raise NotImplementedError
+        self._driver.offer(deployment, reason)
 
     def renew(self, deployment: Deployment) -> None:
         """New tickets or addresses for the plan in force."""
-        raise NotImplementedError
+        self._driver.renew(deployment)
 
-    def stop(self, reason: str) -> None:
-        """End every generation, tell the members, let `run` return."""
-        raise NotImplementedError
+    def leaving(self, peer: str) -> None:
+        """This machine wants to leave: its stages go to their guards first."""
+        self._driver.tell(events.MemberLeaving(peer))
 
-    async def close(self, reason: str = "done") -> None:
-        raise NotImplementedError
+    @property
+    def status(self) -> EngineStatus:
+        now_s, batcher = self._host.clock.now_s(), self._batcher
+        while self._lately and self._lately[0][0] < now_s - SPEED_S:
+            self._lately.popleft()
+        return EngineStatus(
+            state=self._state,
+            detail=self._detail,
+            model=self._job.model,
+            stages=self._stages(),
+            running=batcher.running,
+            queued=batcher.queued,
+            pages=batcher.pages.count,
+            pages_free=batcher.pages.room,
+            tokens_per_s=sum(count for _, count in self._lately) / SPEED_S,
+            emitted_tokens=self._emitted_tokens,
+            prompt_tokens=batcher.prompt_tokens,
+            prefix_hit_tokens=batcher.prefix_tokens,
+            faults=self._faults.notes,
+            members=tuple(sorted(set(self._names.values()))),
+            extra={
+                "passes_under_way": float(batcher.under_way),
+                "proposed_tokens": float(self._proposed),
+                "accepted_tokens": float(self._accepted),
+            },
+        )
+
+    def _stages(self) -> tuple[StageStatus, ...]:
+        roles, driver = self._machine.roles, self._driver
+        blocks = {placement.stage: placement.blocks for placement in driver.deployment.plan.stages}
+        return tuple(
+            StageStatus(
+                stage=stage,
+                peer=peer,
+                name=self._faults.name(peer),
+                blocks=blocks.get(stage, (0, 0)),
+                state=self._stage_state(stage, peer),
+                spare=self._faults.name(roles.guards[stage]) if stage in roles.guards else "",
+                resident_bytes=driver.resident_bytes.get((stage, peer), 0),
+                mean_compute_s=driver.compute_s.get(stage, 0.0),
+            )
+            for stage, peer in sorted(roles.places.items())
+        )
+
+    def _stage_state(self, stage: int, peer: str) -> StageState:
+        if peer in self._machine.lost:
+            return "lost"
+        match self._machine.phase:
+            case ServingPhase.ENLISTING | ServingPhase.LOADING:
+                return "loading" if (stage, peer) not in self._driver.resident_bytes else "running"
+            case ServingPhase.REBUILDING:
+                return "rebuilding"
+            case _:
+                return "running"
+
+
+StageState = Literal["running", "loading", "rebuilding", "lost"]
+Share = tuple[Rows, int, tuple[int, ...]]
+"""Of a pass, one session's: its rows, the position of the first, and the tokens computed after each but the last."""
+
+
+def _shares(result: Returned) -> dict[int, Share]:
+    plan, rows = result.plan, result.rows
+    if rows is None:
+        return {}
+    owners = np.array(plan.wanted_sessions)
+    shares: dict[int, Share] = {}
+    begin = 0
+    for segment in plan.segments:
+        count = int(np.count_nonzero(owners == segment.session))
+        end = begin + segment.length
+        if count:
+            first = int(np.flatnonzero(owners == segment.session)[0])
+            packed = plan.tokens[begin:end]
+            shares[segment.session] = (
+                rows[first : first + count],
+                segment.start + segment.length - count,
+                packed[segment.length - count + 1 :],
+            )
+        begin = end
+    return shares
+
+
+def _judged(todo: Sequence[tuple[Generating, Rows, int, tuple[int, ...]]], vocabulary: int) -> dict[int, Verdict]:
+    return {
+        generating.number: generating.judge(rows[:, :vocabulary], first, proposals)
+        for generating, rows, first, proposals in todo
+    }

@@ -31,5 +31,9 @@ class ServingJob:
     stop_tokens: frozenset[int] = frozenset()
     prefix_cache: bool = True
     """Off where layers have windows: their rings are per session."""
+    in_flight: int = 0
+    """Passes under way at a time; 0: as many as machines have stages."""
+    queue: int = 256
+    """Generations that may wait for a place."""
     chunk_tokens: int = 256
     """Prompts are read in pieces of so many positions, counted from their start."""

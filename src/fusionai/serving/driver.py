@@ -1,0 +1,587 @@
+"""The driver of a serving job: performs what `coordination.serving` commands, tells it what happens, moves passes.
+
+An event is handled when it comes, in one turn of the event loop; nothing of it waits. Decides nothing itself.
+
+Neighbours: `execution.connections` reaches the members, `serving.inbox` turns messages into events; `serving.engine`
+has the generations and samples; `execution` runs the stages, also those of the job owner in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+
+from fusionai.coordination import serving_commands as commands
+from fusionai.coordination import serving_events as events
+from fusionai.coordination.batching import PassPlan
+from fusionai.coordination.serving import ServingMachine
+from fusionai.coordination.serving_commands import EndJob, ServingCommand
+from fusionai.coordination.serving_events import ServingEvent
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.execution.connections import Connections
+from fusionai.execution.deployment import Deployment, Replanner
+from fusionai.execution.host import Host
+from fusionai.execution.serving_member import ServingMember
+from fusionai.execution.serving_weights import OwnWeights
+from fusionai.execution.state import headers
+from fusionai.execution.weight_desk import WeightDesk
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
+from fusionai.scheduling.types import Guard, Plan
+from fusionai.serving import inbox, progress
+from fusionai.serving.deployment import Cut, cut, ranges_of
+from fusionai.serving.faults import FaultLog
+from fusionai.serving.graph import LOGITS
+from fusionai.serving.job import ServingJob
+from fusionai.transport.interface import Channel
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, Hop, Segment
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.25
+LINK_GRACE_S: Final = 0.2
+"""A lost link is often the first sign of a lost peer, whose own connection says so a moment later."""
+FEED: Final = -1
+TOLERANCE: Final[Mapping[str, float]] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
+"""How far a probe through other machines may be from the first one, relative to its largest logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A pass that came back: `rows` [wanted rows, vocabulary or hidden size], None where none was wanted."""
+
+    fence: Fence
+    plan: PassPlan
+    rows: np.ndarray | None
+    hops: tuple[Hop, ...]
+    elapsed_s: float
+
+
+class PassSink(Protocol):
+    """Where results of passes and news of the job go: the engine."""
+
+    def returned(self, result: Returned) -> None: ...
+
+    def failed(self, sessions: Sequence[int], reason: str) -> None:
+        """These generations can't go on."""
+        ...
+
+    def stands(self, state: commands.ServingState, detail: str) -> None: ...
+
+    def passes(self, now_s: float) -> None:
+        """Time passes."""
+        ...
+
+
+class ServingDriver:
+    """Use as: `await driver.run()`, then `await driver.close()`. `machine`, made by the engine, has its batcher."""
+
+    def __init__(
+        self,
+        job: ServingJob,
+        host: Host,
+        deployment: Deployment,
+        machine_of: Callable[[ServingRoles], ServingMachine],
+        *,
+        replanner: Replanner,
+        faults: FaultLog,
+        sink: PassSink,
+        on_progress: Callable[[progress.Progress], None],
+    ) -> None:
+        self._job = job
+        self._host = host
+        self._replanner = replanner
+        self._faults = faults
+        self._sink = sink
+        self._on_progress = on_progress
+        self._deployments = {deployment.plan.version: deployment}
+        self._cut = cut(job, deployment.plan)
+        roles = self._newest = self._cut.roles(deployment.plan, job.owner)
+        self.machine = machine_of(roles)
+        self.fence = Fence(roles.version, self.machine.incarnation, 0)
+        self._highest = self.fence
+        """Of all told to anybody."""
+        self.resident_bytes: dict[tuple[int, str], int] = {}
+        """By stage and peer."""
+        self.loading: dict[int, tuple[int, int]] = {}
+        """Stage -> bytes of its weights that are there, and all."""
+        self.compute_s: dict[int, float] = {}
+        """By stage, a moving mean over its passes."""
+        self._passes: dict[int, tuple[PassPlan, float]] = {}
+        """Those under way, and when they left."""
+        self._probes: dict[int, float] = {}
+        self._first_probe: np.ndarray | None = None
+        self._rebuilds: dict[int, dict[int, int]] = {}
+        """Number -> session -> its end."""
+        self._events: deque[ServingEvent] = deque()
+        self._handling = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
+        self._desk = WeightDesk(job.weights, (spec.digest for spec in job.weights.specs))
+        self._member = ServingMember(
+            host,
+            job.job,
+            job.owner,
+            self.fence,
+            OwnWeights(job.weights),
+            on_result=self._on_result,
+            on_link_lost=self._on_link_lost,
+        )
+        self._connections = Connections(
+            job.job,
+            host,
+            self._member,
+            on_message=self._on_message,
+            serve_state=self._serve_weights,
+            on_lost=self._on_lost,
+        )
+
+    # ------------------------------------------------------------------------------------------------- the loop
+
+    async def run(self) -> EndJob:
+        """Load, probe, serve until stopped. Raises nothing of the members' making: it is in the result."""
+        ticking = asyncio.create_task(self._tick())
+        try:
+            self._perform_all(self.machine.start())
+            self.tell(None)
+            return await asyncio.shield(self._ended)
+        finally:
+            ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            now_s = self._host.clock.now_s()
+            self._sink.passes(now_s)
+            self.tell(events.Tick(now_s))
+            await asyncio.sleep(TICK_S)
+
+    def tell(self, event: ServingEvent | None) -> None:
+        """An event for the machine; None: passes may be due. What is told meanwhile comes after."""
+        if event is not None:
+            self._events.append(event)
+        if self._handling or self._ended.done():
+            return
+        self._handling = True
+        try:
+            while self._events:
+                self._perform_all(self.machine.handle(self._events.popleft()))
+            self._send_passes()
+        finally:
+            self._handling = False
+
+    def _perform_all(self, todo: Sequence[ServingCommand]) -> None:
+        for command in todo:
+            try:
+                self._perform(command)
+            except FusionError as error:
+                self._events.append(events.CommandFailed(str(error)))
+
+    def _perform(self, command: ServingCommand) -> None:
+        match command:
+            case commands.BeginRound(fence, roles):
+                self._begin_round(fence, roles)
+            case commands.EnlistStandby(fence, peer, roles):
+                self._enlist(PeerId(peer), fence, roles)
+            case commands.SendLoad():
+                self._load(command)
+            case commands.SendRebuild():
+                self._rebuild(command)
+            case commands.SendProbe(number, segments, tokens, forget):
+                self._probes[number] = self._host.clock.now_s()
+                self._send(number, segments, tokens, (len(tokens) - 1,), forget=forget)
+            case commands.ResumePasses():
+                pass  # they are looked for after every event
+            case commands.AskPlan(roles, without, reason):
+                self._ask_plan(roles, without, reason)
+            case commands.Dismiss(peer, reason):
+                self._connections.part_with(PeerId(peer), self._highest, reason)
+            case commands.FailSessions(sessions, reason):
+                self._sink.failed(sessions, self._faults.named(reason))
+            case commands.TellFault():
+                self._faults.seen(command)
+            case commands.TellRebuilding():
+                self._faults.rebuilding(command)
+            case commands.TellState(state, detail):
+                self._sink.stands(state, self._faults.named(detail))
+                if state == "ready":
+                    self._on_progress(progress.EngineReady())
+            case commands.EndJob():
+                if not self._ended.done():
+                    self._ended.set_result(command)
+
+    # ---------------------------------------------------------------------------------------------------- rounds
+
+    @property
+    def deployment(self) -> Deployment:
+        """The newest, its plan as things are: guards that took over are in their places."""
+        newest = self._deployments[max(self._deployments)]
+        return _with_plan(newest, _plan_as(newest.plan, self.machine.roles))
+
+    def _begin_round(self, fence: Fence, roles: ServingRoles) -> None:
+        """What was under way is void; then everybody in the round is told of it."""
+        self.fence = fence
+        self._passes.clear()
+        self._probes.clear()
+        self._rebuilds.clear()
+        if roles.partition != self._cut.name:
+            self._cut = cut(self._job, self._deployments[roles.version].plan)
+        for peer in sorted({*roles.members, self._job.owner}):
+            self._enlist(PeerId(peer), fence, roles)
+
+    def _enlist(self, peer: PeerId, fence: Fence, roles: ServingRoles) -> None:
+        self._highest = max(self._highest, fence)
+        deployment = self._deployments[fence.plan_version]
+        addresses = {**self._newest_deployment.members, **deployment.members}
+        enlist = wire.Enlist(
+            fence=fence,
+            job=self._job.job,
+            neighbours=tuple(
+                wire.Neighbour(stage=stage, peer=place, addresses=tuple(addresses.get(place, ())))
+                for stage, place in sorted(roles.places.items())
+            ),
+            guards=roles.guarded_by(peer),
+            partition=roles.partition,
+            ticket=deployment.tickets.get(peer, b""),
+        )
+        if self._connections.is_open(peer):
+            self._connections.tell(peer, enlist)
+            return
+
+        async def open_first() -> None:
+            if await self._connections.open(peer, deployment, fence):
+                self._connections.tell(peer, enlist)
+
+        self._start(open_first())
+
+    @property
+    def _newest_deployment(self) -> Deployment:
+        return self._deployments[max(self._deployments)]
+
+    def _load(self, command: commands.SendLoad) -> None:
+        stage, roles = command.stage, command.roles
+        whole = self._cut if roles.partition == self._cut.name else self._cut_of(roles)
+        part = whole.stages[stage]
+        load = wire.Load(
+            fence=command.fence,
+            job=self._job.job,
+            stage=stage,
+            stages=len(whole.stages),
+            graph_hash=part.graph_hash,
+            boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
+            options=self._job.options,
+            standby=command.standby,
+            fresh=command.fresh,
+            select=part.select,
+            weights=part.weights,
+            sources=self._sources(command, whole),
+            tensors=headers({"graph": part.encoded}),
+        )
+        self._connections.tell(PeerId(command.peer), load, (part.encoded,))
+
+    def _sources(self, command: commands.SendLoad, whole: Cut) -> tuple[wire.WeightSource, ...]:
+        """Whoever runs or guards a stage with some of these tensors, then the owner."""
+        wanted = {spec.digest for spec in whole.stages[command.stage].weights}
+        having: dict[str, set[bytes]] = {}
+        roles, addresses = command.roles, self._newest_deployment.members
+        for stage, peer in (*roles.places.items(), *roles.guards.items()):
+            if peer not in (command.peer, self._job.owner):
+                shared = wanted & {spec.digest for spec in whole.stages[stage].weights}
+                having.setdefault(peer, set()).update(shared)
+        others = [
+            wire.WeightSource(peer=peer, addresses=tuple(addresses[peer]), digests=tuple(sorted(digests)))
+            for peer, digests in sorted(having.items())
+            if digests and addresses.get(peer)
+        ]
+        return (*others, wire.WeightSource(peer=self._job.owner, addresses=()))
+
+    def _cut_of(self, roles: ServingRoles) -> Cut:
+        return cut(self._job, self._deployments[roles.version].plan)
+
+    async def _serve_weights(self, peer: PeerId, channel: Channel) -> None:
+        """Members ask on the state connections that this side made."""
+        if peer != self._host.peer:
+            await self._desk.answer(peer, channel)
+        else:
+            await channel.receive()
+
+    def _ask_plan(self, roles: ServingRoles, without: frozenset[str], reason: str) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+        knows = self.machine.lost
+
+        async def ask() -> None:
+            waiting = lambda told: self._on_progress(progress.Waiting(told))  # noqa: E731
+            newest = self._newest_deployment
+            present = _with_plan(newest, _plan_as(newest.plan, roles))
+            granted = await self._replanner.replacement(present, without, waiting)
+            self.offer(granted, reason, knows=knows)
+
+        self._asking = self._start(ask())
+
+    def offer(self, deployment: Deployment, reason: str, *, knows: frozenset[str] | None = None) -> None:
+        """A newer plan: its guards load beside the passes, its moves cost a round."""
+        version = deployment.plan.version
+        if version <= max(self._deployments):
+            return
+        self._deployments[version] = deployment
+        same = ranges_of(deployment.plan) == self._cut.ranges
+        whole = self._cut if same else cut(self._job, deployment.plan)
+        self._newest = whole.roles(deployment.plan, self._job.owner)
+        self._on_progress(progress.PlanChanged(deployment.plan, self._faults.named(reason)))
+        self.tell(events.PlanGiven(self._newest, self.machine.lost if knows is None else knows))
+
+    def renew(self, deployment: Deployment) -> None:
+        """New tickets or addresses for a plan that is known."""
+        if deployment.plan.version in self._deployments:
+            self._deployments[deployment.plan.version] = deployment
+
+    # ---------------------------------------------------------------------------------------------------- passes
+
+    def _send_passes(self) -> None:
+        now_s = self._host.clock.now_s()
+        while not self._ended.done() and (plan := self.machine.next_pass(now_s)) is not None:
+            self._passes[plan.number] = (plan, now_s)
+            self._send(
+                plan.number, plan.segments, plan.tokens, plan.wanted, forget=plan.forget, hidden=plan.output == "hidden"
+            )
+
+    def _send(
+        self,
+        number: int,
+        segments: tuple[Segment, ...],
+        tokens: Sequence[int],
+        wanted: tuple[int, ...] = (),
+        *,
+        forget: tuple[int, ...] = (),
+        hidden: bool = False,
+        rebuild: int = -1,
+    ) -> None:
+        tensors = {"input_ids": host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)}
+        message = wire.Pass(
+            fence=self.fence,
+            number=number,
+            producer=FEED,
+            consumer=0,
+            segments=segments,
+            wanted=wanted,
+            output="hidden" if hidden else "logits",
+            forget=forget,
+            rebuild=rebuild,
+            tensors=headers(tensors),
+        )
+        self._member.to_stage(0, message, tuple(tensors.values()))
+
+    def _rebuild(self, command: commands.SendRebuild) -> None:
+        number, segments = command.number, command.segments
+        self._rebuilds[number] = {one.session: one.start + one.length for one in segments}
+        if command.source != FEED:
+            order = wire.Rebuild(
+                fence=self.fence, stage=command.source, through=command.through, number=number, segments=segments
+            )
+            self._connections.tell(PeerId(self.machine.roles.places[command.source]), order)
+            return
+        taken = 0
+        for segment in segments:
+            for part in parts_of(segment, self._job.options.pass_tokens):
+                tokens = command.tokens[taken : taken + part.length]
+                self._send(number, (part,), tokens, rebuild=command.through)
+                taken += part.length
+
+    def _on_result(self, message: wire.PassResult, tensors: Mapping[str, HostTensor]) -> None:
+        """Never raises: a member that sends what is none counts as lost."""
+        if message.fence != self.fence:
+            return
+        now_s = self._host.clock.now_s()
+        for hop in message.hops:
+            mean_s = self.compute_s.get(hop.stage, hop.compute_s)
+            self.compute_s[hop.stage] = mean_s + 0.05 * (hop.compute_s - mean_s)
+        if message.number in self._probes:
+            del self._probes[message.number]
+            rows = self._rows(message, tensors, 1, LOGITS)
+            if rows is not None:
+                self._probed(message.number, rows)
+            return
+        if (sent := self._passes.pop(message.number, None)) is None:
+            return
+        plan, sent_s = sent
+        rows = None
+        if plan.wanted:
+            rows = self._rows(message, tensors, len(plan.wanted), plan.output)
+            if rows is None:
+                return
+        self._sink.returned(Returned(message.fence, plan, rows, message.hops, now_s - sent_s))
+
+    def _rows(
+        self, message: wire.PassResult, tensors: Mapping[str, HostTensor], count: int, output: str
+    ) -> np.ndarray | None:
+        """None, and whoever sent it counts as lost, for what is no output of this job."""
+        tensor = tensors.get(output)
+        if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
+            logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
+            if logits and tensor.dtype in FLOAT_DTYPES:
+                return as_float32(tensor).reshape(count, -1)
+        got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+        peer = PeerId(self.machine.roles.places.get(message.stage, self._job.owner))
+        self._connections.drop(peer, f"expected {count} rows of {output}, got {got}")
+        return None
+
+    def _probed(self, number: int, rows: np.ndarray) -> None:
+        digest = hashlib.sha256(rows.tobytes()).hexdigest()
+        distance = 0.0
+        if self._first_probe is None:
+            self._first_probe = rows.copy()
+        else:
+            scale = float(np.abs(self._first_probe).max()) or 1.0
+            distance = float(np.abs(rows - self._first_probe).max()) / scale
+        if not np.isfinite(rows).all():
+            distance = float("inf")
+        tolerance = TOLERANCE[self._job.options.weights]
+        self.tell(events.ProbeReturned(self.fence, number, digest, distance, tolerance))
+
+    # ---------------------------------------------------------------------------------------------- what arrives
+
+    def _on_message(self, peer: PeerId, message: wire.Message) -> None:
+        match message:
+            case wire.Pong():
+                return
+            case wire.Refused(code=code, reason=reason):
+                if code != "stale_fence":  # else a later round is under way to it
+                    self._connections.drop(peer, f"{wire.REFUSAL_SENTENCES[code]} {reason}".strip())
+                return
+            case wire.LinkLost(fence=self.fence):
+                self._start(self._suspect_link(peer, PeerId(message.peer), message.reason))
+                return
+            case wire.Rebuilt(fence=self.fence):
+                self._on_rebuilt(message)
+                return
+            case wire.PassFailed(fence=self.fence, number=number) if number in self._rebuilds:
+                self.tell(events.RebuildFailed(self.fence, number, message.reason))
+                return
+            case wire.Loading():
+                self.loading[message.stage] = (message.done_bytes, message.total_bytes)
+                told = progress.StageLoading(message.stage, peer, message.done_bytes, message.total_bytes)
+                self._on_progress(told)
+            case wire.Loaded():
+                self._note_loaded(peer, message)
+            case wire.WeightRefused(source=source, key=key):
+                self._on_progress(progress.SourceRefused(source, peer, key))
+                return
+            case _:
+                pass
+        try:
+            event = inbox.event_of(message, peer, self.machine.roles, self._newest)
+        except FusionError as error:
+            if getattr(message, "fence", None) == self.fence:
+                self._connections.drop(peer, error.message)
+            return
+        if event is not None:
+            self.tell(event)
+
+    def _on_rebuilt(self, message: wire.Rebuilt) -> None:
+        ends = self._rebuilds.get(message.number, {})
+        if message.length >= ends.get(message.session, message.length + 1):
+            del ends[message.session]
+            self.tell(events.Rebuilt(message.fence, message.number, message.session))
+
+    def _note_loaded(self, peer: PeerId, message: wire.Loaded) -> None:
+        known = self.resident_bytes.get((message.stage, peer))
+        self.resident_bytes[message.stage, peer] = message.resident_bytes
+        self.loading.pop(message.stage, None)
+        if known is None or message.fetched_bytes:
+            self._on_progress(
+                progress.StageLoaded(
+                    message.stage, peer, message.standby, message.resident_bytes, message.fetched_bytes
+                )
+            )
+
+    def _on_link_lost(self, peer: PeerId, reason: str) -> None:
+        self._start(self._suspect_link(self._host.peer, peer, reason))
+
+    async def _suspect_link(self, reporter: PeerId, other: PeerId, reason: str) -> None:
+        """Told to the machine unless one of the two turns out to be lost: then its loss is what counts."""
+        fence = self.fence
+        while True:
+            await asyncio.sleep(LINK_GRACE_S)
+            if not (self._connections.is_doubtful(reporter) or self._connections.is_doubtful(other)):
+                break
+        if self._connections.is_open(reporter) and self._connections.is_open(other):
+            self.tell(events.LinkBroken(fence, reporter, other, reason))
+
+    def _on_lost(self, peer: PeerId, reason: str) -> None:
+        for key in [key for key in self.resident_bytes if key[1] == peer]:
+            del self.resident_bytes[key]
+        self.tell(events.MemberLost(peer, reason))
+
+    # ---------------------------------------------------------------------------------------------------- the end
+
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        async def guarded() -> None:
+            try:
+                await work
+            except FusionError as error:
+                self.tell(events.CommandFailed(str(error)))
+            except Exception as error:  # the job must end with a reason, never wait for a task that is gone
+                log.exception("a command of %s failed", self._job.job)
+                self.tell(events.CommandFailed(f"{type(error).__name__}: {error}"))
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
+        return task
+
+    async def close(self, reason: str) -> None:
+        """Everybody may forget the job."""
+        if not self._ended.done():
+            self._ended.set_result(EndJob(stopped=reason))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._connections.close(self._highest, reason)
+        self._desk.close()
+
+
+def parts_of(segment: Segment, limit: int) -> list[Segment]:
+    """In pieces of at most `limit` positions; the first brings the pages."""
+    parts: list[Segment] = []
+    for done in range(0, segment.length, limit):
+        length = min(limit, segment.length - done)
+        first, pages = (segment.first_page + len(segment.pages), ()) if done else (segment.first_page, segment.pages)
+        parts.append(Segment(segment.session, segment.start + done, length, first, pages))
+    return parts
+
+
+def as_float32(tensor: HostTensor) -> np.ndarray:
+    """A copy for everything but float32, which is shared."""
+    if tensor.dtype == "bfloat16":
+        bits = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(tensor.shape)
+    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape).astype(np.float32, copy=False)
+
+
+def _with_plan(deployment: Deployment, plan: Plan) -> Deployment:
+    return Deployment(plan=plan, members=deployment.members, tickets=deployment.tickets)
+
+
+def _plan_as(plan: Plan, roles: ServingRoles) -> Plan:
+    """With the places that machines have now."""
+    stages = tuple(
+        msgspec.structs.replace(stage, peer=roles.places.get(stage.stage, stage.peer)) for stage in plan.stages
+    )
+    exact = {(guard.stage, guard.peer): guard.exact for guard in plan.guards}
+    guards = tuple(
+        Guard(stage=stage, peer=peer, exact=exact.get((stage, peer), True))
+        for stage, peer in sorted(roles.guards.items())
+    )
+    return msgspec.structs.replace(plan, stages=stages, guards=guards)

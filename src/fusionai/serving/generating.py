@@ -1,0 +1,205 @@
+"""One generation while it lasts: its tokens, what the next one is chosen by, who listens.
+
+Decides when it is over and what of a result is told. Rows of logits are judged (`judge`) without changing anything, in
+whichever thread; what came of it takes effect (`adopt`) only once the pass is known to count.
+
+Neighbours: `serving.engine` has them all, `sampling` chooses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusionai.primitives.errors import FusionError
+from fusionai.serving.history import History
+from fusionai.serving.interface import (
+    Emitted,
+    Finished,
+    FinishReason,
+    Generation,
+    Held,
+    HopTiming,
+    PromptRead,
+    StreamEvent,
+    TokenLogprob,
+)
+from fusionai.serving.logprobs import token_logprob
+from fusionai.serving.sampling import choose
+
+Rows = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What rows of a pass say of one generation. `ended` with why, if it is over."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob | None] = field(default_factory=list["TokenLogprob | None"])
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    proposed: int = 0
+    accepted: int = 0
+    """Of the proposals, how many were right."""
+    ended: FinishReason | None = None
+    detail: str = ""
+
+
+class Generating:
+    """`number`: of its session. `on_left`: nobody listens any more."""
+
+    def __init__(self, number: int, generation: Generation, on_left: Callable[[int], None]) -> None:
+        self.number = number
+        self.generation = generation
+        self.tokens = list(generation.prompt)
+        """Prompt and answer."""
+        self.history = History(generation.prompt)
+        self.prompt_read = False
+        self.finished = False
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self._on_left = on_left
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - len(self.generation.prompt)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the best token is simply taken."""
+        sampling = self.generation.sampling
+        return (
+            sampling.temperature == 0
+            and self.generation.constraint is None
+            and self.generation.logprobs is None
+            and not sampling.logit_bias
+        )
+
+    # ------------------------------------------------------------------------------------------------------ judging
+
+    def judge(self, rows: Rows, first: int, following: Sequence[int]) -> Verdict:
+        """`rows` [n, vocabulary]: what the model says after the positions from `first` on; `following`: the tokens that
+        were computed after each but the last. Those behind the last token that was emitted are proposals."""
+        verdict = Verdict()
+        generation, known = self.generation, len(self.tokens)
+        if generation.prompt_logprobs:
+            for row, position in enumerate(range(first, min(first + len(rows), len(generation.prompt) - 1))):
+                token = generation.prompt[position + 1]
+                verdict.prompt_logprobs.append(token_logprob(rows[row], token, generation.logprobs or 0))
+        before = max(0, known - 1 - first)
+        proposals = following[before:]
+        verdict.proposed = len(proposals)
+        try:
+            self._decide(rows[before:], proposals, verdict)
+        except FusionError as error:
+            verdict.ended, verdict.detail = "failed", error.message
+        return verdict
+
+    def _decide(self, rows: Rows, proposals: Sequence[int], verdict: Verdict) -> None:
+        generation = self.generation
+        if len(rows) == 0:
+            return
+        if generation.max_tokens == 0:
+            verdict.ended = "length"
+            return
+        # Proposals are judged one after the other, each as if the ones before had been emitted.
+        history = copy.deepcopy(self.history) if len(rows) > 1 else self.history
+        for place, row in enumerate(rows):
+            mask = None if generation.constraint is None else generation.constraint.allowed()
+            token = choose(row, generation.sampling, history, self.emitted + len(verdict.tokens), mask)
+            if token in generation.stop_tokens:
+                verdict.ended = "stop"
+                return
+            verdict.tokens.append(token)
+            told = None if generation.logprobs is None else token_logprob(row, token, generation.logprobs)
+            verdict.logprobs.append(told)
+            if self.emitted + len(verdict.tokens) >= generation.max_tokens:
+                verdict.ended = "length"
+                return
+            if place >= len(proposals) or proposals[place] != token:
+                return
+            verdict.accepted += 1
+            history.add(token)
+
+    # ------------------------------------------------------------------------------------------------------ adopting
+
+    def adopt(self, verdict: Verdict, hops: tuple[HopTiming, ...], cached_tokens: int) -> None:
+        """Give out what the verdict says."""
+        self._prompt_logprobs += verdict.prompt_logprobs
+        if not self.prompt_read and (verdict.tokens or verdict.ended is not None):
+            self.prompt_read = True
+            told = tuple(self._prompt_logprobs)
+            self._events.put_nowait(PromptRead(len(self.generation.prompt), cached_tokens, told))
+        constraint = self.generation.constraint
+        for token, logprob in zip(verdict.tokens, verdict.logprobs, strict=True):
+            try:
+                if constraint is not None:
+                    constraint.accept(token)
+            except FusionError as error:
+                self.finish("failed", error.message)
+                return
+            self._events.put_nowait(Emitted(self.emitted, token, logprob, hops))
+            self.tokens.append(token)
+            self.history.add(token)
+        if verdict.ended is not None:
+            self.finish(verdict.ended, verdict.detail)
+        elif constraint is not None and verdict.tokens and constraint.finished:
+            self.finish("stop")
+
+    def held(self, held: Held) -> None:
+        self._events.put_nowait(held)
+
+    def finish(self, reason: FinishReason, detail: str = "") -> None:
+        if not self.finished:
+            self.finished = True
+            self._events.put_nowait(Finished(reason, detail))
+
+    # ----------------------------------------------------------------------------------------------------- listening
+
+    def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        return self._told()
+
+    async def _told(self) -> AsyncIterator[StreamEvent]:
+        try:
+            while True:
+                event = await self._events.get()
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Harmless when it is over."""
+        if not self.finished:
+            self.finish("cancelled")
+            self._on_left(self.number)
+
+
+class Embedding:
+    """A prompt whose last hidden states are averaged."""
+
+    def __init__(self, number: int, prompt: tuple[int, ...]) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        self._sum: NDArray[np.float64] | None = None
+        self._count = 0
+
+    def adopt(self, rows: Rows) -> None:
+        """Rows come once each, in order."""
+        added = rows.sum(axis=0, dtype=np.float64)
+        self._sum = added if self._sum is None else self._sum + added
+        self._count += len(rows)
+        if self._count >= len(self.prompt) and not self.done.done():
+            mean = np.asarray(self._sum) / self._count
+            length = float(np.linalg.norm(mean))
+            self.done.set_result([float(value) for value in (mean / length if length else mean)])
+
+    def fail(self, error: FusionError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)

@@ -1,0 +1,44 @@
+"""From what members of a serving job say to what its machine hears. Decides whether a member may say it.
+
+A member speaks for stages that it runs or guards only. Neighbours: `serving.driver` passes messages on;
+`coordination.serving_events` are the events.
+"""
+
+from __future__ import annotations
+
+from fusionai.coordination import serving_events as events
+from fusionai.coordination.serving_events import ServingEvent
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.wire import messages as wire
+
+
+def event_of(message: wire.Message, peer: PeerId, roles: ServingRoles, prepared: ServingRoles) -> ServingEvent | None:
+    """None for what is of no interest to the machine. `prepared`: of the newest plan, whose stages may be loading
+    already. Raises `ExecutionError` for a word in another's name."""
+    stage = getattr(message, "stage", None)
+    if stage is not None:
+        speakers = {one.places.get(stage) for one in (roles, prepared)} | {
+            one.guards.get(stage) for one in (roles, prepared)
+        }
+        if peer not in speakers:
+            raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
+    match message:
+        case wire.Enlisted(fence=fence):
+            return events.MemberEnlisted(fence, peer)
+        case wire.Loading(fence=fence):
+            return events.LoadProgressed(fence, peer, message.stage)
+        case wire.Loaded(fence=fence, standby=True):
+            return events.StandbyLoaded(fence, peer, message.stage)
+        case wire.Loaded(fence=fence):
+            return events.StageLoaded(fence, peer, message.stage, message.cached)
+        case wire.StageFailed(fence=fence, code="stale_fence"):
+            return None  # it is in a later round already
+        case wire.StageFailed(fence=fence):
+            reason = f"peer {short(peer)}: {message.reason}"
+            return events.StageFailed(fence, peer, message.stage, reason, fatal=message.code == "bad_graph")
+        case wire.PassFailed(fence=fence):
+            return events.PassFailed(fence, message.number, message.stage, message.reason)
+        case _:
+            return None
