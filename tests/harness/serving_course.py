@@ -214,7 +214,7 @@ class Faults:
     def work_fails(self) -> bool:
         peer = self._one_of(self._roles.members, owner=True)
         if peer is not None:
-            self.world.members[peer].fails = self.choose.choice((1, 1, 3))
+            self.world.members[peer].fails = self.choose.choice((1, 1, 2 if peer == OWNER else 3))
         return peer is not None
 
     def a_peer_leaves(self) -> bool:

@@ -157,6 +157,8 @@ class World:
         if spec.number not in self.answers:
             expected = reference(spec.prompt, spec.max_tokens, self.roles.caching)
             self.answers[spec.number] = Answer(spec, expected)
+        if self.answers[spec.number].ended:
+            return
         try:
             self.batcher.submit(spec, self.network.now_s)
         except QueueFull as error:

@@ -289,12 +289,16 @@ class Batcher:
     # --------------------------------------------------------------------------------------------------------- faults
 
     def rewind(self) -> None:
-        """All passes under way are void. Stages are told whole page tables again."""
+        """All passes under way are void. Stages are told whole page tables again; a session of which nothing was
+        computed since it was admitted waits again, so that all stages have what `live` says."""
         for sent in self._passes.values():
             self._forget.update(sent.forget)
         self._passes.clear()
-        for session in sorted(self._sessions.values(), key=lambda one: one.turn):
-            self._put_back(session)
+        for session in self._sessions.values():
+            if session.admitted and session.computed == session.origin:
+                self._give_up(session)
+            else:
+                self._put_back(session)
 
     @property
     def live(self) -> dict[int, int]:
@@ -390,7 +394,6 @@ class Batcher:
             if self.pages.lacks(match, len(session.tokens) + min(left, self.limits.reserve_tokens)):
                 return
             self._queue.pop()
-            self._queue.charge(spec.scope, len(session.tokens))
             self.pages.admit(number, spec.scope, match)
             self.pages.extend(number, len(session.tokens))
             session.admitted = True
@@ -398,6 +401,7 @@ class Batcher:
             session.told = 0
             if session.matched is None:
                 session.matched = match.tokens
+                self._queue.charge(spec.scope, len(session.tokens))
                 self.prompt_tokens += len(spec.prompt)
                 self.prefix_tokens += match.tokens
 
@@ -481,6 +485,7 @@ class Batcher:
         self.pages.release(session.number)
         self._forget.add(session.number)
         self._queue.push_back(session.number)
+        session.under_way = None
         session.admitted = session.lacking = False
         session.computed = session.origin = session.told = 0
         session.proposals = ()

@@ -269,7 +269,7 @@ class ServingMachine:
         return commands
 
     def _is_whole(self, stage: int, live: Mapping[int, int]) -> bool:
-        """Whether the stage has all that passes need, and its retained values are those of its cache."""
+        """Whether the stage has all that passes need, and retains what belongs to it."""
         if stage in self._unsound():
             return False
         cached = self._loaded[stage]
@@ -561,7 +561,7 @@ class ServingMachine:
         peer = self.roles.places[stage]
         if fatal or times > 2:
             return self._fail(f"stage {stage} failed: {reason}")
-        if times > 1:
+        if times > 1 and peer != self.roles.owner:
             return self._lose([peer], "stage", reason)
         return [TellFault("stage", peer, (stage,), reason, {}), *self._begin_round(reason)]
 
