@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -148,7 +149,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(text: str, stops: lis
     scanner = StopScanner(stops)
     given_out = ""
     stopped = None
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         found = scanner.feed(text[start:end])
         given_out += found.text
         if found.stop is not None:

@@ -1,5 +1,5 @@
-"""Tokens that come one by one to text that comes in pieces. Decides what may be given out: never half a character, nothing
-that a later token changes, and nothing that may be the start of a stop string.
+"""Tokens that come one by one to text that comes in pieces. Decides what may be given out: never half a character, or
+what a later token changes, or what may be the start of a stop string.
 
 The pieces together are what decoding all tokens at once gives. Neighbours: `text` has the tokenizer, `stops` finds stop
 strings, the gateway sends the pieces.

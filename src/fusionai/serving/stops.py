@@ -33,7 +33,7 @@ class StopScanner:
             _, at, stop = min(found)
             self._waiting = ""
             return Scanned(text[:at], stop)
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
         cut = len(text) - held
         self._waiting = text[cut:]
         return Scanned(text[:cut])
@@ -44,7 +44,7 @@ class StopScanner:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that a stop string begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

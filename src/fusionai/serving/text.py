@@ -64,7 +64,8 @@ class Tokenizer:
                 hint="Write one: transformers.AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY).",
             )
         try:
-            return cls(file.read_text(encoding="utf-8"), read_json(directory / "tokenizer_config.json"), str(directory))
+            config = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
+            return cls(file.read_text(encoding="utf-8"), config, str(directory))
         except (OSError, UnicodeDecodeError) as problem:
             raise ModelError(f"{file}: can't be read: {problem}") from problem
 

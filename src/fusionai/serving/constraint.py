@@ -1,0 +1,277 @@
+"""Answers that must have a form: JSON of a schema, any JSON object, a regular expression, a tool call. Decides which
+tokens may come next.
+
+The grammars are `llguidance`'s. A schema comes from a stranger: its size, its depth and the work it may cost are
+bounded, and it is compiled in a thread. Neighbours: `sampling` takes the mask, `tool_grammar` writes those of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import llguidance
+
+from fusionai.primitives.errors import ExecutionError, ModelError, UsageError
+from fusionai.serving.text import Tokenizer
+
+_ASCII: Final = bytes(range(0x20, 0x7F))
+_KEPT: Final = 64
+WHITESPACE: Final = r"[\x20\n]{0,16}"
+"""Between the parts of JSON: a model indents as it likes, but does not go on with blanks for ever."""
+
+
+class ConstraintError(UsageError):
+    """A form that can't be used: broken, too large, or with features that are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """JSON that fits a schema. `text`: the schema as JSON."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """Any JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Text that matches a regular expression as a whole."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Lark, as llguidance reads it. Written by this program, never by a client."""
+
+    text: str
+
+
+Form = JsonSchema | JsonObject | Pattern | Grammar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintLimits:
+    """What a form may cost."""
+
+    form_characters: int = 65_536
+    depth: int = 32
+    compile_s: float = 5.0
+    grammar_symbols: int = 100_000
+    lexer_states: int = 50_000
+    initial_fuel: int = 2_000_000
+    step_fuel: int = 200_000
+    step_items: int = 50_000
+
+
+class ConstraintCompiler:
+    """One per model. Compiled forms are kept, the last ones used."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocabulary: int,
+        stop_tokens: frozenset[int],
+        limits: ConstraintLimits | None = None,
+    ) -> None:
+        """`vocabulary`: width of the model's logits. Raises `ModelError` where the tokenizer can't spell JSON."""
+        self._limits = limits or ConstraintLimits()
+        self._engine = _engine(tokenizer, max(vocabulary, tokenizer.vocabulary), sorted(stop_tokens))
+        self._stop_tokens = stop_tokens
+        self._compiled: OrderedDict[Form, llguidance.LLMatcher] = OrderedDict()
+        # One at a time: what a stranger sends takes at most one core.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraint")
+
+    async def compile(self, form: Form) -> MatcherConstraint:
+        """Off the event loop. Raises `ConstraintError` saying what is wrong with the form."""
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self.compile_now, form)
+        try:
+            return await asyncio.wait_for(asyncio.shield(work), self._limits.compile_s)
+        except TimeoutError as problem:
+            work.add_done_callback(_seen)
+            raise ConstraintError(
+                f"the wanted form was not compiled within {self._limits.compile_s:g} s.", hint="Send a simpler one."
+            ) from problem
+
+    def compile_now(self, form: Form) -> MatcherConstraint:
+        """As `compile`, here. Raises `ConstraintError`."""
+        known = self._compiled.get(form)
+        if known is None:
+            known = self._compile(form)
+            self._compiled[form] = known
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(form)
+        return MatcherConstraint(known.deep_copy(), self._stop_tokens)
+
+    def close(self) -> None:
+        """Let the thread go."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, form: Form) -> llguidance.LLMatcher:
+        limits = self._limits
+        parser = llguidance.LLParserLimits(
+            max_grammar_size=limits.grammar_symbols,
+            max_lexer_states=limits.lexer_states,
+            initial_lexer_fuel=limits.initial_fuel,
+            step_lexer_fuel=limits.step_fuel,
+            step_max_items=limits.step_items,
+            verbose_errors=False,
+        )
+        matcher = llguidance.LLMatcher(self._engine, self._grammar(form), log_level=0, limits=parser)
+        if matcher.is_error():
+            raise ConstraintError(f"the wanted form can't be used: {_first_line(matcher.get_error())}")
+        # The first mask tells whether anything fits at all.
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()
+        if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
+            raise ConstraintError("the wanted form can't be used: no text has it, or it is too costly to check.")
+        return matcher
+
+    def _grammar(self, form: Form) -> str:
+        match form:
+            case JsonSchema(text):
+                return _of_schema(self._checked(text))
+            case JsonObject():
+                return _of_schema({"type": "object"})
+            case Pattern(text):
+                self._check_size(text)
+                return llguidance.LLMatcher.grammar_from_regex(text)
+            case Grammar(text):
+                self._check_size(text)
+                return llguidance.LLMatcher.grammar_from_lark(text)
+
+    def _checked(self, text: str) -> dict[str, Any]:
+        self._check_size(text)
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as problem:
+            raise ConstraintError(f"the schema is not JSON: {problem}") from problem
+        if not isinstance(schema, dict | bool):
+            raise ConstraintError(f"a schema is an object, got {type(schema).__name__}.")
+        if is_deeper(schema, self._limits.depth):
+            raise ConstraintError(f"the schema is nested deeper than {self._limits.depth} levels.")
+        if schema is False:
+            raise ConstraintError("the wanted form can't be used: nothing fits the schema `false`.")
+        if schema is True:
+            schema = {}
+        # It would change how the schema is compiled: that is not the client's to say.
+        return {name: value for name, value in schema.items() if name != "x-guidance"}
+
+    def _check_size(self, text: str) -> None:
+        if len(text) > self._limits.form_characters:
+            raise ConstraintError(
+                f"the wanted form has {len(text)} characters, at most {self._limits.form_characters} are taken."
+            )
+
+
+def _of_schema(schema: dict[str, Any]) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
+    )
+
+
+class MatcherConstraint:
+    """An `interface.Constraint`. Stop tokens are allowed exactly where the text may end."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, stop_tokens: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._stop_tokens = stop_tokens
+
+    def allowed(self) -> memoryview:
+        """See `Constraint`. Raises `ExecutionError` where going on has become too costly."""
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise ExecutionError(f"the wanted form can't be kept up: {_first_line(self._matcher.get_error())}")
+        return memoryview(mask)
+
+    def accept(self, token: int) -> None:
+        """See `Constraint`."""
+        if token in self._stop_tokens and self._matcher.is_accepting():
+            return
+        if self._matcher.try_consume_tokens([token]) != 1 or self._matcher.is_error():
+            raise ExecutionError(f"token {token} is not allowed by the wanted form.")
+
+    @property
+    def finished(self) -> bool:
+        """See `Constraint`."""
+        return self._matcher.is_stopped()
+
+
+def _engine(tokenizer: Tokenizer, vocabulary: int, stop_tokens: list[int]) -> llguidance.LLTokenizer:
+    if not stop_tokens:
+        raise ModelError("an answer of a wanted form needs a stop token, and the model has none.")
+    if tokenizer.is_byte_level or tokenizer.falls_back_to_bytes:
+        # As the library itself would write a text: its own tokens are closest to what the model learned.
+        return llguidance.LLTokenizer(tokenizer.engine_json, n_vocab=vocabulary, eos_token=stop_tokens)
+    spelled = _Spelling(tokenizer, stop_tokens[0])
+    missing = bytes(byte for byte in _ASCII if bytes([byte]) not in spelled.of)
+    if missing:
+        raise ModelError(f"answers of a wanted form: the tokenizer can't spell {missing.decode()[:20]!r}.")
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelled), n_vocab=vocabulary, eos_token=stop_tokens)
+
+
+class _Spelling:
+    """What `TokenizerWrapper` wants of tokenizers that llguidance does not read: the longest token first, always."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, stop_token: int) -> None:
+        self.eos_token_id = stop_token
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocabulary)]
+        self.of: Mapping[bytes, int] = {
+            spelled: token
+            for token, spelled in reversed(list(enumerate(self.tokens)))
+            if spelled and token not in tokenizer.special_ids
+        }
+        self._longest = max(map(len, self.of), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        tokens: list[int] = []
+        at = 0
+        while at < len(text):
+            ends = range(min(at + self._longest, len(text)), at, -1)
+            end = next((end for end in ends if text[at:end] in self.of), None)
+            if end is None:
+                at += 1  # no token spells it: the mask does not offer it either
+                continue
+            tokens.append(self.of[text[at:end]])
+            at = end
+        return tokens
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether JSON data has more levels than that."""
+    level = [value]
+    for _ in range(depth):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[0][:300]
+
+
+def _seen(work: asyncio.Future[MatcherConstraint]) -> None:
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,163 @@
+"""What turns requests into tokens and tokens into answers, for one model. Decides which of a model's files say what.
+
+Neighbours: the gateway and the terminal chat use it; `text`, `templates`, `tools`, `constraint` do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionai.primitives.errors import ModelError
+from fusionai.serving.decoding import Decoder
+from fusionai.serving.interface import Sampling
+from fusionai.serving.templates import PLAIN_STOPS, ChatTemplate
+from fusionai.serving.text import Tokenizer, read_json
+from fusionai.serving.tools import ToolForm, for_template, tool_form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """`tool_template`: the one for conversations with tools, where the model has two. `stop_tokens`: after any of them
+    an answer is over. `sampling`: what the model's makers advise, for what a request does not say."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    tool_template: ChatTemplate
+    tool_form: ToolForm | None
+    """None: the model knows no tools, or calls them in a form not known here."""
+    stop_tokens: frozenset[int]
+    sampling: Sampling
+
+    @classmethod
+    def load(cls, directory: Path) -> ModelText:
+        """Of a directory in Hugging Face layout. Raises `ModelError`."""
+        tokenizer = Tokenizer.load(directory)
+        config = read_json(directory / "config.json")
+        generation = read_json(directory / "generation_config.json")
+        template, tool_template = _templates(directory, tokenizer)
+        return cls(
+            tokenizer=tokenizer,
+            template=template,
+            tool_template=tool_template,
+            tool_form=None if tool_template.is_plain else tool_form(tool_template.source),
+            stop_tokens=_stop_tokens(tokenizer, generation, config),
+            sampling=_advised(generation),
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings of every chat: without a template the model goes on with the next speaker."""
+        return PLAIN_STOPS if self.template.is_plain else ()
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        trusted: bool = False,
+    ) -> tuple[int, ...]:
+        """The prompt of a conversation. Where it is not `trusted`, names of special tokens in it are mere text. Raises
+        `ConversationError`."""
+        template = self.tool_template if tools else self.template
+        special = () if trusted else [text for text, token in self.tokenizer.added.items() if self._is_special(token)]
+        pieces = template.render_pieces(
+            for_template(messages),
+            special,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+        return tuple(self._encoded(pieces))
+
+    def text_tokens(self, text: str) -> tuple[int, ...]:
+        """The prompt of a text to go on with."""
+        return tuple(self.tokenizer.encode(text, framed=True))
+
+    def decoder(
+        self, *, stops: Sequence[str] = (), after: Sequence[int] = (), tools: bool = False, special: bool = False
+    ) -> Decoder:
+        """For one answer. `tools`: what announces a tool call stays in the text; `special`: every special token."""
+        shown = self.tokenizer.special_ids if special else frozenset[int]()
+        if tools and self.tool_form is not None:
+            shown |= {self.tokenizer.added[mark] for mark in self.tool_form.marks if mark in self.tokenizer.added}
+        return Decoder(self.tokenizer, stops=stops, after=after, shown=shown)
+
+    def _is_special(self, token: int) -> bool:
+        return token in self.tokenizer.special_ids
+
+    def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        tokens: list[int] = []
+        for place, (text, trusted) in enumerate(pieces):
+            if place:
+                tokens += self._inside(text, trusted)
+            else:
+                tokens += self.tokenizer.encode(text, framed=False, trusted=trusted)
+        return tokens
+
+    def _inside(self, text: str, trusted: bool) -> list[int]:
+        """In the middle of a text: some tokenizers put a space before whatever they are given."""
+        lead = self.tokenizer.encode("\n", framed=False)
+        tokens = self.tokenizer.encode("\n" + text, framed=False, trusted=trusted)
+        if tokens[: len(lead)] == lead:
+            return tokens[len(lead) :]
+        return self.tokenizer.encode(text, framed=False, trusted=trusted)
+
+
+def _templates(directory: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatTemplate]:
+    """For conversations without and with tools."""
+    sources: dict[str, str] = {}
+    told = read_json(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(told, str):
+        sources["default"] = told
+    elif isinstance(told, list):
+        sources |= {str(entry["name"]): str(entry["template"]) for entry in told if isinstance(entry, dict)}
+    # Files beside it are newer than what the configuration holds.
+    for name, file in (
+        ("default", directory / "chat_template.jinja"),
+        ("tool_use", directory / "additional_chat_templates" / "tool_use.jinja"),
+    ):
+        if file.is_file():
+            try:
+                sources[name] = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as problem:
+                raise ModelError(f"{file}: can't be read: {problem}") from problem
+    first = sources.get("default") or next(iter(sources.values()), None)
+    if first is None:
+        plain = ChatTemplate.plain()
+        return plain, plain
+    variables = tokenizer.special_texts
+    template = ChatTemplate(first, variables)
+    return template, ChatTemplate(sources["tool_use"], variables) if "tool_use" in sources else template
+
+
+def _stop_tokens(tokenizer: Tokenizer, generation: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:
+    """What `generate` would stop at, and the tokenizer's own end of text."""
+    inner = config.get("text_config")
+    sources = (generation, config, inner if isinstance(inner, dict) else {})
+    told = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), None)
+    found = {token for token in (told if isinstance(told, list) else [told]) if isinstance(token, int)}
+    end = tokenizer.id_of(tokenizer.special_texts.get("eos_token", ""))
+    return frozenset(found if end is None else found | {end})
+
+
+def _advised(generation: dict[str, Any]) -> Sampling:
+    plain = Sampling()
+
+    def number(name: str, otherwise: float) -> float:
+        value = generation.get(name)
+        return float(value) if isinstance(value, int | float) else otherwise
+
+    return Sampling(
+        temperature=number("temperature", plain.temperature),
+        top_p=number("top_p", plain.top_p),
+        top_k=int(number("top_k", plain.top_k)),
+        min_p=number("min_p", plain.min_p),
+        repetition_penalty=number("repetition_penalty", plain.repetition_penalty),
+    )

@@ -1,0 +1,92 @@
+"""An answer that must be a tool call, as a grammar. Decides what `tool_choice` leaves the model to say.
+
+Neighbours: `tools` knows the forms and reads the calls, `constraint` compiles the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusionai.serving.constraint import WHITESPACE, ConstraintError, ConstraintLimits, Grammar, is_deeper
+from fusionai.serving.text import Tokenizer
+from fusionai.serving.tools import ToolForm
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """`parameters`: JSON schema of an object; None: whatever the model likes."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+
+
+def call_grammar(
+    form: ToolForm,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    several: bool = False,
+    limits: ConstraintLimits | None = None,
+) -> Grammar:
+    """Exactly one call of one of `tools`; `several`: one or more, where the form has room for that. Raises
+    `ConstraintError` for a name or a schema that can't be used."""
+    if not tools:
+        raise ConstraintError("a tool call is wanted, and no tools are given.")
+    for tool in tools:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", tool.name):
+            raise ConstraintError(f"tool {tool.name[:50]!r}: a name has letters, digits, '_', '.' and '-' only.")
+        if is_deeper(tool.parameters, (limits or ConstraintLimits()).depth):
+            raise ConstraintError(f"tool {tool.name}: its schema is nested too deeply.")
+    opener, *others = (_mark(mark, tokenizer) for mark in form.marks)
+    rules: list[str] = []
+    match form:
+        case ToolForm.HERMES:
+            rules.append(f'call: {opener} "\\n" body "\\n" {others[0]}')
+            rules.append('start: call ("\\n" call)*' if several else "start: call")
+            rules.extend(_bodies(tools, "arguments"))
+        case ToolForm.LLAMA:
+            rules.append('start: body ("; " body)*' if several else "start: body")
+            rules.extend(_bodies(tools, "parameters"))
+        case ToolForm.MISTRAL:
+            inside = 'body (", " body)*' if several else "body"
+            rules.append(f'start: {opener} " "? "[" {inside} "]"')
+            rules.extend(_bodies(tools, "arguments"))
+        case ToolForm.MISTRAL_ARGS:
+            rules.append("start: call+" if several else "start: call")
+            calls = [f'{opener} "{tool.name}" {others[0]} args{n}' for n, tool in enumerate(tools)]
+            rules.append("call: " + " | ".join(calls))
+            rules.extend(f"args{n}: %json {_schema(tool.parameters)}" for n, tool in enumerate(tools))
+    return Grammar("\n".join(rules) + "\n")
+
+
+def _bodies(tools: Sequence[Tool], arguments: str) -> list[str]:
+    names = [f"body{n}" for n in range(len(tools))]
+    rules = ["body: " + " | ".join(names)]
+    for name, tool in zip(names, tools, strict=True):
+        schema = {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, arguments: dict(tool.parameters or {"type": "object"})},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        # Definitions are referred to from the top, wherever the schema that needs them stands.
+        for keyword in ("$defs", "definitions"):
+            if tool.parameters and keyword in tool.parameters:
+                schema[keyword] = tool.parameters[keyword]
+        rules.append(f"{name}: %json {_schema(schema)}")
+    return rules
+
+
+def _schema(schema: Mapping[str, Any] | None) -> str:
+    plain = dict(schema or {"type": "object"})
+    return json.dumps({**plain, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def _mark(mark: str, tokenizer: Tokenizer) -> str:
+    """A special token by its number, any other text as text."""
+    token = tokenizer.added.get(mark)
+    return f"<[{token}]>" if token is not None and token in tokenizer.special_ids else json.dumps(mark)
