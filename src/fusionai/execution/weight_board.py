@@ -55,7 +55,7 @@ class Board:
         self._expected_s = dict.fromkeys(self._live, now_s + grace_s)
         """Until when the last source leaves a source's pieces to it; for ever once it is reached."""
         self._open = deque(share for digest, pieces in missing.items() for share in _shares(digest, pieces, ask_pieces))
-        self._asked: set[Share] = set()
+        self._asked: dict[Share, None] = {}  # in the order of asking
         self._left = {digest: len(pieces) for digest, pieces in missing.items() if pieces}
 
     @property
@@ -78,7 +78,7 @@ class Board:
         for share in self._open:
             if self._may(source, share, now_s) and not self._preferred_may(source, share, now_s):
                 self._open.remove(share)
-                self._asked.add(share)
+                self._asked[share] = None
                 return self._given(share, source, now_s)
         for share in self._asked:
             if source not in share.askers and self._may(source, share, now_s) and self._all_slow(share, now_s):
@@ -128,7 +128,7 @@ class Board:
         if share.done:
             return False
         share.done = True
-        self._asked.discard(share)
+        self._asked.pop(share, None)
         if good < share.count:
             self._open.appendleft(Share(share.digest, share.first + good, share.count - good))
         self._left[share.digest] -= good
@@ -156,7 +156,7 @@ class Board:
     def _release(self, source: int, share: Share) -> None:
         share.askers.discard(source)
         if share in self._asked and not share.askers:
-            self._asked.discard(share)
+            self._asked.pop(share, None)
             self._open.appendleft(share)
 
 
