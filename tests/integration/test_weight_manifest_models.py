@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource, DirectorySource
+from fusionai.storage.weight_declared import declared
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 
@@ -32,7 +33,7 @@ def described(captured: Captured, store: WeightStore) -> ModelWeights:
     keys = [spec.key for spec in captured.graph.params.values()]
     checkpoint = captured.source.checkpoint
     located = None if checkpoint is None else checkpoint.entries
-    return manifest(keys, captured.state, store, located=located)
+    return manifest(keys, declared(captured.graph, captured.state, 0), store, located=located)
 
 
 def as_torch(weights: ModelWeights) -> Mapping[str, torch.Tensor]:

@@ -7,7 +7,8 @@ size and time of change, so that a second start reads nothing; what is remembere
 
     captured = capture(...)
     weights = manifest(keys, captured.state, store, located=captured.source.checkpoint.entries,
-                       memory=home / "weights.json")      # `checkpoint` is None for a model without files
+                       memory=home / "weights.json")
+    # Without files (`checkpoint` is None): `weight_declared.declared(graph, captured.state, seed)`, nothing located.
     weights.specs                                         # into each stage's `Load`, by key
     weights.read(spec), weights.pieces(digest, 0, 4)      # for the owner's own stages; for `execution.weight_desk`
 
