@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from fusionai.primitives.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_HUB_FILES = ["*.json", "*.safetensors"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _STORED_KEYS = frozenset(
     {"_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
     | {"use_cache"}
@@ -44,7 +45,11 @@ class HuggingFaceModel:
     def construct(self) -> nn.Module:
         """The module in float32 with the semantic attention, where its class lets attention be replaced."""
         register()
-        replaceable = getattr(self._model_class(), "_supports_attention_backend", False)
+        model_class = self._model_class()
+        # Some classes call the interface and do not say so: where it is imported, it is used.
+        replaceable = getattr(model_class, "_supports_attention_backend", False) or hasattr(
+            sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
+        )
         # The default of mixtures of experts sorts tokens by the data and calls an operator that exists in transformers
         # only; this one gathers each token's expert weights: slower, but plain operations of any framework.
         return self._from_config(ATTENTION if replaceable else "eager", experts_implementation="batched_mm")
@@ -89,6 +94,15 @@ def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceMo
             return _from_directory(path, architecture)
         case HubSource(repository=repository, revision=revision, architecture=architecture):
             return _from_directory(_download(repository, revision), architecture)
+
+
+def model_directory(source: DirectorySource | HubSource) -> Path:
+    """Where its files lie on this machine; fetched if need be. Raises `ModelError`."""
+    match source:
+        case DirectorySource(path=path):
+            return path
+        case HubSource(repository=repository, revision=revision):
+            return _download(repository, revision)
 
 
 def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:

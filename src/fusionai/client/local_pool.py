@@ -47,12 +47,14 @@ _Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """A peer to start. `share` makes machines unequal by resting between pieces of work."""
+    """A peer to start. `share` makes machines unequal by resting between pieces of work. `memory_bytes`: what it lends,
+    None: what it thinks is free."""
 
     name: str
     share: float = 1.0
     threads: int = 1
     device: str = "cpu"
+    memory_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class LocalPool:
 
     directory: Path
     peers: Sequence[LocalPeer]
+    name: str = "demo"
     invitation: str = ""
     names: dict[str, str] = field(default_factory=dict)
     """Peer id -> name, of everybody who has joined."""
@@ -135,7 +138,7 @@ class LocalPool:
         """At a free port the first time; the members come back to that one."""
         announced = self.directory / f"{BROKER}.json"
         announced.unlink(missing_ok=True)
-        arguments = ["broker", "--pool", "demo", "--host", "127.0.0.1", "--port", str(self._port)]
+        arguments = ["broker", "--pool", self.name, "--host", "127.0.0.1", "--port", str(self._port)]
         broker = await self._spawn(BROKER, self.broker_home, [*arguments, "--json", str(announced)])
         said = await self._announced(broker, announced, _BrokerSaid)
         self._port = int(said.addresses[0].rpartition(":")[2])
@@ -146,6 +149,8 @@ class LocalPool:
         announced.unlink(missing_ok=True)
         arguments = ["join", "--name", peer.name, "--host", "127.0.0.1", "--device", peer.device]
         arguments += ["--threads", str(peer.threads), "--share", f"{peer.share * 100:g}%", "--json", str(announced)]
+        if peer.memory_bytes is not None:
+            arguments += ["--max-memory", f"{peer.memory_bytes}B"]
         home = self.directory / peer.name
         if invited:
             child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")

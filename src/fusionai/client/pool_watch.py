@@ -3,7 +3,7 @@
 Decides when another plan is worth asking for; one at a time, and never while a stage waits for one. Renews tickets long
 before they expire, so that a broker may be away for a while. A broker that is away is asked again at the next look.
 
-Neighbours: `client.replanning` makes plans real, `training.driver` goes over to them at a quiet moment;
+Neighbours: `client.replanning` makes plans real, a job's driver goes over to them at a quiet moment;
 `scheduling.takeover` and `scheduling.straggling` say what is better.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from fusionai.client.background import in_background
 from fusionai.client.pool_session import Member
-from fusionai.client.replanning import RETRIED, Replanner
+from fusionai.client.replanning import RETRIED, PoolReplanner
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
@@ -25,7 +26,6 @@ from fusionai.scheduling.straggling import Better, better_plan, observed, watchi
 from fusionai.scheduling.takeover import reinforced, replaced
 from fusionai.scheduling.types import Guard, Plan
 from fusionai.training import progress
-from fusionai.training.driver import Driver
 from fusionai.transport.tickets import expiry_s
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,24 @@ PATIENCE_S: Final = 30.0
 """How long an offered plan may wait for a quiet moment before another is offered."""
 
 
+class Watched(Protocol):
+    """Whoever obeys plans: a training driver, a serving engine."""
+
+    @property
+    def deployment(self) -> Deployment: ...
+
+    @property
+    def is_waiting(self) -> bool: ...
+
+    def offer(self, deployment: Deployment, reason: str) -> None: ...
+
+    def renew(self, deployment: Deployment) -> None: ...
+
+
 class PoolWatch:
     """`run` until cancelled; `see` takes the job's progress."""
 
-    def __init__(self, replanner: Replanner, driver: Driver, owner: PeerId, clock: Clock) -> None:
+    def __init__(self, replanner: PoolReplanner, driver: Watched, owner: PeerId, clock: Clock) -> None:
         self._replanner = replanner
         self._driver = driver
         self._owner = owner
@@ -128,7 +142,7 @@ class PoolWatch:
         return 0.0 if ticket is None else expiry_s(ticket) - self._clock.wall_s()
 
     def _plan(self) -> Plan:
-        return msgspec.structs.replace(self._driver.plan, version=0)
+        return msgspec.structs.replace(self._driver.deployment.plan, version=0)
 
     def _handed_over(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         """Whoever leaves in order works until somebody has taken its place. The broker lets it go with the first plan

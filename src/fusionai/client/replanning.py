@@ -56,8 +56,9 @@ class _Loss:
 
 
 @dataclass(kw_only=True)
-class Replanner:
-    """One job's. `problem`: what its plans are made from; may be replaced when speeds are measured anew."""
+class PoolReplanner:
+    """One job's. `problem`: what its plans are made from; may be replaced when speeds are measured anew. Keeps nothing:
+    for jobs that begin anew after a restart, such as serving."""
 
     pool: Pool
     job: JobId
@@ -67,8 +68,6 @@ class Replanner:
     policy: Literal["exact", "tolerant", "refuse"]
     excluded: Callable[[tuple[Member, ...]], frozenset[str]]
     """Those that the recipe keeps out."""
-    journal: CommitJournal
-    directory: RunDirectory
     clock: Clock
     _losses: dict[str, _Loss] = field(default_factory=dict[str, _Loss])
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -149,17 +148,33 @@ class Replanner:
             return granted
 
     def adopt(self, deployment: Deployment) -> None:
-        """On the disk before anybody acts on it. Blocking."""
-        self.journal.adopt_plan(deployment.plan.version, msgspec.json.encode(deployment.plan))
-        keep_deployment(self.directory, deployment)
+        """A plan that is in force now. Blocking."""
+
+    def keep(self, deployment: Deployment) -> None:
+        """New tickets for the plan in force. Blocking."""
 
     async def renewed(self, deployment: Deployment) -> Deployment:
         """The plan in force with new tickets and the addresses of today. Raises `RefusedError` (`unknown_job` or
         `stale_fence`: it is not in force any more), `TransportError`."""
         async with self._turn:
             granted = await self.pool.request(self.job, self.title, deployment.plan, self.steps)
-            await asyncio.to_thread(keep_deployment, self.directory, granted)
+            await asyncio.to_thread(self.keep, granted)
             return granted
+
+
+@dataclass(kw_only=True)
+class Replanner(PoolReplanner):
+    """A training job's: on the disk before anybody acts on it."""
+
+    journal: CommitJournal
+    directory: RunDirectory
+
+    def adopt(self, deployment: Deployment) -> None:
+        self.journal.adopt_plan(deployment.plan.version, msgspec.json.encode(deployment.plan))
+        self.keep(deployment)
+
+    def keep(self, deployment: Deployment) -> None:
+        keep_deployment(self.directory, deployment)
 
 
 def is_present(member: Member) -> bool:

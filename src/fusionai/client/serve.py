@@ -1,0 +1,381 @@
+"""A model served from the pool, from its name to tokens: the owner's side of `fusion serve`.
+
+`async with serving(request, on_event=...) as served:` looks for the pool (or brings one up on this machine), captures,
+hashes the weights, plans, asks the broker to make the plan real, loads, probes; then `served.engine` takes generations
+until the block ends. Decides the order of the work and that everything begun is ended, whatever happens.
+
+Neighbours: `client.serving_model` opens the model, `serving.engine` serves, `client.serving_watch` looks out for better
+plans, `cli.serve` puts a gateway in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from fusionai.backends.interface import DeviceReport
+from fusionai.backends.registry import open_backend
+from fusionai.client.background import in_background
+from fusionai.client.beginning import PLAN_ATTEMPTS, PLAN_PAUSE_S, nobody
+from fusionai.client.local_pool import LocalPeer, LocalPool
+from fusionai.client.owner import owner_membership
+from fusionai.client.pool_session import Member, PoolSession
+from fusionai.client.replanning import PoolReplanner
+from fusionai.client.serving_model import ServedModel, find_model, hash_weights, job_name, open_model
+from fusionai.client.serving_problem import Ends, serving_problem
+from fusionai.client.serving_watch import ServingWatch
+from fusionai.execution.compute import ComputeThread
+from fusionai.execution.deployment import Deployment
+from fusionai.execution.host import Host
+from fusionai.ir.serving import SEQUENCE
+from fusionai.primitives.clock import SystemClock
+from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
+from fusionai.primitives.garbage import set_aside_what_stays
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.types import PeerProfile, Plan, ServingNeeds
+from fusionai.serving import progress
+from fusionai.serving.engine import ServingEngine
+from fusionai.serving.job import ServingJob
+from fusionai.storage.weight_manifest import ModelWeights
+from fusionai.storage.weight_store import WeightStore
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import ServeOptions
+
+MOST_LOCAL: Final = 16
+LOCAL_NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
+OWNERS_SHARE: Final = 2
+"""Of the memory that is free, this machine's own process is left as much as so many local peers."""
+LAST_WORD_S: Final = 5.0
+REPORT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRequest:
+    """`local`: bring up a pool of so many active peers and `local_spares` besides on this machine. `stages`: exactly so
+    many, None lets the planner choose. `needs`: what sessions need, once the model's longest context is known."""
+
+    model: str
+    needs: Callable[[int | None], ServingNeeds]
+    home: Path
+    local: int | None = None
+    local_spares: int = 1
+    ends: Ends = "owner"
+    invitation: str | None = None
+    device: str = "auto"
+    threads: int | None = None
+    stages: int | None = None
+    spares: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A line for people about what is going on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlanned:
+    """The plan in force and what machines are called."""
+
+    job: JobId
+    plan: Plan
+    names: dict[str, str]
+    model: ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What machines are called that were not known before: by peer id."""
+
+    names: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """How far the owner is with the list of its weights."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+ServeEvent = Noted | ServePlanned | Met | Hashed | progress.Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Ready for generations. `ended` is done when the engine is, with its error if it had one; `stopped` is set when
+    somebody asked the broker to stop the job."""
+
+    job: JobId
+    model: ServedModel
+    needs: ServingNeeds
+    engine: ServingEngine
+    names: dict[str, str]
+    ended: asyncio.Future[None]
+    stopped: asyncio.Event
+    pool: LocalPool | None
+
+
+@asynccontextmanager
+async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], None]) -> AsyncIterator[Served]:
+    """Raises `ModelError`, `GraphError`, `PlanError`, `TransportError`, `RefusedError`, `StorageError`,
+    `ExecutionError`, `UsageError`."""
+    async with AsyncExitStack() as stack:
+        files = await in_background(lambda: find_model(request.model))  # wrong names are told before anything starts
+        clock = SystemClock()
+        home, invitation, local = request.home, request.invitation, None
+        if request.local is not None:
+            on_event(
+                Noted(f"starting a pool of {request.local} peers and {request.local_spares} spare on this machine")
+            )
+            local = await stack.enter_async_context(_local_pool(request))
+            home, invitation = local.directory / "owner", local.invitation
+        membership = await owner_membership(home, invitation)
+        stopped = asyncio.Event()
+        names: dict[str, str] = {}
+
+        def met(members: tuple[Member, ...]) -> None:
+            new = {one.view.peer: one.profile.name for one in members if one.profile.name != names.get(one.view.peer)}
+            if new:
+                names.update(new)
+                on_event(Met(new))
+
+        pool = await stack.enter_async_context(
+            PoolSession(membership, on_stop=lambda _job: stopped.set(), on_members=met)
+        )
+        if not (members := await pool.pool()):
+            raise nobody(membership.pool, members)
+        compute = ComputeThread()
+        stack.callback(compute.close)
+        backend, _ = await compute.run(
+            lambda: open_backend("torch", device=request.device, threads=_owner_threads(request))
+        )
+        report, _ = await compute.run(backend.probe)
+        on_event(Noted(f"capturing {files.name}"))
+        model = await in_background(lambda: open_model(files))
+        for note in model.captured.notes:
+            on_event(Noted(note))
+        weights = await in_background(
+            lambda: hash_weights(
+                model,
+                WeightStore(request.home / "weights"),
+                request.home / "weights.json",
+                lambda done, total: on_event(Hashed(done, total)),
+            )
+        )
+        stack.callback(weights.close)
+        await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
+        owner = _owner_profile(membership.peer, report, request)
+        names[membership.peer] = owner.name
+        needs = request.needs(model.positions)
+        longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
+        needs = msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
+        job = JobId(f"{job_name(files.name)}-{secrets.token_hex(4)}")
+        replanner = PoolReplanner(
+            pool=pool,
+            job=job,
+            title=f"serve {files.name}",
+            steps=0,
+            problem=serving_problem(
+                model.graph,
+                [member.profile for member in members],
+                owner,
+                needs,
+                ends=request.ends,
+                stages=request.local or request.stages,
+                spares=request.spares,
+            ),
+            policy="tolerant",
+            excluded=lambda _members: frozenset(),
+            clock=clock,
+        )
+        on_event(Noted("planning"))
+        deployment = await _begin(replanner, membership.pool, on_event)
+        stack.push_async_callback(_report, pool, job, "done", "the server has ended")
+        on_event(ServePlanned(job, deployment.plan, dict(names), model))
+        engine = ServingEngine(
+            _serving_job(model, job, membership.peer, deployment.plan, weights),
+            Host(
+                peer=membership.peer,
+                backend=backend,
+                compute=compute,
+                transport=pool.transport,
+                fingerprint=report.fingerprint,
+                clock=clock,
+            ),
+            deployment,
+            replanner=replanner,
+            names=names,
+            incarnation=1,
+            on_progress=on_event,
+        )
+        await _report(pool, job, "running", "loading")
+        running = asyncio.ensure_future(engine.run())
+        stack.push_async_callback(_end, engine, running)
+        await _ready_or_failed(engine, running)
+        watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock).run())
+        telling = asyncio.create_task(_tell(engine, pool, job))
+        stack.callback(watch.cancel)
+        stack.callback(telling.cancel)
+        yield Served(
+            job=job,
+            model=model,
+            needs=needs,
+            engine=engine,
+            names=names,
+            ended=running,
+            stopped=stopped,
+            pool=local,
+        )
+
+
+@asynccontextmanager
+async def _local_pool(request: ServeRequest) -> AsyncIterator[LocalPool]:
+    """Its homes lie beside this machine's own and go with it."""
+    count = request.local or 0
+    if not 1 <= count <= MOST_LOCAL:
+        raise UsageError(f"expected --local from 1 to {MOST_LOCAL}, got {count}.")
+    import psutil
+
+    machines = count + request.local_spares
+    lent = psutil.virtual_memory().available // (machines + OWNERS_SHARE)
+    peers = [
+        LocalPeer(
+            LOCAL_NAMES[number] if number < len(LOCAL_NAMES) else f"peer{number}",
+            threads=_local_threads(count),
+            memory_bytes=lent,
+        )
+        for number in range(machines)
+    ]
+    directory = request.home / "local" / secrets.token_hex(4)
+    try:
+        async with LocalPool(directory, peers, name="local") as pool:
+            yield pool
+    finally:
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+def _local_threads(peers: int) -> int:
+    """Stages of one token work one after the other, those of several sessions at once: cores are shared out."""
+    return max(1, (os.cpu_count() or 1) // peers)
+
+
+def _owner_threads(request: ServeRequest) -> int | None:
+    return request.threads or (None if request.local is None else _local_threads(request.local))
+
+
+async def _begin(replanner: PoolReplanner, pool_name: str, on_event: Callable[[ServeEvent], None]) -> Deployment:
+    """Look, plan, ask; look again when a peer was taken meanwhile."""
+    for attempt in range(PLAN_ATTEMPTS):
+        members = await replanner.pool.pool()
+        usable = replanner.usable(members)
+        if not usable:
+            raise nobody(pool_name, members)
+        problem = msgspec.structs.replace(replanner.problem, peers=tuple(member.profile for member in usable))
+        made = await in_background(lambda problem=problem: planned(problem))
+        try:
+            return await replanner.make_real(made)
+        except RefusedError as error:
+            if error.code not in ("busy", "unknown_peer", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
+                raise
+            on_event(Noted(f"looking at the pool again: {error.message}"))
+            await asyncio.sleep(PLAN_PAUSE_S)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _serving_job(model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights) -> ServingJob:
+    sizes = plan.serving
+    if sizes is None:
+        raise PlanError("expected a plan for serving.")
+    return ServingJob(
+        job=job,
+        owner=owner,
+        model=model.files.name,
+        graph=model.captured.graph,
+        options=ServeOptions(
+            weights=sizes.weights,
+            cache=sizes.cache,
+            page_tokens=sizes.page_tokens,
+            pages=sizes.pages,
+            sessions=sizes.sessions,
+            pass_tokens=sizes.pass_tokens,
+        ),
+        weights=weights,
+        vocabulary=model.vocabulary,
+        context_tokens=sizes.context_tokens,
+        stop_tokens=model.texts.stop_tokens,
+        prefix_cache=not model.windows,
+    )
+
+
+async def _ready_or_failed(engine: ServingEngine, running: asyncio.Future[None]) -> None:
+    """An engine that ends before it is ready says why."""
+    waiting = asyncio.ensure_future(engine.ready())
+    try:
+        await asyncio.wait({waiting, running}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        await waiting
+    finally:
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+
+async def _end(engine: ServingEngine, running: asyncio.Future[None]) -> None:
+    engine.stop("the server ends")
+    await asyncio.wait({running})
+    await engine.close("done")
+    if not running.cancelled() and (problem := running.exception()) is not None:
+        raise problem
+
+
+async def _tell(engine: ServingEngine, pool: PoolSession, job: JobId) -> None:
+    """The broker and those who ask it hear now and then how the job stands; one that is away is told later."""
+    told = ""
+    while True:
+        status = engine.status
+        detail = f"{status.state}, {status.emitted_tokens} tokens"
+        if detail != told:
+            with suppress(FusionError):
+                await pool.report(wire.JobReport(job=job, state="running", step=status.emitted_tokens, detail=""))
+                told = detail
+        await asyncio.sleep(REPORT_S)
+
+
+async def _report(pool: PoolSession, job: JobId, state: Literal["running", "done", "failed"], detail: str) -> None:
+    """A broker that does not answer learns it from the members' leases."""
+    with suppress(FusionError, TimeoutError):
+        async with asyncio.timeout(LAST_WORD_S):
+            await pool.report(wire.JobReport(job=job, state=state, step=0, detail=detail))
+
+
+def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest) -> PeerProfile:
+    memory_bytes = report.memory_bytes
+    if request.local is not None:
+        import psutil
+
+        machines = request.local + request.local_spares
+        memory_bytes = psutil.virtual_memory().available * OWNERS_SHARE // (machines + OWNERS_SHARE)
+    return PeerProfile(
+        peer=peer,
+        name="job owner",
+        backend=report.backend,
+        device=report.device,
+        flops_per_s=report.flops_per_s,
+        memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
+        memory_bytes=memory_bytes,
+        threads=report.threads,
+        fingerprint=report.fingerprint,
+        roles=("owner",),
+    )

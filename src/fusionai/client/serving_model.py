@@ -1,0 +1,138 @@
+"""From the name of a model to what can be served: its files, its graph, the list of its weights.
+
+MODEL is a directory in Hugging Face layout, a hub id, or what `fusion train` left: a job's directory (its newest
+checkpoint is taken) or one of its checkpoints. Decides what a model is called and what of its configuration counts.
+Reads no weights but to hash them.
+
+Neighbours: `capture` makes the graph, `ir.serving` says whether it can be served, `storage.weight_manifest` hashes,
+`serving.model_text` reads the tokenizer; `client.serve` calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.huggingface import model_directory
+from fusionai.capture.source import DirectorySource, HubSource, parse_source
+from fusionai.ir.schema import Graph
+from fusionai.ir.serving import LOGITS, require_servable, serving_graph
+from fusionai.primitives.errors import ModelError
+from fusionai.serving.graph import weight_keys
+from fusionai.serving.model_text import ModelText
+from fusionai.storage.reader import open_latest
+from fusionai.storage.weight_manifest import ModelWeights, manifest
+from fusionai.storage.weight_store import WeightStore
+
+CHECKPOINTS: Final = "checkpoints"
+"""In a job's directory (`storage.rundir`)."""
+LONGEST_PASS: Final = 2048
+"""The graph takes passes of so many positions, where the model sets no limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFiles:
+    """`directory` holds configuration, weights and tokenizer; `name` is what clients call the model."""
+
+    directory: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`graph`: the part that serves. `positions`: the longest context, None where the model has no limit.
+    `windows`: some layers keep a window only."""
+
+    files: ServedFiles
+    captured: Captured
+    graph: Graph
+    vocabulary: int
+    positions: int | None
+    texts: ModelText
+    windows: bool
+
+
+def find_model(text: str) -> ServedFiles:
+    """Blocking: may download. Raises `ModelError` where `text` names no weights."""
+    path = Path(text).expanduser()
+    if (path / CHECKPOINTS).is_dir():
+        newest = open_latest(path / CHECKPOINTS)
+        if newest is None:
+            raise ModelError(
+                f"the job in {path} has no checkpoint yet.",
+                hint="Let it train on, or set checkpoint_every in its recipe.",
+            )
+        return ServedFiles(newest.directory, path.resolve().name)
+    source = parse_source(text)
+    match source:
+        case DirectorySource() | HubSource():
+            directory = model_directory(source)
+        case _:
+            raise ModelError(
+                f"{text!r} has a configuration but no weights and no tokenizer.",
+                hint="Serve a directory in Hugging Face layout, a hub id, or the directory of a trained job.",
+            )
+    if not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{text} holds no weights (*.safetensors).", hint="Save the model with save_pretrained, weights included."
+        )
+    # A checkpoint is called by its step: people know the job.
+    step = isinstance(source, DirectorySource) and directory.resolve().parent.name == CHECKPOINTS
+    place = directory.resolve().parent.parent if step else directory.resolve()
+    return ServedFiles(directory, text if isinstance(source, HubSource) else place.name)
+
+
+def open_model(files: ServedFiles) -> ServedModel:
+    """Blocking: captures. Raises `ModelError` or `GraphError`, with the reason, where it can't be served."""
+    texts = ModelText.load(files.directory)
+    source = DirectorySource(files.directory)
+    captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False)
+    graph = serving_graph(captured.graph)
+    require_servable(graph, attention_nodes=captured.attention_nodes, attention_layers=captured.attention_layers)
+    size = graph.values[graph.outputs[LOGITS]].shape[-1]
+    if not isinstance(size, int):
+        raise ModelError(f"{files.name}: the size of the vocabulary is not fixed.")
+    return ServedModel(
+        files=files,
+        captured=captured,
+        graph=graph,
+        vocabulary=size,
+        positions=_positions(captured.config or {}),
+        texts=texts,
+        windows=any(node.op == "fusion.attention" and node.kwargs.get("window") is not None for node in graph.nodes),
+    )
+
+
+def hash_weights(
+    model: ServedModel, store: WeightStore, memory: Path, on_progress: Callable[[int, int], None]
+) -> ModelWeights:
+    """Blocking: reads all weights once; `memory` remembers the hashes of files that do not change."""
+    checkpoint = model.captured.source.checkpoint
+    return manifest(
+        weight_keys(model.captured.graph),
+        model.captured.state,
+        store,
+        located=None if checkpoint is None else checkpoint.entries,
+        memory=memory,
+        on_progress=on_progress,
+    )
+
+
+def job_name(model: str) -> str:
+    """As a job may be called."""
+    plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
+    return plain[:80].strip("-") or "model"
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    texts = config.get("text_config")
+    for fields in (config, texts if isinstance(texts, Mapping) else {}):
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            size = fields.get(name)
+            if isinstance(size, int) and size > 0:
+                return size
+    return None
