@@ -61,13 +61,8 @@ class ChatTemplate:
         environment = _environment(now)
         try:
             self._template = environment.from_string(source)
-            tree = environment.parse(source)
         except jinja2.TemplateError as problem:
             raise ModelError(f"the model's chat template can't be compiled: {problem}") from problem
-        # What the template itself writes: an added token that stands there is one of its marks.
-        pieces = {node.data for node in tree.find_all(nodes.TemplateData)}
-        pieces |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-        self.literals = "\0".join(pieces)
 
     @classmethod
     def plain(cls) -> ChatTemplate:

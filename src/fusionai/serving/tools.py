@@ -90,6 +90,7 @@ class ToolReader:
         self._waiting = ""
         self._may_begin = True
         """Llama calls at the very start of its answer or not at all."""
+        self._in_gap = False
         self.calls = 0
         """How many were found."""
 
@@ -106,8 +107,7 @@ class ToolReader:
         calls: list[ToolCall] = []
         while True:
             before, announced = self._until_call(rest, final=final)
-            # Space between calls, and after the last, is no text.
-            text.append(before.lstrip() if self.calls else before)
+            text.append(self._without_gap(before))
             rest = rest[len(before) :]
             if announced is None:
                 self._waiting = rest
@@ -117,6 +117,7 @@ class ToolReader:
                 case _Found():
                     calls.extend(found.calls)
                     self.calls += len(found.calls)
+                    self._in_gap = True
                     rest = found.rest
                 case _Verdict.MORE:
                     self._waiting = rest
@@ -124,8 +125,15 @@ class ToolReader:
                 case _Verdict.TEXT:
                     self._may_begin = False
                     cut = max(announced, 1)
-                    text.append(rest[:cut])
+                    text.append(self._without_gap(rest[:cut]))
                     rest = rest[cut:]
+
+    def _without_gap(self, text: str) -> str:
+        """Space between calls, and after the last, is no text."""
+        if self._in_gap:
+            text = text.lstrip()
+            self._in_gap = not text
+        return text
 
     def _until_call(self, rest: str, *, final: bool) -> tuple[str, int | None]:
         """Text before a call may begin, and how many characters after it announce the call; None: no call yet, and
@@ -214,7 +222,7 @@ def _mistral(text: str, *, final: bool) -> _Found | _Verdict:
 def _mistral_args(text: str, *, final: bool) -> _Found | _Verdict:
     head = re.match(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]", text)
     if head is None:
-        begun = re.fullmatch(r"\s*[\w.-]*(\[[\w\]]*)?", text)
+        begun = re.fullmatch(r"\s*[\w.-]*(\[[A-Z_]*(\]\w*(\[[A-Z]*)?)?)?", text)
         return _Verdict.MORE if begun and not final else _Verdict.TEXT
     parsed = _value(text[head.end() :], final=final)
     if isinstance(parsed, _Verdict):
