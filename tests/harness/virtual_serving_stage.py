@@ -13,8 +13,8 @@ from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 
 VOCABULARY = 1_000
-HEAD = -2
-EMBEDDING = -1
+HEAD = 2_000_003
+EMBEDDING = 1_000_003
 
 
 def embedded(token: int) -> int:

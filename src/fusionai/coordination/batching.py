@@ -194,7 +194,7 @@ class Batcher:
                 f"{pages * self.limits.page_tokens}.",
                 hint="Send a shorter prompt or ask for fewer tokens.",
             )
-        if not self._queue.has_room(spec.scope):
+        if not self._queue.has_room(spec.scope, max(0, self.limits.sessions - self.running)):
             raise QueueFull(f"{self.queued} requests wait already.", self._retry_after_s(now_s))
         self._sessions[spec.number] = _Session(spec, list(spec.prompt), next(self._turns))
         self._queue.push(spec.number, spec.scope)

@@ -37,9 +37,10 @@ class FairQueue:
         for waiting in self._waiting.values():
             yield from waiting
 
-    def has_room(self, scope: str) -> bool:
-        waiting = sum(len(one) for one in self._waiting.values())
-        return waiting < self.most and len(self._waiting.get(scope, ())) < self._share
+    def has_room(self, scope: str, admissible: int) -> bool:
+        """`admissible`: so many that wait now do so only until the next pass is made."""
+        waiting = sum(len(one) for one in self._waiting.values()) - admissible
+        return waiting < self.most and len(self._waiting.get(scope, ())) - admissible < self._share
 
     def push(self, session: int, scope: str) -> None:
         """A new session at the end of its scope's queue."""

@@ -548,8 +548,8 @@ class ServingMachine:
         return max((peer for peer in pair if peer != self.roles.owner), key=weight)
 
     def on_stage_failed(self, event: ServingEvent) -> list[ServingCommand]:
-        """A stage that runs, once: another round; twice: another peer; three times: it is not the peer. One that is
-        guarded or prepared: another guard."""
+        """A stage that runs, once: another round; again before a pass came back: another peer. Before the job was ever
+        ready a third time ends it: it is not the peer. One that is guarded or prepared: another guard."""
         assert isinstance(event, StageFailed)
         if self.roles.places.get(event.stage) != event.peer:
             return self._fail_standby(event)
@@ -559,7 +559,7 @@ class ServingMachine:
         self._stage_faults[stage] += 1
         times = self._stage_faults[stage]
         peer = self.roles.places[stage]
-        if fatal or times > 2:
+        if fatal or (times > 2 and (not self._ready or peer == self.roles.owner)):
             return self._fail(f"stage {stage} failed: {reason}")
         if times > 1 and peer != self.roles.owner:
             return self._lose([peer], "stage", reason)

@@ -1,0 +1,310 @@
+"""Batching: what a pass carries, who is admitted, who makes room, what counts when a pass comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from fusionai.coordination.batching import Batcher, BatchLimits, PassPlan, QueueFull, SessionSpec, TooLong
+from fusionai.wire.serving import Segment
+
+LIMITS = BatchLimits(
+    pages=34, page_tokens=4, sessions=8, pass_tokens=16, in_flight=2, chunk_tokens=8, queue=8, reserve_tokens=0
+)
+
+
+def limited(**changes: int | bool) -> Batcher:
+    return Batcher(_changed(**changes))
+
+
+def _changed(**changes: int | bool) -> BatchLimits:
+    return BatchLimits(**{name: changes.get(name, getattr(LIMITS, name)) for name in BatchLimits.__slots__})
+
+
+def session(
+    number: int, prompt: int | Iterable[int], max_tokens: int = 4, scope: str = "", **more: object
+) -> SessionSpec:
+    tokens = tuple(range(100 * number, 100 * number + prompt)) if isinstance(prompt, int) else tuple(prompt)
+    return SessionSpec(number=number, scope=scope, prompt=tokens, max_tokens=max_tokens, **more)  # pyright: ignore[reportArgumentType]
+
+
+def back(batcher: Batcher, plan: PassPlan, token: int = 7, now_s: float = 0.0) -> frozenset[int]:
+    """Every session whose next token was in the pass gets the same."""
+    ends = set(plan.wanted_sessions) & set(batcher.sessions_of(plan.number))
+    return batcher.returned(plan.number, dict.fromkeys(ends, (token,)), (), now_s)
+
+
+def sent(batcher: Batcher) -> PassPlan:
+    plan = batcher.next_pass(0.0)
+    assert plan is not None
+    return plan
+
+
+def read(batcher: Batcher, *sessions: SessionSpec) -> None:
+    """These have read their prompts and emitted one token."""
+    for one in sessions:
+        batcher.submit(one, 0.0)
+    while any(batcher._sessions[one.number].emitted == 0 for one in sessions):
+        back(batcher, sent(batcher))
+
+
+def test_a_prompt_is_read_in_fixed_chunks_and_then_decoded() -> None:
+    batcher = limited(in_flight=1)
+    batcher.submit(session(1, 18, 2), 0.0)
+    seen: list[tuple[int, int, tuple[int, ...]]] = []
+    while (plan := batcher.next_pass(0.0)) is not None:
+        (segment,) = plan.segments
+        seen.append((segment.start, segment.length, plan.wanted))
+        back(batcher, plan)
+    assert seen == [(0, 8, ()), (8, 8, ()), (16, 2, (1,)), (18, 1, (0,))]
+    assert (batcher.running, batcher.queued, batcher.pages.room) == (0, 0, 32)
+
+
+def test_chunks_end_at_the_same_positions_whatever_the_load() -> None:
+    for others in range(6):
+        batcher = limited(pages=80, sessions=16)
+        read(batcher, *(session(number, 3, 30) for number in range(2, 2 + others)))
+        batcher.submit(session(1, 21, 1), 0.0)
+        ends: list[int] = []
+        for _ in range(60):
+            plan = batcher.next_pass(0.0)
+            if plan is None:
+                break
+            ends += [one.start + one.length for one in plan.segments if one.session == 1]
+            back(batcher, plan)
+        assert ends == [8, 16, 21]
+
+
+def test_decoding_sessions_are_spread_over_the_passes_in_flight() -> None:
+    batcher = limited(in_flight=3, pages=80)
+    read(batcher, *(session(number, 2, 30) for number in range(1, 8)))
+    plans = [sent(batcher) for _ in range(3)]
+    assert [len(plan.segments) for plan in plans] == [3, 3, 1]
+    assert batcher.next_pass(0.0) is None
+    taken = [one.session for plan in plans for one in plan.segments]
+    assert sorted(taken) == list(range(1, 8))
+
+
+def test_a_pass_with_decoding_sessions_reads_at_most_a_chunk_s_worth() -> None:
+    batcher = limited(in_flight=1, pages=80, pass_tokens=32)
+    read(batcher, session(1, 2, 30))
+    for number in (2, 3, 4):
+        batcher.submit(session(number, 8), 0.0)
+    plan = sent(batcher)
+    assert [(one.session, one.length) for one in plan.segments] == [(1, 1), (2, 8)]
+
+
+def test_with_a_pass_as_long_as_a_chunk_reading_and_decoding_take_turns() -> None:
+    batcher = limited(in_flight=1, pages=80, pass_tokens=8)
+    read(batcher, session(1, 2, 30))
+    batcher.submit(session(2, 24), 0.0)
+    order: list[int] = []
+    for _ in range(6):
+        plan = sent(batcher)
+        order += [one.session for one in plan.segments]
+        back(batcher, plan)
+    assert order == [1, 2, 1, 2, 1, 2]
+
+
+def test_page_tables_are_told_once_and_in_whole_after_a_fault() -> None:
+    batcher = limited(in_flight=1)
+    batcher.submit(session(1, 10, 9), 0.0)
+    first = sent(batcher)
+    table = first.segments[0].pages
+    assert (first.segments[0].first_page, len(table)) == (0, 3)
+    back(batcher, first)
+    assert sent(batcher).segments[0] == Segment(1, 8, 2, 3, ())
+    batcher.rewind()
+    again = sent(batcher)
+    assert again.segments[0] == Segment(1, 8, 2, 0, table)
+    assert again.number > first.number
+
+
+def test_what_comes_back_of_a_void_pass_counts_for_nobody() -> None:
+    batcher = limited()
+    batcher.submit(session(1, 4), 0.0)
+    plan = sent(batcher)
+    batcher.rewind()
+    assert batcher.sessions_of(plan.number) == ()
+    assert back(batcher, plan) == frozenset()
+    assert sent(batcher).segments[0].start == 0
+
+
+def test_a_cancelled_session_in_flight_counts_no_more_and_is_forgotten_once() -> None:
+    batcher = limited()
+    batcher.submit(session(1, 4), 0.0)
+    batcher.submit(session(2, 4), 0.0)
+    plan = sent(batcher)
+    assert batcher.cancel(1)
+    assert not batcher.cancel(1)
+    assert batcher.sessions_of(plan.number) == (2,)
+    assert back(batcher, plan) == {2}
+    assert sent(batcher).forget == (1,)
+    assert sent_forgets(batcher) == ()
+
+
+def sent_forgets(batcher: Batcher) -> tuple[int, ...]:
+    batcher.rewind()  # the pass that told it is void: it is told again
+    told = sent(batcher).forget
+    assert told == (1,)
+    batcher.returned(batcher._passes.copy().popitem()[0], {2: (1,)}, (), 0.0)
+    return sent(batcher).forget
+
+
+def test_proposals_are_checked_in_one_pass_and_rejected_ones_dropped() -> None:
+    batcher = limited(pages=80)
+    read(batcher, session(1, 6, 20))
+    batcher.propose(1, (11, 12, 13))
+    plan = sent(batcher)
+    assert plan.tokens == (7, 11, 12, 13)
+    assert plan.wanted == (0, 1, 2, 3)
+    assert batcher.returned(plan.number, {1: (11, 12, 99)}, (), 0.0) == {1}
+    following = sent(batcher)
+    assert (following.segments[0].start, following.tokens) == (9, (99,))
+
+
+def test_proposals_never_exceed_what_may_be_emitted_and_must_fit_what_comes_back() -> None:
+    batcher = limited(pages=80)
+    read(batcher, session(1, 6, 3))
+    batcher.propose(1, (11, 12, 13))
+    plan = sent(batcher)
+    assert plan.tokens == (7, 11)
+    with pytest.raises(ValueError, match="proposed were"):
+        batcher.returned(plan.number, {1: (44, 45)}, (), 0.0)
+
+
+def test_the_youngest_makes_room_and_goes_on_where_it_was() -> None:
+    batcher = limited(pages=8, in_flight=1, prefix=False)
+    read(batcher, session(1, 7, 12), session(2, 7, 12))
+    order: list[tuple[int, int, int]] = []
+    while batcher.running or batcher.queued:
+        plan = sent(batcher)
+        order += [(one.session, one.start, one.length) for one in plan.segments]
+        back(batcher, plan)
+    assert [start for number, start, _ in order if number == 1] == list(range(7, 18))
+    again = next(entry for entry in order if entry[0] == 2 and entry[1] == 0)
+    assert again[2] == 8
+    assert order.index(again) > order.index((1, 15, 1))
+    assert batcher.pages.room == 6
+
+
+def test_rows_of_the_whole_prompt_are_wanted_once_even_if_it_is_read_twice() -> None:
+    batcher = limited(in_flight=1, prefix=False)
+    batcher.submit(session(1, 12, 4, all_rows=True), 0.0)
+    assert sent(batcher).wanted == tuple(range(8))
+    plan = batcher._passes.copy().popitem()[0]
+    batcher.returned(plan, {}, (), 0.0)
+    batcher.compute_again()
+    assert sent(batcher).wanted == ()
+    batcher.returned(plan + 1, {}, (), 0.0)
+    assert sent(batcher).wanted == (0, 1, 2, 3)
+
+
+def test_an_embedding_has_passes_of_its_own_and_ends_with_its_prompt() -> None:
+    batcher = limited()
+    batcher.submit(session(1, 4), 0.0)
+    batcher.submit(session(2, 6, 0, all_rows=True, output="hidden"), 0.0)
+    plans = [sent(batcher), sent(batcher)]
+    assert [(plan.output, len(plan.wanted)) for plan in plans] == [("logits", 1), ("hidden", 6)]
+    assert batcher.returned(plans[1].number, {}, (), 0.0) == {2}
+    assert batcher.running == 1
+
+
+def test_scopes_take_turns_however_many_sessions_one_sends() -> None:
+    batcher = limited(sessions=2, queue=16, in_flight=1)
+    for number in range(1, 9):
+        batcher.submit(session(number, 4, 1, "greedy"), 0.0)
+    first = sent(batcher)
+    batcher.submit(session(9, 4, 1, "modest"), 0.0)
+    back(batcher, first)
+    assert 9 in {one.session for one in sent(batcher).segments}
+
+
+def test_the_queue_is_bounded_and_one_scope_leaves_places_to_others() -> None:
+    batcher = limited(queue=4, sessions=1)
+    for number in (1, 2, 3, 7):
+        batcher.submit(session(number, 4, 1, "a"), 0.0)
+    with pytest.raises(QueueFull) as full:
+        batcher.submit(session(4, 4, 1, "a"), 0.0)
+    assert full.value.retry_after_s > 0
+    batcher.submit(session(5, 4, 1, "b"), 0.0)
+    with pytest.raises(QueueFull):
+        batcher.submit(session(6, 4, 1, "c"), 0.0)
+
+
+def test_retry_after_follows_how_fast_sessions_end() -> None:
+    batcher = limited(queue=4, sessions=1, in_flight=1)
+    for number in range(1, 5):
+        batcher.submit(session(number, 4, 1), 0.0)
+    for second in (2.0, 4.0):
+        back(batcher, sent(batcher), now_s=second)
+    for number in (11, 12):
+        batcher.submit(session(number, 4, 1), 4.0)
+    with pytest.raises(QueueFull) as full:
+        batcher.submit(session(13, 4, 1), 6.0)
+    assert full.value.retry_after_s == pytest.approx(4 / (2 / 4.0))
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    batcher = limited(pages=6)
+    with pytest.raises(TooLong, match="take 17 positions, all caches together have 16"):
+        batcher.submit(session(1, 10, 7), 0.0)
+    batcher.submit(session(2, 10, 6), 0.0)
+
+
+def test_deadlines_end_sessions_that_wait_and_that_run() -> None:
+    batcher = limited(sessions=1)
+    batcher.submit(session(1, 4, deadline_s=5.0), 0.0)
+    batcher.submit(session(2, 4, deadline_s=3.0), 0.0)
+    plan = sent(batcher)
+    assert batcher.expire(2.9) == ()
+    assert batcher.expire(5.0) == (1, 2)
+    assert back(batcher, plan) == frozenset()
+    assert (batcher.running, batcher.queued, batcher.pages.room) == (0, 0, 32)
+
+
+def test_after_a_failed_pass_each_tries_alone_and_only_the_culprit_is_over() -> None:
+    batcher = limited(in_flight=1)
+    for number in (1, 2):
+        batcher.submit(session(number, 4), 0.0)
+    assert batcher.failed(sent(batcher).number, 0.0) == ()
+    plan = sent(batcher)
+    assert [one.session for one in plan.segments] == [1]
+    assert batcher.failed(plan.number, 0.0) == (1,)
+    plan = sent(batcher)
+    assert ([one.session for one in plan.segments], plan.forget) == ([2], (1,))
+    assert back(batcher, plan) == {2}
+
+
+def test_a_rebuild_tells_shared_pages_once() -> None:
+    batcher = limited(pages=80)
+    alike = tuple(range(12))
+    read(batcher, session(1, alike, 9))
+    read(batcher, session(2, (*alike, 50, 51), 9))
+    assert batcher.matched(2) == 12
+    batcher.rewind()
+    one, two = batcher.segments_for_rebuild()
+    assert (one.session, one.start, one.length) == (1, 0, 13)
+    assert (two.session, two.start, two.length) == (2, 12, 2)
+    assert two.pages[:3] == one.pages[:3]
+    assert batcher.tokens_of(two) == (50, 51)
+    assert batcher.live == {1: 13, 2: 14}
+
+
+def test_who_has_computed_nothing_yet_waits_again_after_a_fault() -> None:
+    batcher = limited(pages=80)
+    alike = tuple(range(12))
+    read(batcher, session(1, alike, 9))
+    batcher.submit(session(2, (*alike, 50, 51), 9), 0.0)
+    sent(batcher)
+    batcher.rewind()
+    assert batcher.live == {1: 12}
+    assert batcher.queued == 1
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunks no longer than a pass"):
+        limited(chunk_tokens=17)
+    with pytest.raises(ValueError, match="more pages than a probe"):
+        limited(pages=1)
