@@ -268,7 +268,7 @@ def _table() -> Iterator[Operator]:
     # Lookups and joins.
     yield from _operators("index", "aten.embedding.default aten.index_select.default aten.gather.default")
     yield from _operators("index", "aten.index.Tensor")
-    yield from _operators("index", "aten.tril.default aten.triu.default", growth="operand")
+    yield from _operators("index", "aten.tril.default aten.triu.default aten.scatter.value", growth="operand")
     yield from _operators("index", "aten.one_hot.default", growth="one_hot", differentiable=False)
     yield from _operators("join", "aten.cat.default aten.stack.default")
     yield from _operators("join", "aten.repeat.default", growth="repeat")

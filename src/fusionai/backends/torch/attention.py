@@ -63,7 +63,7 @@ def _fused(
     is_causal = queries > 1 and mask is None and causal
     if is_causal and k.shape[2] > queries:
         k, v = k[:, :, :queries, :], v[:, :, :queries, :]
-    if q.device.type == "meta" and mask is None:
+    if q.device.type == "meta" and mask is None and k.shape[-1] == v.shape[-1]:
         # The shape-only device would choose the kernel that keeps all weights; real devices keep none.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, scale=scale)[
             0

@@ -65,7 +65,8 @@ class Interpreter:
         self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(outputs by meaning, new buffer values by key). `inputs` and `params` by value name; more than needed may
-        be given. A parameter is a tensor, or whatever the kernels of its readers take. Raises `ExecutionError` naming the node that failed."""
+        be given. A parameter is a tensor, or whatever the kernels of its readers take. Raises `ExecutionError` naming
+        the node that failed."""
         registers = self.start(context, inputs, params)
         node: Node | None = None
         try:

@@ -189,7 +189,7 @@ def _embedding_lookups(weight: torch.Tensor, indices: torch.Tensor, *_: Any, **_
     return [(indices, 0, weight.shape[0], None)]
 
 
-def _dim_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, **__: Any) -> list[Lookup]:
+def _dim_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, *_: Any, **__: Any) -> list[Lookup]:
     return [(indices, 0, x.shape[dim] if x.dim() else 1, None)]
 
 
@@ -220,6 +220,7 @@ LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
         "aten.embedding.default": _embedding_lookups,
         "aten.index_select.default": _dim_lookups,
         "aten.gather.default": _dim_lookups,
+        "aten.scatter.value": _dim_lookups,
         "aten.index.Tensor": _index_lookups,
         "aten.nll_loss_forward.default": _class_lookups,
         "aten.nll_loss.default": _class_lookups,

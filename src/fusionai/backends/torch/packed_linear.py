@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
@@ -24,6 +24,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 FLOAT16_LARGEST: Final = 65504.0
 INT4_GROUPS: Final = (32, 64, 128)
 """Weights that share a scale, the smallest that divides a row: the closest to the original."""
+INT8_COLUMNS: Final = 32
+"""The eight-bit kernel reads whole vectors and checks nothing: shorter ends would be read beyond the matrix."""
 _TRIED_ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64)
 _SPLIT_ABOVE: Final = 1024
 """oneDNN splits longer sums for a single row; two rows are computed as many are."""
@@ -81,7 +83,7 @@ def packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
         case "bf16" | "fp16":
             return 2 * rows * columns
         case "int8":
-            return rows * columns + 2 * rows
+            return rows * (columns + -columns % INT8_COLUMNS) + 2 * rows
         case "int4":
             group = int4_group(rows, columns)
             return (
@@ -129,6 +131,14 @@ def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Pr
         case "int8":
             levels, scales = quantise_rows(weight)
             compute = torch.ops.aten._weight_int8pack_mm.default
+            missing = -weight.shape[1] % INT8_COLUMNS
+            if missing:
+                padded = pad(levels, (0, missing))
+                return (
+                    "int8pack",
+                    lambda x: compute(pad(x.to(torch.bfloat16), (0, missing)), padded, scales),
+                    padded.nbytes + scales.nbytes,
+                )
             nbytes = levels.nbytes + scales.nbytes
             return "int8pack", lambda x: compute(x.to(torch.bfloat16), levels, scales), nbytes
         case "int4":
