@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -212,41 +211,45 @@ class MatcherConstraint:
 def _engine(tokenizer: Tokenizer, vocabulary: int, stop_tokens: list[int]) -> llguidance.LLTokenizer:
     if not stop_tokens:
         raise ModelError("an answer of a wanted form needs a stop token, and the model has none.")
-    if tokenizer.is_byte_level or tokenizer.falls_back_to_bytes:
-        # As the library itself would write a text: its own tokens are closest to what the model learned.
-        return llguidance.LLTokenizer(tokenizer.engine_json, n_vocab=vocabulary, eos_token=stop_tokens)
-    spelled = _Spelling(tokenizer, stop_tokens[0])
-    missing = bytes(byte for byte in _ASCII if bytes([byte]) not in spelled.of)
+    spelling = _Spelling(tokenizer, vocabulary, stop_tokens[0])
+    missing = bytes(byte for byte in _ASCII if bytes([byte]) not in spelling.of)
     if missing:
         raise ModelError(f"answers of a wanted form: the tokenizer can't spell {missing.decode()[:20]!r}.")
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelled), n_vocab=vocabulary, eos_token=stop_tokens)
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelling), n_vocab=vocabulary, eos_token=stop_tokens)
 
 
 class _Spelling:
-    """What `TokenizerWrapper` wants of tokenizers that llguidance does not read: the longest token first, always."""
+    """What llguidance's `TokenizerWrapper` wants of a tokenizer.
+
+    Its own reading of `tokenizer.json` takes a special token's name in a schema for that token, and then refuses it."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, stop_token: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_token: int) -> None:
         self.eos_token_id = stop_token
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocabulary)]
-        self.of: Mapping[bytes, int] = {
-            spelled: token
-            for token, spelled in reversed(list(enumerate(self.tokens)))
-            if spelled and token not in tokenizer.special_ids
-        }
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocabulary)]
+        self.of: dict[bytes, int] = {}
+        for token, spelled in enumerate(self.tokens):
+            if spelled and token not in tokenizer.special_ids:
+                self.of.setdefault(spelled, token)
+        self._tokenizer = tokenizer
         self._longest = max(map(len, self.of), default=1)
 
-    def __call__(self, text: bytes) -> list[int]:
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The model's own way to write a text that has to come; where that is not the text, the longest token first."""
+        whole = text if isinstance(text, bytes) else text.encode()
+        tokens = self._tokenizer.encode_inside(whole.decode(), trusted=False)
+        return tokens if b"".join(self.tokens[token] for token in tokens) == whole else self._longest_first(whole)
+
+    def _longest_first(self, text: bytes) -> list[int]:
         tokens: list[int] = []
         at = 0
         while at < len(text):
             ends = range(min(at + self._longest, len(text)), at, -1)
             end = next((end for end in ends if text[at:end] in self.of), None)
             if end is None:
-                at += 1  # no token spells it: the mask does not offer it either
-                continue
+                break  # no token spells it: the mask can't offer it either
             tokens.append(self.of[text[at:end]])
             at = end
         return tokens

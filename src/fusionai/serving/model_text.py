@@ -96,18 +96,10 @@ class ModelText:
         tokens: list[int] = []
         for place, (text, trusted) in enumerate(pieces):
             if place:
-                tokens += self._inside(text, trusted)
+                tokens += self.tokenizer.encode_inside(text, trusted=trusted)
             else:
                 tokens += self.tokenizer.encode(text, framed=False, trusted=trusted)
         return tokens
-
-    def _inside(self, text: str, trusted: bool) -> list[int]:
-        """In the middle of a text: some tokenizers put a space before whatever they are given."""
-        lead = self.tokenizer.encode("\n", framed=False)
-        tokens = self.tokenizer.encode("\n" + text, framed=False, trusted=trusted)
-        if tokens[: len(lead)] == lead:
-            return tokens[len(lead) :]
-        return self.tokenizer.encode(text, framed=False, trusted=trusted)
 
 
 def _templates(directory: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatTemplate]:

@@ -84,6 +84,14 @@ class Tokenizer:
         engine = self._engine if trusted else self._plain
         return engine.encode(text, add_special_tokens=framed).ids
 
+    def encode_inside(self, text: str, *, trusted: bool = True) -> list[int]:
+        """As it reads in the middle of a text: some tokenizers put a space before whatever they are given."""
+        lead = self.encode("\n", framed=False)
+        tokens = self.encode("\n" + text, framed=False, trusted=trusted)
+        if tokens[: len(lead)] == lead:
+            return tokens[len(lead) :]
+        return self.encode(text, framed=False, trusted=trusted)
+
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Text of tokens; what is no token says nothing. `special`: with the special ones."""
         return self._engine.decode(list(tokens), skip_special_tokens=not special)

@@ -1,0 +1,306 @@
+"""Answers of a wanted form: whatever is drawn fits it, and hostile forms are refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Engine
+
+from fusionai.primitives.errors import ExecutionError, ModelError
+from fusionai.serving.constraint import (
+    ConstraintCompiler,
+    ConstraintError,
+    ConstraintLimits,
+    Form,
+    JsonObject,
+    JsonSchema,
+    Pattern,
+)
+from fusionai.serving.history import History
+from fusionai.serving.interface import Sampling
+from fusionai.serving.sampling import choose
+from fusionai.serving.text import Tokenizer
+from fusionai.serving.tool_grammar import Tool, call_grammar
+from fusionai.serving.tools import ToolForm, ToolReader
+
+TEXTS = ['{"name": "fox", "city": "Zürich"}', "quick brown foxes", "[1, 2, 30, 4.5, true, false, null]"] * 3
+PADDING = 13
+"""A model's logits are often wider than its tokenizer's vocabulary."""
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|end|>", "<|eot|>", "<unk>"]
+    match kind:
+        case "byte_level":
+            engine = Engine(models.BPE())
+            engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            engine.decoder = decoders.ByteLevel()
+            trainer = trainers.BpeTrainer(
+                vocab_size=340, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+            )
+        case _:
+            engine = Engine(models.BPE(unk_token="<unk>"))
+            engine.pre_tokenizer = pre_tokenizers.Metaspace()
+            engine.decoder = decoders.Metaspace()
+            trainer = trainers.BpeTrainer(
+                vocab_size=200,
+                initial_alphabet=[chr(code) for code in range(0x21, 0x7F)],
+                special_tokens=special,
+                show_progress=False,
+            )
+    engine.train_from_iterator(TEXTS, trainer)
+    marks = ["<tool_call>", "</tool_call>"]
+    engine.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    engine.add_special_tokens([AddedToken(mark, special=True) for mark in ("[TOOL_CALLS]", "[ARGS]")])
+    return Tokenizer(engine.to_str(), {}, kind)
+
+
+@cache
+def compiler(kind: str = "byte_level") -> ConstraintCompiler:
+    model = tokenizer(kind)
+    return ConstraintCompiler(model, vocabulary=model.vocabulary + PADDING, stop_tokens=frozenset({0, 1}))
+
+
+def drawn(form: Form, seed: int, kind: str = "byte_level", most: int = 400, *, special: bool = False) -> str | None:
+    """What a model without any sense says under the constraint; None where it did not come to an end."""
+    model = tokenizer(kind)
+    constraint = compiler(kind).compile_now(form)
+    generator = np.random.default_rng(seed)
+    tokens: list[int] = []
+    while len(tokens) < most:
+        logits = generator.standard_normal(model.vocabulary + PADDING).astype(np.float32)
+        # It likes to end, and closing signs: else strings go on for ever.
+        logits[[0, 1]] += 2
+        for sign in ('"', "}", "]"):
+            logits[model.id_of(sign) or 0] += 4
+        token = choose(logits, Sampling(seed=seed), History(), len(tokens), constraint.allowed())
+        constraint.accept(token)
+        if token in {0, 1}:
+            return model.decode(tokens, special=special)
+        tokens.append(token)
+        if constraint.finished:
+            return model.decode(tokens, special=special)
+    return None
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["fox", "dog of a neighbour"]},
+        "more": {"type": "array", "items": {"$ref": "#/$defs/more"}, "maxItems": 2},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+    "$defs": {"more": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}},
+}
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_drawn_fits_the_schema(kind: str, seed: int) -> None:
+    text = drawn(JsonSchema(json.dumps(SCHEMA)), seed, kind)
+    assert text is not None
+    value = json.loads(text)
+    assert {"name", "age", "kind"} <= value.keys() <= SCHEMA["properties"].keys()
+    assert 0 <= value["age"] <= 150
+    assert isinstance(value["age"], int)
+    assert value["kind"] in SCHEMA["properties"]["kind"]["enum"]
+    assert len(value["name"]) <= 12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_object_and_patterns(seed: int) -> None:
+    text = drawn(JsonObject(), seed)
+    assert text is None or isinstance(json.loads(text), dict)
+    pattern = r"[a-c]{3}-(fox|[0-9]{2}) é"
+    matched = drawn(Pattern(pattern), seed)
+    assert matched is not None
+    assert re.fullmatch(pattern, matched)
+
+
+@pytest.mark.parametrize("name", ["<|eot|>", "<tool_call>", "[TOOL_CALLS]", "a <|end|> b"])
+@pytest.mark.parametrize("seed", range(2))
+def test_names_of_special_tokens_in_a_schema_are_text(name: str, seed: int) -> None:
+    text = drawn(JsonSchema(json.dumps({"const": name})), seed)
+    assert text is not None
+    assert json.loads(text) == name
+
+
+def test_an_end_is_allowed_exactly_where_the_text_may_end() -> None:
+    model = tokenizer("byte_level")
+    constraint = compiler().compile_now(Pattern("a(b)?"))
+
+    def allowed() -> set[int]:
+        bits = np.unpackbits(np.frombuffer(constraint.allowed(), dtype=np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    a, b = model.id_of("a"), model.id_of("b")
+    assert a is not None
+    assert b is not None
+    assert allowed() == {a}
+    with pytest.raises(ExecutionError, match="not allowed"):
+        constraint.accept(b)
+    constraint = compiler().compile_now(Pattern("a(b)?"))
+    constraint.accept(a)
+    assert allowed() == {0, 1, b}
+    assert not constraint.finished
+    constraint.accept(b)
+    assert constraint.finished
+    constraint.accept(1)
+
+
+def test_generations_of_one_form_are_apart() -> None:
+    first, second = compiler().compile_now(Pattern("fox")), compiler().compile_now(Pattern("fox"))
+    token = int(np.flatnonzero(np.unpackbits(np.frombuffer(first.allowed(), np.uint8), bitorder="little"))[0])
+    before = bytes(second.allowed())
+    first.accept(token)
+    assert bytes(second.allowed()) == before
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "a schema is an object, got list"),
+        ("false", "nothing fits"),
+        ('{"type": "wat"}', "wat"),
+        ('{"not": {"type": "string"}}', "not"),
+        ('{"$ref": "http://example.org/schema"}', "not present"),
+        ('{"$ref": "#"}', "no text has it"),
+        ('{"enum": []}', "empty|Unsatisfiable|no text"),
+        ('{"anyOf": [' * 20 + "{}" + "]}" * 20, "deeper than 32"),
+        ("[" * 30_000, "not JSON"),
+        (json.dumps({"enum": ["x" * 70_000]}), "70.* characters, at most 65536"),
+        (json.dumps({"allOf": [{"pattern": "^(.*a.{20}|b.{19}c.*)$"}, {"pattern": "^.*x.{15}$"}]}), "can't be used"),
+    ],
+)
+def test_forms_that_cannot_be_used_are_refused_with_the_reason(schema: str, reason: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(ConstraintError, match=reason):
+        compiler().compile_now(JsonSchema(schema))
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": 10_000_000},
+        {"type": "string", "pattern": "(a{1,1000}){1,1000}"},
+        {"type": "string", "pattern": "(.*a.{200}b.*){9}"},
+        {"type": "object", "properties": {f"p{n}": {"type": "string", "pattern": f"(x+x+)+y{n}"} for n in range(400)}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 200}}},
+    ],
+)
+def test_costly_forms_are_served_or_refused_soon(schema: dict[str, Any]) -> None:
+    started = time.perf_counter()
+    refused = ""
+    try:
+        constraint = compiler().compile_now(JsonSchema(json.dumps(schema)))
+        for _ in range(5):
+            bits = np.unpackbits(np.frombuffer(constraint.allowed(), np.uint8), bitorder="little")
+            constraint.accept(int(np.flatnonzero(bits)[-1]))
+    except (ConstraintError, ExecutionError) as problem:
+        refused = str(problem)
+    assert len(refused) < 500
+    assert time.perf_counter() - started < 8
+
+
+def test_it_compiles_beside_the_event_loop_and_in_its_time() -> None:
+    model = tokenizer("byte_level")
+
+    async def both() -> None:
+        quick = ConstraintCompiler(model, vocabulary=model.vocabulary, stop_tokens=frozenset({0}))
+        assert (await quick.compile(Pattern("ab"))).finished is False
+        with pytest.raises(ConstraintError, match="wat"):
+            await quick.compile(JsonSchema('{"type": "wat"}'))
+        quick.close()
+        hasty = ConstraintCompiler(
+            model, vocabulary=model.vocabulary, stop_tokens=frozenset({0}), limits=ConstraintLimits(compile_s=0.0)
+        )
+        with pytest.raises(ConstraintError, match="within 0 s"):
+            await hasty.compile(JsonSchema(json.dumps(SCHEMA)))
+        hasty.close()
+
+    asyncio.run(both())
+
+
+def test_models_that_cannot_be_constrained_say_so() -> None:
+    model = tokenizer("byte_level")
+    with pytest.raises(ModelError, match="stop token"):
+        ConstraintCompiler(model, vocabulary=model.vocabulary, stop_tokens=frozenset())
+    engine = Engine(models.WordLevel({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
+    words = Tokenizer(engine.to_str(), {}, "words")
+    with pytest.raises(ModelError, match="can't spell"):
+        ConstraintCompiler(words, vocabulary=2, stop_tokens=frozenset({0}))
+
+
+TOOLS = [
+    Tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool(
+        "look_up",
+        {
+            "type": "object",
+            "properties": {"x": {"$ref": "#/$defs/x"}},
+            "required": ["x"],
+            "additionalProperties": False,
+            "$defs": {"x": {"enum": ["a", "b"]}},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("form", list(ToolForm))
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_wanted_call_is_one(form: ToolForm, several: bool, seed: int) -> None:
+    grammar = call_grammar(form, TOOLS, tokenizer("byte_level"), several=several)
+    text = drawn(grammar, seed, most=3000, special=True)
+    assert text is not None
+    reader = ToolReader(form)
+    read, rest = reader.feed(text), reader.finish()
+    calls = [*read.calls, *rest.calls]
+    assert read.text + rest.text == ""
+    assert len(calls) == 1 if not several else len(calls) >= 1
+    for call in calls:
+        arguments = json.loads(call.arguments)
+        if call.name == "get_weather":
+            assert 0 <= arguments["n"] <= 99
+        else:
+            assert call.name == "look_up"
+            assert arguments["x"] in {"a", "b"}
+
+
+def test_tools_that_cannot_be_wanted() -> None:
+    model = tokenizer("byte_level")
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"anyOf": [deep]}
+    for tools, reason in [
+        ([], "no tools"),
+        ([Tool('x" | /.*/')], "letters"),
+        ([Tool("deep", deep)], "nested too deeply"),
+    ]:
+        with pytest.raises(ConstraintError, match=reason):
+            call_grammar(ToolForm.HERMES, tools, model)
+    with pytest.raises(ConstraintError, match="wat"):
+        compiler().compile_now(call_grammar(ToolForm.HERMES, [Tool("f", {"type": "wat"})], model))
