@@ -1,0 +1,275 @@
+"""`POST /v1/chat/completions`. Decides how an answer looks; what it says comes from the engine.
+
+Neighbours: `requests.ChatRequest` comes in, `answers.ChatCompletion` or a stream of `answers.ChatChunk` goes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fusionai.gateway import asking
+from fusionai.gateway.answers import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    FinishWord,
+    FunctionCall,
+    MessageDelta,
+    TokenLogprobs,
+    ToolCallAnswer,
+    ToolCallDelta,
+    TopLogprob,
+)
+from fusionai.gateway.choice import Choice, Delta, Said
+from fusionai.gateway.desk import Desk, Heading
+from fusionai.gateway.errors import invalid
+from fusionai.gateway.generating import Generating
+from fusionai.gateway.reading import read
+from fusionai.gateway.requests import (
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedChoice,
+    RefusalPart,
+    TextPart,
+    plain,
+)
+from fusionai.gateway.streaming import comment, event, while_connected
+from fusionai.serving.constraint import Form, JsonObject, JsonSchema
+from fusionai.serving.interface import Constraint, Generation, Held
+from fusionai.serving.text import Tokenizer
+from fusionai.serving.tool_grammar import Tool, call_grammar
+from fusionai.serving.tools import ToolReader
+
+
+class ChatEndpoint:
+    """The endpoint."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def __call__(self, request: Request) -> Response:
+        desk = self._desk
+        asking.check_ready(desk.engine)
+        body = await read(request, ChatRequest, desk.config.limits)
+        asking.check_model(body.model, desk.config)
+        is_stream = asking.stream_wanted(body)
+        heading = desk.heading("chatcmpl", body, with_route=asking.wants_route(request, body.fusion_route))
+        choices = await while_connected(request, self._choices(request, body))
+        generating = await desk.start(choices)
+        if is_stream:
+            return desk.stream(generating, self._chunks(generating, heading, len(choices)))
+        try:
+            whole = await while_connected(request, self._whole(generating, heading, len(choices)))
+        finally:
+            await generating.close()
+        return desk.answer(whole)
+
+    async def _choices(self, request: Request, body: ChatRequest) -> list[Choice]:
+        desk, text = self._desk, self._desk.text
+        count = desk.check_count(body.n or 1, 1)
+        tools = _tools(body)
+        if tools and text.tool_form is None:
+            raise invalid("This model's chat template knows no tools.", "tools", "unsupported_parameter")
+        form = self._form(body, tools)
+        prompt = await asking.off_loop(
+            _characters(body),
+            text.chat_tokens,
+            [plain(message) for message in body.messages],
+            tools=[msgspec.to_builtins(tool) for tool in body.tools or ()] if tools else None,
+            variables=body.chat_template_kwargs,
+        )
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise invalid("Give `max_completion_tokens` or the older `max_tokens`, not both.", "max_tokens")
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        room = asking.room_for(len(prompt), asked, None, desk.engine, "messages")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise invalid("`top_logprobs` needs `logprobs: true`.", "top_logprobs")
+        sampling = asking.sampling_of(body, text.sampling, desk.engine.vocabulary)
+        stops = (*asking.stops_of(body), *text.stops)
+        stop_tokens = asking.stop_tokens_of(body, desk.stop_tokens, desk.engine.vocabulary)
+        choices: list[Choice] = []
+        for index in range(count):
+            constraint: Constraint | None = None if form is None else await desk.constraint(form)
+            generation = Generation(
+                prompt=prompt,
+                max_tokens=max(room, 1),
+                sampling=desk.seeded(sampling, index),
+                stop_tokens=stop_tokens,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                scope=desk.scope(request),
+                constraint=constraint,
+                deadline_s=asking.deadline_of(body, desk.config),
+            )
+            choices.append(
+                Choice(
+                    index=index,
+                    prompt=0,
+                    generation=generation,
+                    decoder=text.decoder(stops=stops, tools=bool(tools)),
+                    tools=ToolReader(text.tool_form) if tools and text.tool_form is not None else None,
+                    one_call=body.parallel_tool_calls is False,
+                    keeps=None if room else 0,
+                )
+            )
+        return choices
+
+    def _form(self, body: ChatRequest, tools: list[Tool]) -> Form | None:
+        """What the answer must look like."""
+        wanted: Form | None = None
+        match body.response_format:
+            case JsonObjectFormat():
+                wanted = JsonObject()
+            case JsonSchemaFormat(json_schema=named):
+                if named.schema is None:
+                    raise invalid("The schema is missing.", "response_format.json_schema.schema")
+                wanted = JsonSchema(json.dumps(named.schema))
+            case _:
+                pass
+        if wanted is not None and tools:
+            raise invalid(
+                "An answer is either a tool call or of `response_format`: leave one out, or set `tool_choice` to "
+                '"none".',
+                "response_format",
+            )
+        form = self._desk.text.tool_form
+        match body.tool_choice:
+            case NamedChoice(function=function) if form is not None:
+                called = [tool for tool in tools if tool.name == function.name]
+                if not called:
+                    raise invalid(f"`tools` has no tool named {function.name!r}.", "tool_choice")
+                return self._desk.checked(call_grammar, form, called, self._tokenizer)
+            case "required" if form is not None:
+                several = body.parallel_tool_calls is not False
+                return self._desk.checked(call_grammar, form, tools, self._tokenizer, several=several)
+            case _:
+                return wanted
+
+    async def _whole(self, generating: Generating, heading: Heading, count: int) -> ChatCompletion:
+        texts: list[list[str]] = [[] for _ in range(count)]
+        calls: list[list[ToolCallAnswer]] = [[] for _ in range(count)]
+        said: list[list[Said]] = [[] for _ in range(count)]
+        finish: list[FinishWord] = ["stop"] * count
+        with_logprobs = heading.with_logprobs
+        async for happening in generating.happenings():
+            if not isinstance(happening, Delta):
+                continue
+            at = happening.index
+            texts[at].append(happening.text)
+            said[at].extend(happening.said)
+            calls[at].extend(
+                ToolCallAnswer(call.call_id, FunctionCall(call.name, call.arguments)) for call in happening.calls
+            )
+            finish[at] = happening.finish or finish[at]
+        choices = [
+            ChatChoice(
+                at,
+                AnswerMessage(("".join(texts[at]) or None) if calls[at] else "".join(texts[at]), calls[at] or UNSET),
+                finish[at],
+                self._logprobs(said[at]) if with_logprobs else None,
+            )
+            for at in range(count)
+        ]
+        return ChatCompletion(
+            heading.answer_id,
+            heading.created,
+            heading.model,
+            choices,
+            generating.usage,
+            fusion=self._desk.report(generating) if heading.with_route else UNSET,
+        )
+
+    async def _chunks(self, generating: Generating, heading: Heading, count: int) -> AsyncGenerator[bytes, None]:
+        called = [0] * count
+        usage = None if heading.with_usage else UNSET
+
+        def chunk(choice: ChatChunkChoice) -> bytes:
+            return event(ChatChunk(heading.answer_id, heading.created, heading.model, [choice], usage))
+
+        for index in range(count):
+            yield chunk(ChatChunkChoice(index, MessageDelta("assistant", "")))
+        unfinished = count
+        async for happening in generating.happenings():
+            match happening:
+                case Held():
+                    yield comment(f"{happening.state}: {happening.detail}")
+                case Delta(index=at):
+                    logprobs = self._logprobs(list(happening.said)) if happening.said else None
+                    if happening.text or logprobs is not None:
+                        yield chunk(ChatChunkChoice(at, MessageDelta(content=happening.text), logprobs=logprobs))
+                    for call in happening.calls:
+                        function = FunctionCall(call.name, call.arguments)
+                        delta = ToolCallDelta(called[at], call.call_id, function)
+                        called[at] += 1
+                        yield chunk(ChatChunkChoice(at, MessageDelta(tool_calls=[delta])))
+                    if happening.finish is not None:
+                        unfinished -= 1
+                        last = ChatChunkChoice(at, MessageDelta(), happening.finish)
+                        is_told = heading.with_route and not unfinished and not heading.with_usage
+                        told = self._desk.report(generating) if is_told else UNSET
+                        yield event(
+                            ChatChunk(heading.answer_id, heading.created, heading.model, [last], usage, fusion=told)
+                        )
+                case _:
+                    pass
+        if heading.with_usage:
+            told = self._desk.report(generating) if heading.with_route else UNSET
+            yield event(ChatChunk(heading.answer_id, heading.created, heading.model, [], generating.usage, fusion=told))
+        yield b"data: [DONE]\n\n"
+
+    def _logprobs(self, said: list[Said]) -> ChatLogprobs:
+        tokenizer = self._tokenizer
+        return ChatLogprobs(
+            [
+                TokenLogprobs(
+                    tokenizer.token_text(one.logprob.token),
+                    one.logprob.logprob,
+                    list(tokenizer.token_bytes(one.logprob.token)),
+                    [
+                        TopLogprob(tokenizer.token_text(token), value, list(tokenizer.token_bytes(token)))
+                        for token, value in one.logprob.top
+                    ],
+                )
+                for one in said
+            ]
+        )
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._desk.text.tokenizer
+
+
+def _tools(body: ChatRequest) -> list[Tool]:
+    """Those the model may call. Raises `ApiError` for a choice among none, and for two of one name."""
+    given = [Tool(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
+    names = [tool.name for tool in given]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise invalid(f"Two tools are named {twice!r}.", "tools")
+    if body.tool_choice not in (None, "none") and not given:
+        raise invalid("`tool_choice` needs `tools`.", "tool_choice")
+    return [] if body.tool_choice == "none" else given
+
+
+def _characters(body: ChatRequest) -> int:
+    total = 0
+    for message in body.messages:
+        content = message.content
+        if isinstance(content, str):
+            total += len(content)
+        for part in content if isinstance(content, list) else ():
+            match part:
+                case TextPart(text=text):
+                    total += len(text)
+                case RefusalPart(refusal=text):
+                    total += len(text)
+    return total

@@ -1,0 +1,84 @@
+"""One answer out of one stream of tokens: text, tool calls, log-probabilities, why it ended. Decides nothing of form.
+
+Neighbours: `generating` runs several at once, `chat` and `completions` write what comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusionai.gateway.answers import FinishWord
+from fusionai.serving.decoding import Decoder, Piece
+from fusionai.serving.interface import Emitted, Generation, TokenLogprob
+from fusionai.serving.tools import Read, ToolCall, ToolReader
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A token's log-probabilities, and the characters of the answer before it."""
+
+    logprob: TokenLogprob
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in answer `index`."""
+
+    index: int
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    said: tuple[Said, ...] = ()
+    finish: FinishWord | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing a client could see."""
+        return not (self.text or self.calls or self.said or self.finish)
+
+
+@dataclass(slots=True)
+class Choice:
+    """`prompt`: which of the request's prompts; `keeps`: tokens given on (fewer than generated where none is wanted);
+    `one_call`: the first tool call ends it."""
+
+    index: int
+    prompt: int
+    generation: Generation
+    decoder: Decoder
+    tools: ToolReader | None = None
+    one_call: bool = False
+    keeps: int | None = None
+    tokens: int = 0
+    is_over: bool = False
+
+    def token(self, emitted: Emitted) -> Delta:
+        """The next token."""
+        self.tokens += 1
+        if self.keeps is not None and self.tokens > self.keeps:
+            self.tokens = self.keeps
+            return Delta(self.index)
+        piece = self.decoder.add(emitted.token)
+        said = (Said(emitted.logprob, piece.offset),) if emitted.logprob is not None else ()
+        return self._delta(piece, said, "stop" if piece.stop is not None else None)
+
+    def end(self, reason: Literal["stop", "length"]) -> Delta:
+        """No token comes any more."""
+        return self._delta(self.decoder.finish(), (), reason)
+
+    def _delta(self, piece: Piece, said: tuple[Said, ...], finish: Literal["stop", "length"] | None) -> Delta:
+        if self.tools is None:
+            self.is_over = finish is not None
+            return Delta(self.index, piece.text, (), said, finish)
+        read = self.tools.feed(piece.text)
+        if finish is not None:
+            rest = self.tools.finish()
+            read = Read(read.text + rest.text, read.calls + rest.calls)
+        calls = read.calls
+        if self.one_call and self.tools.calls:
+            before = self.tools.calls - len(calls)
+            calls, finish = (calls[:1] if before == 0 else ()), "stop"
+        self.is_over = finish is not None
+        called = self.tools.calls and finish == "stop"
+        return Delta(self.index, read.text, calls, said, "tool_calls" if called else finish)

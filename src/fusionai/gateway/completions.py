@@ -1,0 +1,183 @@
+"""`POST /v1/completions`: texts to go on with. Decides how an answer looks; what it says comes from the engine.
+
+Neighbours: `requests.CompletionRequest` comes in, `answers.Completion` goes out, whole or in parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fusionai.gateway import asking
+from fusionai.gateway.answers import Completion, FinishWord, TextChoice, TextLogprobs
+from fusionai.gateway.choice import Choice, Delta, Said
+from fusionai.gateway.desk import Desk, Heading
+from fusionai.gateway.generating import Generating, PromptSaid
+from fusionai.gateway.prompts import prompts_of
+from fusionai.gateway.reading import read
+from fusionai.gateway.requests import CompletionRequest
+from fusionai.gateway.streaming import comment, event, while_connected
+from fusionai.serving.interface import Generation, Held, TokenLogprob
+
+_DEFAULT_TOKENS: Final = 16
+"""OpenAI's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """A prompt given back: its text, and where each of its tokens begins in it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class CompletionEndpoint:
+    """The endpoint."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def __call__(self, request: Request) -> Response:
+        desk = self._desk
+        asking.check_ready(desk.engine)
+        body = await read(request, CompletionRequest, desk.config.limits)
+        asking.check_model(body.model, desk.config)
+        is_stream = asking.stream_wanted(body)
+        heading = desk.heading("cmpl", body, with_route=asking.wants_route(request, body.fusion_route))
+        choices, echoes = await while_connected(request, self._choices(request, body))
+        generating = await desk.start(choices)
+        if is_stream:
+            return desk.stream(generating, self._chunks(generating, heading, echoes))
+        try:
+            whole = await while_connected(request, self._whole(generating, heading, echoes))
+        finally:
+            await generating.close()
+        return desk.answer(whole)
+
+    async def _choices(self, request: Request, body: CompletionRequest) -> tuple[list[Choice], list[_Echo | None]]:
+        desk, text = self._desk, self._desk.text
+        each = body.n or 1
+        many = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
+        desk.check_count(each, many)
+        prompts = await prompts_of(body.prompt, text, desk.engine.vocabulary, "prompt")
+        sampling = asking.sampling_of(body, text.sampling, desk.engine.vocabulary)
+        stop_tokens = asking.stop_tokens_of(body, desk.stop_tokens, desk.engine.vocabulary)
+        stops = asking.stops_of(body)
+        choices: list[Choice] = []
+        echoes: list[_Echo | None] = []
+        for number, prompt in enumerate(prompts):
+            room = asking.room_for(len(prompt), body.max_tokens, _DEFAULT_TOKENS, desk.engine, "prompt")
+            echo = self._echo(prompt) if body.echo else None
+            for index in range(number * each, (number + 1) * each):
+                generation = Generation(
+                    prompt=prompt,
+                    max_tokens=max(room, 1),
+                    sampling=desk.seeded(sampling, index),
+                    stop_tokens=stop_tokens,
+                    logprobs=body.logprobs,
+                    scope=desk.scope(request),
+                    deadline_s=asking.deadline_of(body, desk.config),
+                    prompt_logprobs=echo is not None and body.logprobs is not None,
+                )
+                decoder = text.decoder(stops=stops, after=prompt)
+                choices.append(Choice(index, number, generation, decoder, keeps=None if room else 0))
+                echoes.append(echo)
+        return choices, echoes
+
+    def _echo(self, prompt: Sequence[int]) -> _Echo:
+        decoder = self._desk.text.decoder()
+        pieces = [decoder.add(token) for token in prompt]
+        text = "".join(piece.text for piece in (*pieces, decoder.finish()))
+        return _Echo(text, tuple(prompt), tuple(piece.offset for piece in pieces))
+
+    async def _whole(self, generating: Generating, heading: Heading, echoes: Sequence[_Echo | None]) -> Completion:
+        texts: list[list[str]] = [[] for _ in echoes]
+        logprobs = [_empty() for _ in echoes]
+        finish: list[FinishWord] = ["stop"] * len(echoes)
+        async for happening in generating.happenings():
+            match happening:
+                case PromptSaid(index=at) if (echo := echoes[at]) is not None:
+                    texts[at].append(echo.text)
+                    _extend(logprobs[at], self._of_prompt(echo, happening.read.logprobs))
+                case Delta(index=at):
+                    texts[at].append(happening.text)
+                    _extend(logprobs[at], self._of_answer(happening.said, echoes[at]))
+                    finish[at] = happening.finish or finish[at]
+                case _:
+                    pass
+        choices = [
+            TextChoice(at, "".join(texts[at]), finish[at], logprobs[at] if heading.with_logprobs else None)
+            for at in range(len(echoes))
+        ]
+        told = self._desk.report(generating) if heading.with_route else UNSET
+        return Completion(heading.answer_id, heading.created, heading.model, choices, generating.usage, fusion=told)
+
+    async def _chunks(
+        self, generating: Generating, heading: Heading, echoes: Sequence[_Echo | None]
+    ) -> AsyncGenerator[bytes, None]:
+        usage = None if heading.with_usage else UNSET
+        unfinished = len(echoes)
+        async for happening in generating.happenings():
+            match happening:
+                case Held():
+                    yield comment(f"{happening.state}: {happening.detail}")
+                case PromptSaid(index=at) if (echo := echoes[at]) is not None:
+                    told = self._of_prompt(echo, happening.read.logprobs) if heading.with_logprobs else None
+                    choice = TextChoice(at, echo.text, None, told)
+                    yield event(Completion(heading.answer_id, heading.created, heading.model, [choice], usage))
+                case Delta(index=at):
+                    unfinished -= happening.finish is not None
+                    is_last = heading.with_route and not unfinished and not heading.with_usage
+                    said = self._of_answer(happening.said, echoes[at]) if happening.said else None
+                    choice = TextChoice(at, happening.text, happening.finish, said)
+                    route = self._desk.report(generating) if is_last else UNSET
+                    yield event(
+                        Completion(heading.answer_id, heading.created, heading.model, [choice], usage, fusion=route)
+                    )
+                case _:
+                    pass
+        if heading.with_usage:
+            route = self._desk.report(generating) if heading.with_route else UNSET
+            yield event(
+                Completion(heading.answer_id, heading.created, heading.model, [], generating.usage, fusion=route)
+            )
+        yield b"data: [DONE]\n\n"
+
+    def _of_answer(self, said: Sequence[Said], echo: _Echo | None) -> TextLogprobs:
+        before = 0 if echo is None else len(echo.text)
+        return self._lists([(one.logprob.token, one.logprob, before + one.offset) for one in said])
+
+    def _of_prompt(self, echo: _Echo, told: Sequence[TokenLogprob]) -> TextLogprobs:
+        """Nothing is known of the first token: nothing comes before it."""
+        known = [*itertools.repeat(None, len(echo.tokens) - len(told)), *told]
+        return self._lists(list(zip(echo.tokens, known, echo.offsets, strict=True)))
+
+    def _lists(self, rows: Sequence[tuple[int, TokenLogprob | None, int]]) -> TextLogprobs:
+        named = self._desk.text.tokenizer.token_text
+        return TextLogprobs(
+            tokens=[named(token) for token, _, _ in rows],
+            token_logprobs=[None if said is None else said.logprob for _, said, _ in rows],
+            top_logprobs=[
+                None if said is None else {named(token): value for token, value in reversed(said.top)}
+                for _, said, _ in rows
+            ],
+            text_offset=[offset for _, _, offset in rows],
+        )
+
+
+def _empty() -> TextLogprobs:
+    return TextLogprobs([], [], [], [])
+
+
+def _extend(all_of: TextLogprobs, more: TextLogprobs) -> None:
+    all_of.tokens.extend(more.tokens)
+    all_of.token_logprobs.extend(more.token_logprobs)
+    all_of.top_logprobs.extend(more.top_logprobs)
+    all_of.text_offset.extend(more.text_offset)

@@ -1,0 +1,74 @@
+"""One connection: what a client may do before its first request is whole. Decides when it is closed unheard.
+
+uvicorn's timers begin with the first answer: a client that connects and says nothing, or a line a minute, would stay
+for ever. Neighbours: `server` hands it to uvicorn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fusionai.gateway.config import Limits
+from fusionai.gateway.streaming import ABORT_EXTENSION
+
+
+def limited(limits: Limits) -> type[H11Protocol]:
+    """uvicorn's protocol, held to `limits`."""
+
+    class LimitedConnection(H11Protocol):
+        _head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > 2 * limits.connections:
+                transport.abort()
+                return
+            self.app = _Abortable(self.app, transport)
+            self._await_head(limits.head_timeout_s)
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                self._forget_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            # The next one's head: uvicorn's own timer ends with its first byte.
+            self._await_head(self.timeout_keep_alive + limits.head_timeout_s)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget_head()
+            super().connection_lost(exc)
+
+        def _await_head(self, patience_s: float) -> None:
+            self._forget_head()
+            self._head_timer = self.loop.call_later(patience_s, self._head_is_late)
+
+        def _forget_head(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _head_is_late(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.abort()
+
+    return LimitedConnection
+
+
+class _Abortable:
+    """Tells the application how to close this connection at once."""
+
+    def __init__(self, inner: ASGIApp, transport: asyncio.Transport) -> None:
+        self._inner = inner
+        self._transport = transport
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        extensions: dict[str, Any] = scope.setdefault("extensions", {})
+        extensions[ABORT_EXTENSION] = self._transport.abort
+        await self._inner(scope, receive, send)

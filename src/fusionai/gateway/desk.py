@@ -1,0 +1,137 @@
+"""What all endpoints of one gateway share: the engine, the texts, and how answers are headed and sent.
+
+Decides nothing about a request. Neighbours: `chat`, `completions`, `embeddings` stand behind it, `app` makes it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, ParamSpec, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fusionai.gateway.answers import RouteReport
+from fusionai.gateway.choice import Choice
+from fusionai.gateway.config import GatewayConfig
+from fusionai.gateway.errors import invalid, of_failure
+from fusionai.gateway.generating import Generating
+from fusionai.gateway.metrics import Metrics
+from fusionai.gateway.requests import ChatRequest, CompletionRequest
+from fusionai.gateway.streaming import EventStream, Streams
+from fusionai.primitives.clock import Clock
+from fusionai.primitives.errors import FusionError
+from fusionai.serving.constraint import ConstraintCompiler, Form
+from fusionai.serving.interface import Constraint, Engine, Sampling
+from fusionai.serving.model_text import ModelText
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+_SEEDS: Final = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What stands on every chunk of an answer, and what is to be told in it."""
+
+    answer_id: str
+    created: int
+    model: str
+    with_usage: bool
+    with_route: bool
+    with_logprobs: bool
+
+
+class Desk:
+    """One per gateway."""
+
+    def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, metrics: Metrics, clock: Clock) -> None:
+        self.config = config
+        self.engine = engine
+        self.text = text
+        self.metrics = metrics
+        self.streams = Streams()
+        self.clock = clock
+        self._compiler: ConstraintCompiler | None = None
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The model's own."""
+        return self.text.stop_tokens | self.engine.stop_tokens
+
+    def heading(self, prefix: str, body: ChatRequest | CompletionRequest, *, with_route: bool) -> Heading:
+        """Of a new answer."""
+        return Heading(
+            answer_id=f"{prefix}-{secrets.token_hex(12)}",
+            created=int(self.clock.wall_s()),
+            model=self.config.model,
+            with_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
+            with_route=with_route,
+            with_logprobs=body.logprobs is not None and body.logprobs is not False,
+        )
+
+    def check_count(self, n: int, prompts: int) -> int:
+        """Generations in all. Raises `ApiError` where they are too many for one request."""
+        most = self.config.limits.choices
+        if n * prompts > most:
+            raise invalid(f"{n * prompts} generations are asked for, at most {most} in one request.", "n")
+        return n * prompts
+
+    def seeded(self, sampling: Sampling, index: int) -> Sampling:
+        """The same request's answers differ, and each can be had again alone."""
+        return replace(sampling, seed=(sampling.seed + index) % _SEEDS)
+
+    def scope(self, request: Request) -> str:
+        """Whose prefix cache."""
+        return request.state.holder.scope
+
+    async def constraint(self, form: Form) -> Constraint:
+        """Raises `ApiError`."""
+        try:
+            if self._compiler is None:
+                self._compiler = ConstraintCompiler(
+                    self.text.tokenizer, vocabulary=self.engine.vocabulary, stop_tokens=self.stop_tokens
+                )
+            return await self._compiler.compile(form)
+        except FusionError as problem:
+            raise of_failure(problem) from problem
+
+    def checked(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """`work`, its refusal as an `ApiError`."""
+        try:
+            return work(*args, **kwargs)
+        except FusionError as problem:
+            raise of_failure(problem) from problem
+
+    async def start(self, choices: Sequence[Choice]) -> Generating:
+        """Submits all. Raises `ApiError`."""
+        generating = Generating(self.engine, choices, self.metrics, self.clock.now_s)
+        await generating.open()
+        return generating
+
+    def stream(self, generating: Generating, pieces: AsyncGenerator[bytes, None]) -> Response:
+        """An answer piece by piece."""
+        return EventStream(
+            pieces,
+            self.config.limits,
+            self.streams,
+            on_slow=self.metrics.slow.inc,
+            on_gone=self.metrics.disconnected.inc,
+            on_end=generating.close,
+        )
+
+    def answer(self, body: msgspec.Struct) -> Response:
+        """A whole answer."""
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    def report(self, generating: Generating) -> RouteReport:
+        """As of now."""
+        return generating.route.report(self.clock.now_s())
+
+    def close(self) -> None:
+        """Let threads go."""
+        if self._compiler is not None:
+            self._compiler.close()

@@ -1,0 +1,97 @@
+"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}` and a status. Decides which failure
+is which status.
+
+Neighbours: every endpoint raises `ApiError`; `app` turns it and everything else into an answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from math import ceil
+
+import msgspec
+from starlette.responses import Response
+
+from fusionai.primitives.errors import ExecutionError, FusionError, UsageError
+from fusionai.serving.interface import EngineBusy, PromptTooLong
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What went wrong, for people (`message`) and programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """Every answer that is no success."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(message, _TYPES.get(status, "invalid_request_error"), param, code)
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The request's own mistake."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def of_failure(problem: FusionError) -> ApiError:
+    """What the engine or the texts refused."""
+    match problem:
+        case EngineBusy():
+            return ApiError(429, str(problem), code="engine_busy", retry_after_s=problem.retry_after_s)
+        case PromptTooLong():
+            return invalid(str(problem), "messages", "context_length_exceeded")
+        case UsageError() | ExecutionError():
+            return invalid(str(problem))
+        case _:
+            return ApiError(503, str(problem), code="engine_failed", retry_after_s=1.0)
+
+
+def error_bytes(problem: ApiError) -> bytes:
+    """JSON."""
+    return msgspec.json.encode(ErrorAnswer(problem.body))
+
+
+def error_response(problem: ApiError) -> Response:
+    """The whole answer."""
+    return Response(error_bytes(problem), problem.status, problem.headers, "application/json")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean ...?` where something is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,123 @@
+"""What every request passes before its endpoint, and every answer after it: a number, the key, how many there are.
+
+Decides who may ask and who comes too many. Without keys only this machine's own programs may ask, and no web page but
+the gateway's own: a page from elsewhere could otherwise use the pool through its reader's browser. Neighbours: `app`
+wraps itself in it, `keys` knows the holders.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fusionai.gateway.config import GatewayConfig
+from fusionai.gateway.errors import ApiError, error_response
+from fusionai.gateway.keys import KeyHolder
+from fusionai.gateway.metrics import Metrics
+from fusionai.gateway.streaming import ClientGone
+
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_GUARDED: Final = ("/v1/", "/fusion/", "/metrics")
+_COUNTED: Final = ("/v1/", "/fusion/")
+_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_NOBODY: Final = KeyHolder("", "")
+_CLOSING: Final = {"Connection": "close"}
+
+
+class Guards:
+    """ASGI in, ASGI out. `connections` is asked how many are open; the server sets it."""
+
+    def __init__(self, inner: ASGIApp, config: GatewayConfig, metrics: Metrics) -> None:
+        self._inner = inner
+        self._config = config
+        self._metrics = metrics
+        self._active = 0
+        self.connections: Callable[[], int] = lambda: 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        told = headers.get("x-request-id", "")
+        request_id = told if _REQUEST_ID.fullmatch(told) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        path: str = scope["path"]
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        counted = path.startswith(_COUNTED)
+        self._active += counted
+        self._metrics.active.set(self._active)
+        try:
+            scope["state"]["holder"] = self._admitted(headers, path, counted)
+            await self._inner(scope, receive, send_named)
+        except ClientGone:
+            status = 499
+            self._metrics.disconnected.inc()
+        except ApiError as problem:
+            await error_response(problem)(scope, receive, send_named)
+        finally:
+            self._active -= counted
+            self._metrics.active.set(self._active)
+            endpoint = scope["endpoint"].__name__ if "endpoint" in scope else "none"
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+
+    def _admitted(self, headers: Headers, path: str, counted: bool) -> KeyHolder:
+        limits = self._config.limits
+        if (open_now := self.connections()) > limits.connections:
+            message = f"{open_now} connections are open, at most {limits.connections} are served."
+            raise ApiError(503, message, code="too_many_connections", retry_after_s=2.0, headers=_CLOSING)
+        self._refuse_foreign_pages(headers)
+        holder = self._holder(headers) if path.startswith(_GUARDED) else _NOBODY
+        if counted and self._active > limits.requests:
+            message = f"{limits.requests} requests are being answered; no more at once."
+            raise ApiError(429, message, code="too_many_requests", retry_after_s=1.0, headers=_CLOSING)
+        return holder
+
+    def _holder(self, headers: Headers) -> KeyHolder:
+        ring = self._config.keys
+        if ring is None:
+            return _NOBODY
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        holder = ring.holder(key.strip()) if scheme.lower() == "bearer" else None
+        if holder is None:
+            message = (
+                "This is not a key of this gateway."
+                if scheme
+                else "Expected the header `Authorization: Bearer KEY` with a key of this gateway."
+            )
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return holder
+
+    def _refuse_foreign_pages(self, headers: Headers) -> None:
+        if self._config.keys is not None:
+            return
+        host = headers.get("host", "")
+        if _host_name(host) not in _LOCAL_NAMES:
+            message = (
+                f"Without API keys only this machine is served, as localhost or 127.0.0.1; got the host {host[:80]!r}."
+            )
+            raise ApiError(403, message, code="foreign_host")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            message = "Without API keys, pages from elsewhere are not served."
+            raise ApiError(403, message, code="foreign_origin")
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

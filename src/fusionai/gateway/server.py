@@ -1,0 +1,158 @@
+"""Listens, on the event loop it is called on. Decides nothing about requests: that an open door needs a key, and how
+streams end when it closes.
+
+Neighbours: `app` is what it serves; the command line calls `serve` beside the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+
+from fusionai.gateway.app import Gateway
+from fusionai.gateway.connections import limited
+from fusionai.primitives.errors import FusionError, UsageError
+
+_BACKLOG: Final = 1024
+_LAST_WORDS_S: Final = 1.0
+_RESERVED_FILES: Final = 256
+"""For everything but clients: weights, connections to peers, logs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """For HTTPS: PEM files."""
+
+    chain: Path
+    key: Path
+
+
+async def serve(
+    app: Gateway,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    stop: asyncio.Event | None = None,
+    on_listening: Callable[[str], None] | None = None,
+    certificate: Certificate | None = None,
+) -> None:
+    """Serves until `stop` is set or it is cancelled; then streams may go on for `Limits.drain_s`. `port` 0: any that is
+    free; `on_listening` is told the URL. Raises `UsageError` where it can't listen, or must not without keys."""
+    listener = _listen(host, port, has_keys=app.config.keys is not None)
+    with contextlib.closing(listener):
+        limits = app.config.limits
+        open_files = _allow_files(2 * limits.connections + _RESERVED_FILES)
+        if open_files is not None and open_files < limits.connections + _RESERVED_FILES:
+            raise UsageError(
+                f"{limits.connections} connections need {limits.connections + _RESERVED_FILES} open files; the system "
+                f"allows this process {open_files}.",
+                hint="Raise it (`ulimit -n`) or allow fewer connections.",
+            )
+        server = _Server(
+            uvicorn.Config(
+                app,
+                http=limited(limits),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                h11_max_incomplete_event_size=64 * 2**10,
+                timeout_graceful_shutdown=int(limits.drain_s + _LAST_WORDS_S) + 1,
+                ssl_certfile=None if certificate is None else certificate.chain,
+                ssl_keyfile=None if certificate is None else certificate.key,
+            )
+        )
+        connections = server.server_state.connections
+        app.guards.connections = lambda: len(connections)
+        app.metrics.connections.set_function(lambda: len(connections))
+        if on_listening is not None:
+            on_listening(_url(listener, host, is_https=certificate is not None))
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        halt = asyncio.create_task(stop.wait() if stop is not None else asyncio.Event().wait())
+        try:
+            await asyncio.wait((running, halt), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            halt.cancel()
+            await asyncio.shield(_close(app, server, running))
+        if not halt.done() and not halt.cancelled():
+            raise FusionError("the gateway's server ended by itself.")
+
+
+class _Server(uvicorn.Server):
+    """Signals are the program's to handle."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def _close(app: Gateway, server: uvicorn.Server, running: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    late = asyncio.get_running_loop().call_later(app.config.limits.drain_s, app.end_streams)
+    try:
+        await running
+    finally:
+        late.cancel()
+        app.close()
+
+
+def _listen(host: str, port: int, *, has_keys: bool) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, OverflowError, UnicodeError) as problem:
+        raise UsageError(f"{host}:{port} is no address to listen on: {problem}") from problem
+    if not has_keys:
+        for *_, address in found:
+            if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+                raise UsageError(
+                    f"without API keys the gateway listens on this machine only, not on {host}.",
+                    hint="Give a file of keys, or use --host 127.0.0.1.",
+                )
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # On Windows it would let two programs have the port.
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as problem:
+        listener.close()
+        raise UsageError(
+            f"can't listen on {host}:{port}: {problem.strerror or problem}.",
+            hint="Another program may have it: choose another with --port, or --port 0 for any.",
+        ) from problem
+    return listener
+
+
+def _url(listener: socket.socket, host: str, *, is_https: bool) -> str:
+    port = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if is_https else 'http'}://{shown}:{port}"
+
+
+def _allow_files(wanted: int) -> int | None:
+    """Open files this process may have now, raised as far as needed; None: the system counts otherwise."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return raised

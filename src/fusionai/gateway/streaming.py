@@ -1,0 +1,216 @@
+"""Answers that come piece by piece (server-sent events), and answers worth nothing once the client is gone.
+
+Decides how much waits for a client that does not read: past the limit its stream ends, with a note, and what it asked
+for is cancelled. Nothing else waits for it meanwhile. Neighbours: `chat`, `completions` and `status` produce
+the pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fusionai.gateway.config import Limits
+from fusionai.gateway.errors import ApiError, error_bytes
+
+Answer = TypeVar("Answer")
+ABORT_EXTENSION: Final = "fusionai.abort"
+"""In a request's scope: closes the connection at once, whatever is still unsent."""
+_KEEP_ALIVE: Final = b": still here\n\n"
+_HEADERS: Final = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
+
+
+def event(value: object) -> bytes:
+    """A piece of a stream."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A piece that clients skip."""
+    return b": " + " ".join(text.split()).encode(errors="replace") + b"\n\n"
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """The result of `work`; cancels it and raises `ClientGone` once the client has left."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_left(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Streams:
+    """All streams of a gateway, so that they can be ended together."""
+
+    def __init__(self) -> None:
+        self._open: set[_Outbox] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def end(self, why: ApiError) -> None:
+        """Each says why and closes."""
+        for outbox in tuple(self._open):
+            outbox.fail(why)
+
+    def opened(self, outbox: _Outbox) -> None:
+        self._open.add(outbox)
+
+    def closed(self, outbox: _Outbox) -> None:
+        self._open.discard(outbox)
+
+
+class EventStream(Response):
+    """`pieces` are sent as they come; `ApiError` from there becomes the last event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        limits: Limits,
+        streams: Streams,
+        *,
+        on_slow: Callable[[], None],
+        on_gone: Callable[[], None],
+        on_end: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`on_end` is called however it ends, even if no piece was ever asked for."""
+        super().__init__(headers=_HEADERS, media_type=self.media_type)
+        del self.headers["content-length"]
+        self._pieces = pieces
+        self._limits = limits
+        self._streams = streams
+        self._on_slow = on_slow
+        self._on_gone = on_gone
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outbox = _Outbox(self._limits.unread_bytes)
+        self._streams.opened(outbox)
+        pump = asyncio.create_task(self._pump(outbox))
+        watch = asyncio.create_task(_left(receive))
+        watch.add_done_callback(lambda _: outbox.leave())
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while (piece := await outbox.take(self._limits.keep_alive_s)) is not None:
+                async with asyncio.timeout(self._limits.stalled_s):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if outbox.is_failed:
+                    pump.cancel()
+            if not outbox.is_left:
+                async with asyncio.timeout(self._limits.stalled_s):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            self._on_slow()
+            if (abort := scope.get("extensions", {}).get(ABORT_EXTENSION)) is not None:
+                abort()
+        finally:
+            self._streams.closed(outbox)
+            if outbox.is_left and not outbox.is_complete:
+                self._on_gone()
+            for task in (pump, watch):
+                task.cancel()
+            await asyncio.gather(pump, watch, return_exceptions=True)
+            await self._on_end()
+
+    async def _pump(self, outbox: _Outbox) -> None:
+        try:
+            async for piece in self._pieces:
+                if not outbox.put(piece):
+                    if outbox.is_overfull:
+                        self._on_slow()
+                    return
+            outbox.complete()
+        except ApiError as problem:
+            outbox.fail(problem)
+        except Exception:
+            # The client must not take the rest for a whole answer.
+            outbox.fail(ApiError(500, "The gateway failed; its log says why.", code="internal_error"))
+            raise
+        finally:
+            await self._pieces.aclose()
+
+
+class _Outbox:
+    """What is written and not yet taken by the connection."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._pieces: deque[bytes] = deque()
+        self._bytes = 0
+        self._news = asyncio.Event()
+        self.is_complete = False
+        self.is_failed = False
+        self.is_left = False
+        self.is_overfull = False
+
+    def put(self, piece: bytes) -> bool:
+        """Whether it may go on."""
+        if self.is_left or self.is_failed:
+            return False
+        if self._bytes + len(piece) > self._limit_bytes and self._pieces:
+            self.is_overfull = True
+            message = f"The client did not read: more than {self._limit_bytes} bytes waited for it."
+            self.fail(ApiError(408, message, code="slow_reader"))
+            return False
+        self._append(piece)
+        return True
+
+    def complete(self) -> None:
+        self.is_complete = True
+        self._news.set()
+
+    def fail(self, problem: ApiError) -> None:
+        """The last piece says what happened."""
+        if not (self.is_failed or self.is_complete):
+            self.is_failed = True
+            self._append(b"data: " + error_bytes(problem) + b"\n\n")
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.is_left = True
+        self._news.set()
+
+    async def take(self, patience_s: float) -> bytes | None:
+        """All that waits, or a sign of life; None: nothing comes any more."""
+        if not (self._pieces or self.is_complete or self.is_failed or self.is_left):
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return _KEEP_ALIVE
+        self._news.clear()
+        if self.is_left or not self._pieces:
+            return None
+        taken = b"".join(self._pieces)
+        self._pieces.clear()
+        self._bytes = 0
+        return taken
+
+    def _append(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._bytes += len(piece)
+        self._news.set()
