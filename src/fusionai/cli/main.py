@@ -54,6 +54,8 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "pool": LazyCommand("fusionai.cli.pool:pool", "Who is in the pool, and what they are doing."),
     "leave": LazyCommand("fusionai.cli.pool:leave", "Take this machine out of the pool."),
     "train": LazyCommand("fusionai.cli.train:train", "Train a model on the pool, as a recipe says; resumes by itself."),
+    "serve": LazyCommand("fusionai.cli.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."),
+    "chat": LazyCommand("fusionai.cli.chat:chat", "Talk to a served model in the terminal."),
     "jobs": LazyCommand("fusionai.cli.jobs:jobs", "The pool's jobs and how far they are."),
     "logs": LazyCommand("fusionai.cli.jobs:logs", "The story of one job."),
     "stop": LazyCommand("fusionai.cli.jobs:stop", "End a job cleanly."),

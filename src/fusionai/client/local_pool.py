@@ -108,6 +108,11 @@ class LocalPool:
         """Of the newest process of this name (a peer's, or `BROKER`), living or not."""
         return self._child(name).process.pid
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of everybody living, by name."""
+        return {name: child.process.pid for name, child in self._children.items() if child.lives}
+
     def lives(self, name: str) -> bool:
         return self._child(name).lives
 

@@ -1,0 +1,283 @@
+"""`fusion chat`: talk to a served model in the terminal, and see on demand which machines answered.
+
+Decides what the commands beginning with a slash do and what is printed; plain lines where there is no terminal, so that
+a conversation can be piped in. Neighbours: `cli.chat_client` speaks HTTP; MODEL starts `fusion serve` as a process of
+its own and ends it afterwards.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from fusionai.cli import console
+from fusionai.cli.chat_client import Answer, ApiRefusal, ChatClient, Message, Note, Piece, Route, Status
+from fusionai.cli.options import home_option
+from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.primitives.errors import FusionError, UsageError
+from fusionai.primitives.units import format_bytes, format_seconds
+
+URL: Final = "http://127.0.0.1:8000"
+HELP: Final = """\
+/peers   which machines answered last, how long each took; before the first answer: who holds what
+/new     forget the conversation
+/system TEXT   begin anew with this instruction
+/quit    leave (Ctrl-D does too); Ctrl-C breaks off an answer"""
+READY_POLL_S: Final = 0.2
+END_S: Final = 30.0
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """Of `fusion serve --json`, what is needed here."""
+
+    url: str
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--url", metavar="URL", help=f"A running gateway.  [default: {URL}]")
+@click.option(
+    "--api-key-file",
+    "key_file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="Holds the API key for that gateway (the first line counts).",
+)
+@click.option("--local", type=click.IntRange(min=1), metavar="N", help="With MODEL: a pool of N peers on this machine.")
+@serving_options
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="0: always the likeliest.  [default: the model's]")
+@click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option("--system", metavar="TEXT", help="An instruction before the conversation.")
+@home_option
+def chat(
+    model: str | None,
+    url: str | None,
+    key_file: Path | None,
+    local: int | None,
+    served: ServingOptions,
+    max_tokens: int,
+    temperature: float | None,
+    seed: int | None,
+    system: str | None,
+    home: Path,
+) -> None:
+    """Talk to the model a gateway serves (--url), or serve MODEL for this conversation.
+
+    /peers shows the route of the last answer, /help what else there is."""
+    if model is not None and url is not None:
+        raise UsageError("give a MODEL to serve or the --url of a running gateway, not both.")
+    if model is None and local is not None:
+        raise UsageError("--local starts machines for a MODEL; name one.")
+    key = None if key_file is None else _key(key_file)
+    serving = nullcontext(url or URL) if model is None else _served(model, local, served, home)
+    with serving as address, ChatClient(address, key) as client:
+        Conversation(client, max_tokens=max_tokens, temperature=temperature, seed=seed, system=system).run()
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One talk with one model. `run` until the end of input or /quit."""
+
+    client: ChatClient
+    max_tokens: int
+    temperature: float | None
+    seed: int | None
+    system: str | None
+    messages: list[Message] = field(default_factory=list[Message])
+    route: Route | None = None
+
+    def run(self) -> None:
+        """Raises `TransportError` where the gateway can't be reached."""
+        self._begin(self.system)
+        terminal = sys.stdin.isatty()
+        if terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401  gives `input` editing and history
+            console.line(f"{self.client.model} at {self.client.address}; /help says what there is.")
+        while (line := _line("> " if terminal else "")) is not None:
+            text = line.strip()
+            if not text:
+                continue
+            if not text.startswith("/"):
+                self._ask(text)
+            elif not self._command(text):
+                return
+
+    def _begin(self, system: str | None) -> None:
+        self.messages = [] if system is None else [Message("system", system)]
+
+    def _command(self, text: str) -> bool:
+        """Whether the talk goes on."""
+        word, _, rest = text.partition(" ")
+        match word:
+            case "/quit" | "/exit":
+                return False
+            case "/peers":
+                self._peers()
+            case "/new":
+                self._begin(self.system)
+                console.line("A new conversation.")
+            case "/system":
+                self.system = rest.strip() or None
+                self._begin(self.system)
+                console.line("A new conversation.")
+            case "/help":
+                console.line(HELP)
+            case _:
+                console.line(f"There is no {word}.\n{HELP}")
+        return True
+
+    def _ask(self, text: str) -> None:
+        asked = [*self.messages, Message("user", text)]
+        written: list[str] = []
+        began_s, first_s, pieces = time.monotonic(), None, 0
+        try:
+            for part in self.client.answer(
+                asked, max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed
+            ):
+                match part:
+                    case Piece(text=piece):
+                        first_s = time.monotonic() if first_s is None else first_s
+                        pieces += 1
+                        written.append(piece)
+                        click.echo(_shown(piece), nl=False)
+                        sys.stdout.flush()
+                    case Note(text=note):
+                        console.note(f"[{note}]")
+                    case Answer() as answer:
+                        click.echo()
+                        self.route = answer.route or self.route
+                        self._measure(answer, time.monotonic() - began_s, first_s, began_s)
+        except KeyboardInterrupt:
+            click.echo()
+            console.note("[broken off]")
+        except ApiRefusal as refusal:
+            console.note(f"[{refusal.message}]")
+            return
+        self.messages = [*asked, Message("assistant", "".join(written))]
+
+    def _measure(self, answer: Answer, took_s: float, first_s: float | None, began_s: float) -> None:
+        if not sys.stdout.isatty():
+            return
+        speed = answer.route.tokens_per_s if answer.route is not None else None
+        said = [f"{answer.completion_tokens} tokens in {format_seconds(took_s)}"]
+        if first_s is not None:
+            said.append(f"the first after {format_seconds(first_s - began_s)}")
+        if speed is not None:
+            said.append(f"{speed:.3g} tokens/s")
+        if answer.finish == "length":
+            said.append("cut off at --max-tokens")
+        console.note(f"[{', '.join(said)}; /peers shows the route]")
+
+    def _peers(self) -> None:
+        if self.route is None:
+            _show_status(self.client.status())
+            return
+        console.table(
+            ("stage", "peer", "tokens", "waited", "computed", "on the way"),
+            [
+                (
+                    str(hop.stage),
+                    hop.peer,
+                    str(hop.tokens),
+                    format_seconds(hop.queued_s),
+                    format_seconds(hop.compute_s),
+                    format_seconds(hop.transfer_s),
+                )
+                for hop in self.route.hops
+            ],
+            title=f"The last answer went over {' > '.join(self.route.route)}; per token",
+            right=(0, 2, 3, 4, 5),
+        )
+        speed = self.route.tokens_per_s
+        if speed is not None:
+            console.line(f"{speed:.3g} tokens/s")
+        for wait in self.route.waits:
+            console.line(f"after {format_seconds(wait.at_s)}: {wait.state} {console.printable(wait.detail)}".rstrip())
+
+
+def _show_status(status: Status) -> None:
+    engine = status.engine
+    console.table(
+        ("stage", "peer", "blocks", "state", "spare", "memory", "compute"),
+        [
+            (
+                str(stage.stage),
+                stage.name,
+                f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+                stage.state,
+                stage.spare,
+                format_bytes(stage.resident_bytes),
+                format_seconds(stage.mean_compute_s),
+            )
+            for stage in engine.stages
+        ],
+        title=f"{status.model}: {engine.state}, {engine.tokens_per_s:.3g} tokens/s for everybody together",
+        right=(0, 5, 6),
+    )
+
+
+def _line(prompt: str) -> str | None:
+    """None at the end of input. Ctrl-C at an empty prompt leaves, too."""
+    try:
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        if prompt:
+            click.echo()
+        return None
+
+
+def _shown(text: str) -> str:
+    """What a model says must not move the cursor or colour the terminal; line breaks and tabs may stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _key(file: Path) -> str:
+    """As `fusion serve --api-key-file` has it: `name = key` or `key`."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            return line.rpartition("=")[2].strip() if " = " in line else line.strip()
+    raise UsageError(f"{file}: no API key in it.", hint="Write it on the first line.")
+
+
+@contextmanager
+def _served(model: str, local: int | None, served: ServingOptions, home: Path) -> Iterator[str]:
+    """`fusion serve` at a free port of this machine, as long as the block lasts; its words go to standard error."""
+    with tempfile.TemporaryDirectory(prefix="fusion-chat-") as folder:
+        announced = Path(folder) / "serve.json"
+        arguments = ["serve", model, "--port", "0", "--json", str(announced), "--home", str(home)]
+        arguments += ["--weights", served.weights, "--cache", served.cache, "--ends", served.ends]
+        arguments += ["--sessions", str(served.sessions)]
+        arguments += [] if local is None else ["--local", str(local)]
+        arguments += [] if served.context_tokens is None else ["--context", str(served.context_tokens)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fusionai", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            # Ctrl-C here breaks off an answer; the server is ended afterwards, in order.
+            start_new_session=sys.platform != "win32",
+        )
+        try:
+            while not announced.is_file():
+                if process.poll() is not None:
+                    raise FusionError(f"{model} could not be served; the lines above say why.")
+                time.sleep(READY_POLL_S)
+            yield msgspec.json.decode(announced.read_bytes(), type=_Ready).url
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,229 @@
+"""`fusion serve MODEL`: an OpenAI-compatible API over the pool, or over a pool of this machine's own (`--local`).
+
+Decides what is said while it comes up and when it ends: at the first Ctrl-C streams may finish for some seconds, then
+the stages are let go. Neighbours: `client.serve` does the work, `gateway` answers requests, `cli.serving_view` tells
+people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import home_option
+from fusionai.cli.running import run_until_stopped
+from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.primitives.errors import UsageError
+
+if TYPE_CHECKING:
+    from fusionai.client.serve import Served, ServeEvent, ServeRequest
+
+PORT: Final = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Where the API listens and who may ask. `name`: what clients call the model, None: what it is called."""
+
+    host: str
+    port: int
+    key_file: Path | None
+    name: str | None
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--local", type=click.IntRange(min=1), metavar="N", help="Bring up a pool of N peers on this machine for it."
+)
+@click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    help="Peers that stand by: with --local so many are started besides (1), else so many are kept free.",
+)
+@click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
+@serving_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Listen here; elsewhere only with API keys.")
+@click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="0: any that is free.")
+@click.option(
+    "--api-key-file",
+    "key_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="API keys, one per line, `name = key` or `key`. Without it only this machine may ask.",
+)
+@click.option("--name", help="What clients call the model.  [default: its directory or hub id]")
+@click.option("--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once).")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+    default="auto",
+    show_default=True,
+    help="Where this machine computes its own part (embedding and head).",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads for that part.  [default: all cores]")
+@home_option
+@json_option
+def serve(
+    model: str,
+    local: int | None,
+    spares: int | None,
+    stages: int | None,
+    served: ServingOptions,
+    host: str,
+    port: int,
+    key_file: Path | None,
+    name: str | None,
+    invitation: str | None,
+    device: str,
+    threads: int | None,
+    home: Path,
+    json_file: Path | None,
+) -> None:
+    """Serve MODEL from the pool: each machine holds some of its layers, this one the ends, and answers requests at
+    http://HOST:PORT/v1 as OpenAI's API does. The FILE of --json is written when it is ready.
+
+    MODEL: a directory in Hugging Face layout, a hub id, or the directory of a job of `fusion train`.
+    """
+    if local is not None and (invitation is not None or stages is not None):
+        raise UsageError("--local brings up a pool of its own: it goes without --invite and --stages.")
+    from fusionai.client.serve import ServeRequest
+
+    request = ServeRequest(
+        model=model,
+        needs=served.needs,
+        home=home,
+        local=local,
+        local_spares=1 if spares is None else spares,
+        ends=served.ends,
+        invitation=invitation,
+        device=device,
+        threads=threads,
+        stages=stages,
+        spares=None if local is not None else spares,
+    )
+    door = Door(host=host, port=port, key_file=key_file, name=name)
+
+    def announced(url: str, ready: Served) -> None:
+        _announce(url, ready, door)
+        if json_file is not None:
+            write_json(json_file, "serve", figures(url, ready, door))
+
+    run_until_stopped(lambda stop: run(request, door, stop, announced))
+
+
+def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
+    """What `--json` writes, once it is ready."""
+    plan = ready.engine.deployment.plan
+    return {
+        "url": url,
+        "model": door.name or ready.model.files.name,
+        "job": ready.job,
+        "plan": plan,
+        "peers": {stage.peer: ready.names.get(stage.peer, stage.peer) for stage in plan.stages},
+        "local_pids": {} if ready.pool is None else ready.pool.pids,
+    }
+
+
+async def run(request: ServeRequest, door: Door, stop: asyncio.Event, on_ready: Callable[[str, Served], None]) -> None:
+    """Until `stop`. One that comes before everything is ready drops what was begun."""
+    from fusionai.cli.serving_view import ServingView
+
+    _check_door(door)
+    ready = asyncio.Event()
+    with ServingView() as view:
+        working = asyncio.create_task(_serve(request, door, stop, ready, view, on_ready))
+        asked = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done() and not ready.is_set():
+                working.cancel()
+            await working
+        except asyncio.CancelledError:
+            if not asked.done() or ready.is_set():
+                raise
+            view.say("stopped before it was ready")
+        finally:
+            asked.cancel()
+            working.cancel()
+            await asyncio.wait({working})
+
+
+async def _serve(
+    request: ServeRequest,
+    door: Door,
+    stop: asyncio.Event,
+    ready: asyncio.Event,
+    on_event: Callable[[ServeEvent], None],
+    on_ready: Callable[[str, Served], None],
+) -> None:
+    from fusionai.client.serve import serving
+    from fusionai.gateway import server
+    from fusionai.gateway.app import make_app
+    from fusionai.gateway.config import GatewayConfig
+    from fusionai.gateway.keys import KeyRing
+
+    keys = None if door.key_file is None else KeyRing.load(door.key_file)
+    async with serving(request, on_event=on_event) as served:
+        ready.set()
+        config = GatewayConfig(model=door.name or served.model.files.name, keys=keys, created_s=int(time.time()))
+        app = make_app(config, served.engine, served.model.texts)
+        closing = asyncio.Event()
+        listening = asyncio.create_task(
+            server.serve(app, door.host, door.port, stop=closing, on_listening=lambda url: on_ready(url, served))
+        )
+        asked = [asyncio.create_task(stop.wait()), asyncio.create_task(served.stopped.wait())]
+        try:
+            await asyncio.wait({listening, served.ended, *asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in asked:
+                one.cancel()
+            closing.set()
+            await listening
+
+
+def _announce(url: str, ready: Served, door: Door) -> None:
+    name = door.name or ready.model.files.name
+    console.line(f"ready: a probe token has crossed all stages and matched; {name} at {url}/v1")
+    console.line(f"page: {url}/")
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True})
+    key = "" if door.key_file is None else " -H 'Authorization: Bearer YOUR-KEY'"
+    quoted = body.replace("'", "'\\''")
+    console.line(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
+
+
+def _check_door(door: Door) -> None:
+    """What would only come to light after minutes of loading. Raises `UsageError`."""
+    if door.key_file is not None and not door.key_file.is_file():
+        raise UsageError(f"there is no file of API keys {door.key_file}.")
+    try:
+        found = socket.getaddrinfo(door.host, door.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as problem:
+        raise UsageError(f"{door.host}:{door.port} is no address to listen on: {problem}.") from problem
+    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
+    if door.key_file is None and not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        raise UsageError(
+            f"without API keys the gateway listens on this machine only, not on {door.host}.",
+            hint="Give a file of keys with --api-key-file, or use --host 127.0.0.1.",
+        )
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(address)
+        except OSError as problem:
+            raise UsageError(
+                f"can't listen on {door.host}:{door.port}: {problem.strerror or problem}.",
+                hint="Another program may have it: choose another with --port, or --port 0 for any.",
+            ) from problem
