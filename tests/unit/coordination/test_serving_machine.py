@@ -1,0 +1,378 @@
+"""The serving machine: barriers of a round, who takes a stage over, what is rebuilt from where, plans beside passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import pytest
+
+from fusionai.coordination import serving_commands as commands
+from fusionai.coordination import serving_events as events
+from fusionai.coordination.batching import Batcher, BatchLimits, SessionSpec
+from fusionai.coordination.serving import ServingMachine, ServingPhase
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.wire.base import Fence
+
+PLACES = {0: "me", 1: "a", 2: "b", 3: "c", 4: "me"}
+LIMITS = BatchLimits(pages=40, page_tokens=4, sessions=4, pass_tokens=16, in_flight=2, chunk_tokens=8, queue=8)
+C = TypeVar("C", bound=commands.ServingCommand)
+
+
+def roles(version: int = 1, guards: Mapping[int, str] | None = None, **places: str) -> ServingRoles:
+    return ServingRoles(
+        version=version,
+        owner="me",
+        places=PLACES | {int(stage[1:]): peer for stage, peer in places.items()},
+        guards={2: "g"} if guards is None else guards,
+        caching=frozenset({1, 2, 3}),
+    )
+
+
+class Job:
+    """A machine with what it commanded last."""
+
+    def __init__(self, given: ServingRoles, *, retain: bool = True) -> None:
+        self.batcher = Batcher(LIMITS)
+        self.machine = ServingMachine(self.batcher, given, 7, (1, 2, 3), retain=retain)
+        self.given = self.machine.start()
+
+    def tell(self, *told: events.ServingEvent) -> list[commands.ServingCommand]:
+        self.given = [command for event in told for command in self.machine.handle(event)]
+        return self.given
+
+    def of(self, kind: type[C]) -> list[C]:
+        return [command for command in self.given if isinstance(command, kind)]
+
+    @property
+    def fence(self) -> Fence:
+        return self.machine.fence
+
+    @property
+    def phase(self) -> ServingPhase:
+        return self.machine.phase
+
+    def enlist(self) -> list[commands.ServingCommand]:
+        return self.tell(*(events.MemberEnlisted(self.fence, peer) for peer in sorted(self.machine.roles.members)))
+
+    def load(self, cached: Mapping[int, tuple[tuple[int, int], ...]] | None = None) -> list[commands.ServingCommand]:
+        cached = cached or {}
+        places = self.machine.roles.places
+        return self.tell(
+            *(events.StageLoaded(self.fence, peer, stage, cached.get(stage, ())) for stage, peer in places.items())
+        )
+
+    def probe(self, *digests: str, distance: float = 0.0) -> list[commands.ServingCommand]:
+        numbers = sorted(self.machine._probes)
+        return self.tell(
+            *(
+                events.ProbeReturned(self.fence, number, digest, distance, 0.1)
+                for number, digest in zip(numbers, digests, strict=True)
+            )
+        )
+
+    def rebuild(self) -> list[commands.ServingCommand]:
+        waiting = [(number, session) for number, (_, left) in self.machine._rebuilds.items() for session in left]
+        return self.tell(*(events.Rebuilt(self.fence, number, session) for number, session in waiting))
+
+
+def running(given: ServingRoles | None = None, *, retain: bool = True, warm: bool = True) -> Job:
+    job = Job(given or roles(), retain=retain)
+    job.enlist()
+    job.load()
+    job.probe("x", "x")
+    assert job.phase is ServingPhase.RUNNING
+    if warm:
+        guards = job.machine.roles.guards
+        job.tell(*(events.StandbyLoaded(job.fence, peer, stage) for stage, peer in guards.items()))
+    return job
+
+
+def decoding(job: Job, number: int = 1) -> int:
+    """A session that has read its prompt and emitted a token; gives the positions computed."""
+    job.batcher.submit(SessionSpec(number=number, scope="", prompt=(5,) * 6, max_tokens=9), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert job.machine.returned(job.fence, plan.number, {number: (8,)}, (), 0.0) == {number}
+    return 6
+
+
+def test_passes_go_only_when_all_is_loaded_and_two_probes_are_equal() -> None:
+    job = Job(roles())
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1,), max_tokens=1), 0.0)
+    assert job.of(commands.BeginRound)[0].fence == Fence(1, 7, 0)
+    job.enlist()
+    loads = job.of(commands.SendLoad)
+    assert {(load.peer, load.stage) for load in loads} == {(peer, stage) for stage, peer in PLACES.items()}
+    assert all(load.fresh and not load.standby for load in loads)
+    assert job.machine.next_pass(0.0) is None
+    job.load()
+    assert len(job.of(commands.SendProbe)) == 2
+    assert job.machine.next_pass(0.0) is None
+    job.probe("x", "x")
+    assert job.of(commands.TellState)[0].state == "ready"
+    assert [(load.peer, load.stage, load.standby) for load in job.of(commands.SendLoad)] == [("g", 2, True)]
+    assert job.machine.next_pass(0.0) is not None
+
+
+def test_other_bits_the_second_time_end_the_job() -> None:
+    job = Job(roles())
+    job.enlist()
+    job.load()
+    job.probe("x", "y")
+    assert job.phase is ServingPhase.ENDED
+    assert "other bits" in (job.of(commands.EndJob)[0].failed or "")
+
+
+def test_a_guard_that_does_not_answer_holds_nobody_up() -> None:
+    job = Job(roles())
+    job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "b", "c")))
+    job.load()
+    assert job.phase is ServingPhase.PROBING
+
+
+def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_before() -> None:
+    job = running()
+    computed = decoding(job)
+    job.tell(events.MemberLost("b", "silent"))
+    told, begun, asked = job.of(commands.TellFault)[0], job.of(commands.BeginRound)[0], job.of(commands.AskPlan)[0]
+    assert told.heirs == {2: "g"}
+    assert begun.fence == Fence(1, 7, 1)
+    assert begun.roles.places[2] == "g"
+    assert begun.roles.guards == {}
+    assert (asked.urgent, asked.without) == (False, frozenset({"b"}))
+    assert job.of(commands.Dismiss)[0].peer == "b"
+    job.enlist()
+    assert {load.stage for load in job.of(commands.SendLoad) if load.fresh} == {2}
+    job.load({1: ((1, computed),), 3: ((1, computed),)})
+    (rebuild,) = job.of(commands.SendRebuild)
+    assert (rebuild.source, rebuild.through, rebuild.tokens) == (1, 2, ())
+    assert [(one.session, one.start, one.length) for one in rebuild.segments] == [(1, 0, computed)]
+    job.rebuild()
+    assert len(job.of(commands.SendProbe)) == 1
+    job.probe("other bits", distance=0.05)
+    assert job.phase is ServingPhase.RUNNING
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert (plan.tokens, plan.segments[0].start, plan.segments[0].first_page) == ((8,), computed, 0)
+
+
+def test_contiguous_lost_stages_are_rebuilt_in_one_run_others_in_their_own() -> None:
+    job = running(roles(guards={1: "g", 3: "h"}))
+    computed = decoding(job)
+    job.tell(events.MemberLost("a", "x"), events.MemberLost("c", "x"))
+    job.enlist()
+    job.load({2: ((1, computed),)})
+    assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(0, 1), (2, 3)]
+    both = running(roles(guards={1: "g", 2: "h"}))
+    decoding(both)
+    both.tell(events.MemberLost("a", "x"), events.MemberLost("b", "x"))
+    both.enlist()
+    both.load({3: ((1, computed),)})
+    assert [(one.source, one.through) for one in both.of(commands.SendRebuild)] == [(0, 2)]
+
+
+def test_with_nobody_before_the_lost_stage_the_tokens_are_sent() -> None:
+    given = ServingRoles(version=1, owner="me", places={0: "a", 1: "b"}, guards={0: "g"}, caching=frozenset({0, 1}))
+    job = running(given)
+    computed = decoding(job)
+    job.tell(events.MemberLost("a", "x"))
+    job.enlist()
+    job.load({1: ((1, computed),)})
+    (rebuild,) = job.of(commands.SendRebuild)
+    assert (rebuild.source, rebuild.through, rebuild.tokens) == (-1, 0, (5,) * 6)
+
+
+def test_what_a_returned_peer_says_of_its_cache_does_not_count() -> None:
+    job = running(roles(guards={}))
+    computed = decoding(job)
+    job.tell(events.MemberLost("b", "frozen"))
+    assert job.phase is ServingPhase.WAITING
+    assert job.of(commands.AskPlan)[0].urgent
+    job.tell(events.PlanGiven(roles(2, guards={}), frozenset({"b"})))
+    assert job.fence == Fence(2, 7, 1)
+    job.enlist()
+    job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
+    assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(1, 2)]
+
+
+def test_a_broken_link_is_a_round_without_rebuild_or_probe_and_the_second_costs_a_peer() -> None:
+    job = running()
+    computed = decoding(job)
+    job.tell(events.LinkBroken(job.fence, "a", "b", "reset"))
+    assert job.phase is ServingPhase.ENLISTING
+    job.enlist()
+    job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
+    assert job.phase is ServingPhase.RUNNING
+    job.tell(events.LinkBroken(job.fence, "b", "a", "reset"))
+    assert job.of(commands.TellFault)[0].peer == "b"
+    assert job.machine.roles.places[2] == "g"
+
+
+def test_a_pass_that_came_back_forgives_the_link() -> None:
+    job = running()
+    for number in (1, 2):
+        computed = decoding(job, number)
+        job.tell(events.LinkBroken(job.fence, "a", "b", "reset"))
+        assert not job.of(commands.AskPlan)
+        job.enlist()
+        live = tuple((one, computed) for one in job.batcher.live)
+        job.load(dict.fromkeys((1, 2, 3), live))
+        job.batcher.cancel(number)
+
+
+def test_messages_of_older_rounds_change_nothing() -> None:
+    job = running()
+    decoding(job)
+    old = job.fence
+    job.batcher.submit(SessionSpec(number=2, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    job.tell(events.LinkBroken(old, "a", "b", "reset"))
+    late: tuple[events.ServingEvent, ...] = (
+        events.MemberEnlisted(old, "a"),
+        events.StageLoaded(old, "a", 1),
+        events.StandbyLoaded(old, "g", 2),
+        events.LinkBroken(old, "c", "b", "reset"),
+        events.PassFailed(old, plan.number, 1, "late"),
+        events.StageFailed(old, "a", 1, "late"),
+    )
+    assert job.tell(*late) == []
+    assert job.machine.sessions_of(old, plan.number) == ()
+    assert job.machine.returned(old, plan.number, {2: (9,)}, (), 0.0) == frozenset()
+
+
+def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
+    job = running(roles(guards={2: "g", 3: "h"}))
+    job.tell(events.MemberLost("b", "x"))
+    job.enlist()
+    job.load()
+    job.probe("z", distance=float("nan"))
+    assert job.phase is ServingPhase.WAITING
+    assert job.of(commands.TellFault)[0].kind == "probe"
+    assert job.of(commands.AskPlan)[0].without == {"b", "g"}
+
+
+def test_other_guards_cost_no_round_and_passes_go_on() -> None:
+    job = running(roles(guards={}))
+    fence = job.fence
+    job.tell(events.PlanGiven(roles(2, guards={2: "n"})))
+    (brought,) = job.of(commands.EnlistStandby)
+    assert (brought.peer, brought.fence) == ("n", Fence(2, 7, 0))
+    assert job.fence == fence
+    job.tell(events.MemberEnlisted(brought.fence, "n"))
+    (load,) = job.of(commands.SendLoad)
+    assert (load.peer, load.stage, load.standby, load.fence) == ("n", 2, True, brought.fence)
+    job.tell(events.StandbyLoaded(brought.fence, "n", 2))
+    assert job.machine.is_warm(2)
+    assert job.phase is ServingPhase.RUNNING
+    job.tell(events.MemberLost("b", "x"))
+    assert job.fence == Fence(2, 7, 1)
+    assert job.machine.roles.places[2] == "n"
+
+
+def test_a_plan_that_moves_a_stage_waits_until_its_new_holder_has_loaded() -> None:
+    job = running(roles(guards={}))
+    job.tell(events.PlanGiven(roles(2, guards={}, s2="n")))
+    assert job.phase is ServingPhase.RUNNING
+    fence = job.of(commands.EnlistStandby)[0].fence
+    job.tell(events.MemberEnlisted(fence, "n"))
+    assert job.phase is ServingPhase.RUNNING
+    job.tell(events.StandbyLoaded(fence, "n", 2))
+    assert job.fence == Fence(2, 7, 1)
+    assert [command.peer for command in job.of(commands.Dismiss)] == ["b"]
+
+
+def test_a_plan_with_somebody_lost_since_is_void() -> None:
+    job = running()
+    job.tell(events.MemberLost("b", "x"))
+    assert job.tell(events.PlanGiven(roles(2))) == []
+    job.tell(events.PlanGiven(roles(3, guards={}, s2="g")))
+    assert job.machine.roles.version == 3
+
+
+def test_whoever_leaves_hands_over_to_its_warm_guard() -> None:
+    job = running()
+    job.tell(events.MemberLeaving("b"))
+    assert job.machine.roles.places[2] == "g"
+    assert job.of(commands.BeginRound)
+    assert "b" in {command.peer for command in job.of(commands.Dismiss)}
+    cold = running(warm=False)
+    cold.tell(events.MemberLeaving("b"))
+    assert cold.phase is ServingPhase.RUNNING
+    assert cold.of(commands.AskPlan)[0].without == {"b"}
+    cold.tell(events.StandbyLoaded(cold.fence, "g", 2))
+    assert cold.machine.roles.places[2] == "g"
+
+
+def test_a_failed_rebuild_or_none_retained_reads_sessions_again() -> None:
+    for retain in (True, False):
+        job = running(retain=retain)
+        computed = decoding(job)
+        job.tell(events.MemberLost("b", "x"))
+        job.enlist()
+        job.load({1: ((1, computed),), 3: ((1, computed),)})
+        if retain:
+            (rebuild,) = job.of(commands.SendRebuild)
+            job.tell(events.RebuildFailed(job.fence, rebuild.number, "nothing retained"))
+            job.enlist()
+            job.load()
+        assert not job.of(commands.SendRebuild)
+        job.probe("x")
+        plan = job.machine.next_pass(0.0)
+        assert plan is not None
+        assert plan.tokens == (*(5,) * 6, 8)
+
+
+def test_a_failed_pass_is_tried_once_more_then_its_session_fails_alone() -> None:
+    job = running()
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    for told in (0, 1):
+        plan = job.machine.next_pass(0.0)
+        assert plan is not None
+        job.tell(events.PassFailed(job.fence, plan.number, 2, "no memory"))
+        assert len(job.of(commands.FailSessions)) == told
+    assert job.of(commands.FailSessions)[0].sessions == (1,)
+    assert job.phase is ServingPhase.RUNNING
+
+
+@pytest.mark.parametrize("phase", ["enlisting", "loading"])
+def test_whoever_does_not_come_along_in_time_is_replaced(phase: str) -> None:
+    job = Job(roles())
+    job.tell(events.Tick(0.0))
+    if phase == "loading":
+        job.enlist()
+        others = {stage: peer for stage, peer in PLACES.items() if stage != 2}
+        job.tell(*(events.StageLoaded(job.fence, peer, stage) for stage, peer in others.items()))
+    else:
+        job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "c", "g")))
+    job.tell(events.Tick(100.0))
+    assert not job.of(commands.TellFault)
+    job.tell(events.Tick(161.0))
+    assert [(told.kind, told.peer) for told in job.of(commands.TellFault)] == [("late", "b")]
+    assert job.machine.roles.places[2] == "g"
+
+
+def test_signs_of_loading_put_the_deadline_off() -> None:
+    job = Job(roles())
+    job.enlist()
+    for second in range(0, 300, 50):
+        job.tell(events.Tick(float(second)), events.LoadProgressed(job.fence, "b", 2))
+        assert not job.of(commands.TellFault)
+
+
+def test_a_pass_that_never_comes_back_begins_a_round() -> None:
+    job = running()
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    assert job.machine.next_pass(0.0) is not None
+    job.tell(events.Tick(29.0))
+    assert job.phase is ServingPhase.RUNNING
+    job.tell(events.Tick(31.0))
+    assert job.phase is ServingPhase.ENLISTING
+
+
+def test_stopping_ends_it_from_everywhere() -> None:
+    for job in (Job(roles()), running()):
+        job.tell(events.StopAsked("asked to"))
+        assert job.of(commands.EndJob)[0].stopped == "asked to"
+        assert job.tell(events.MemberLost("b", "x"), events.Tick(1.0)) == []
