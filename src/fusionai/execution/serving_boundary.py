@@ -15,12 +15,11 @@ import msgspec
 
 from fusionai.ir.partition import FEED, Partition
 from fusionai.ir.schema import Graph
+from fusionai.ir.serving import POSITIONS
 from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
 
-POSITIONS: Final = "position_ids"
-"""The input that every stage derives from the segments."""
 LARGEST_ROW: Final = 2**24
 
 

@@ -22,10 +22,11 @@ import numpy as np
 
 from fusionai.backends.serving import ServingProgram
 from fusionai.execution.compute import ComputeThread, Timed
-from fusionai.execution.serving_boundary import POSITIONS, RowSpec, ServingBoundary
+from fusionai.execution.serving_boundary import RowSpec, ServingBoundary
 from fusionai.execution.serving_retained import Retained
 from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph
+from fusionai.ir.serving import HIDDEN, POSITIONS
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
@@ -110,6 +111,8 @@ class ServingStage:
         self._placed = POSITIONS in graph.inputs or self._caches
         """Whether the rows must be exactly the segments' positions."""
         self._made = boundary.made(graph)
+        self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]
+        """What takes least to compute of all that needs every attention."""
         keeps = identity.options.retain and not identity.select and not identity.last
         self._retained = Retained(boundary.sends, identity.options.page_tokens) if keeps else None
         self._waiting = 0
@@ -160,6 +163,8 @@ class ServingStage:
         inputs = {name: order.tensors[name] for name in self._inputs}
         if order.message.forget:
             self._program.forget(order.message.forget)
+        if not order.computes:
+            return {}
         return self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
 
     def _done(self, order: _Order, done: asyncio.Future[tuple[dict[str, HostTensor] | None, Timed]]) -> None:
@@ -254,23 +259,22 @@ class ServingStage:
         for spec in self._boundary.receives:
             if (wrong := spec.check(tensors[spec.name], rows_in)) is not None:
                 raise ExecutionError(f"{place}: {wrong}.")
+        if self.identity.last and wanted and message.output not in self._boundary.outputs:
+            raise ExecutionError(f"{place}: this stage has no output {message.output!r}.")
         rebuilding = message.rebuild >= 0
-        if self.identity.last:
-            if wanted and message.output not in self._boundary.outputs:
-                raise ExecutionError(f"{place}: this stage has no output {message.output!r}.")
-            computes: tuple[str, ...] = (message.output,) if wanted else ()
-        elif (rebuilding and message.rebuild == self.stage and self._retained is None) or (
-            self.identity.select and not wanted
-        ):
-            computes = ()
-        else:
-            computes = self._made
+        ends = self._retained is None and (message.rebuild == self.stage or not (wanted or rebuilding))
         selects = (self.identity.select or self.identity.last) and not selected and not rebuilding
+        if ends and (self.identity.select or self.identity.last or rebuilding):
+            # Nothing goes on from here; what fills the caches is computed all the same.
+            computes, rows = self._least if self._caches else (), ()
+        else:
+            computes = (message.output,) if self.identity.last else self._made
+            rows = wanted if selects and len(wanted) != total else None
         return _Order(
             message=message,
             tensors=tensors,
             segments=() if selected else message.segments,
-            rows=wanted if selects and len(wanted) != total else None,
+            rows=rows,
             computes=computes,
             arrived_s=time.monotonic(),
             nbytes=sum(tensor.nbytes for tensor in tensors.values()),

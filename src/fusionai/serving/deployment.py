@@ -16,11 +16,11 @@ from fusionai.execution.serving_boundary import ServingBoundary, serving_boundar
 from fusionai.execution.serving_stage import ATTENTION
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
+from fusionai.ir.serving import HIDDEN, LOGITS, serving_graph
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.types import Plan
-from fusionai.serving.graph import HIDDEN, LOGITS, serving_graph
 from fusionai.serving.job import ServingJob
 from fusionai.wire.messages import WeightSpec
 

@@ -33,6 +33,7 @@ from fusionai.execution.serving_member import ServingMember
 from fusionai.execution.serving_weights import OwnWeights
 from fusionai.execution.state import headers
 from fusionai.execution.weight_desk import WeightDesk
+from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
@@ -40,7 +41,6 @@ from fusionai.scheduling.types import Guard, Plan
 from fusionai.serving import inbox, progress
 from fusionai.serving.deployment import Cut, cut, ranges_of
 from fusionai.serving.faults import FaultLog
-from fusionai.serving.graph import LOGITS
 from fusionai.serving.job import ServingJob
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire

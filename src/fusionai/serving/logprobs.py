@@ -17,9 +17,13 @@ def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLog
     """Of `token` and the `top` best ones, best first, ties by the smaller id. `logits`: [vocabulary].
 
     Sums in float64. The value of a token the model rules out is -inf."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    logarithms = shifted - np.log(np.exp(shifted).sum())
-    return TokenLogprob(token, float(logarithms[token]), _best(logarithms, min(top, len(logarithms))))
+    best = float(logits.max())
+    weights = logits.astype(np.float64)
+    weights -= best
+    np.exp(weights, out=weights)
+    level = best + float(np.log(weights.sum()))
+    ids = _best(logits, min(top, len(logits)))
+    return TokenLogprob(token, float(logits[token]) - level, tuple((n, float(logits[n]) - level) for n in ids))
 
 
 def prompt_logprobs(logits: NDArray[np.float32], prompt: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
@@ -28,12 +32,11 @@ def prompt_logprobs(logits: NDArray[np.float32], prompt: Sequence[int], top: int
     return tuple(token_logprob(logits[row], token, top) for row, token in enumerate(prompt[1:]))
 
 
-def _best(logarithms: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+def _best(logits: NDArray[np.float32], count: int) -> list[int]:
     if count <= 0:
-        return ()
-    place = len(logarithms) - count
-    border = np.partition(logarithms, place)[place]
+        return []
+    place = len(logits) - count
+    border = np.partition(logits, place)[place]
     # All that are as good as the last one: which of them the partition put first says nothing.
-    ids = np.flatnonzero(logarithms >= border)
-    order = ids[np.argsort(-logarithms[ids], kind="stable")][:count]
-    return tuple((int(token), float(logarithms[token])) for token in order)
+    ids = np.flatnonzero(logits >= border)
+    return ids[np.argsort(-logits[ids], kind="stable")][:count].tolist()

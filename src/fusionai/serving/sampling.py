@@ -8,7 +8,7 @@ wanted, `history` holds what penalties need, `logprobs` tells probabilities, `pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,6 @@ from fusionai.serving.history import History
 from fusionai.serving.interface import Sampling
 
 _WORD: Final = 2**64
-_NEGLIGIBLE: Final = 50.0
-"""Tokens whose weight is below e^-50 of the best one's: all of them together are less than what a draw resolves."""
 _BLOCK: Final = 1024
 
 
@@ -42,8 +40,9 @@ def choose(
         raise ExecutionError("every token is forbidden: expected logits or a constraint that leave at least one.")
     if sampling.temperature == 0:
         return best
-    ids, weights = _candidates(scores, best, sampling)
-    return int(ids[_drawn(weights, uniform(sampling.seed, position))])
+    ids, weights = _weights(scores, best, sampling)
+    place = _drawn(weights, uniform(sampling.seed, position))
+    return place if ids is None else int(ids[place])
 
 
 def choose_rows(
@@ -123,33 +122,40 @@ def _penalise(scores: NDArray[np.float32], sampling: Sampling, history: History)
     scores[seen] = values.astype(np.float32)
 
 
-def _candidates(
+def _weights(
     scores: NDArray[np.float32], best: int, sampling: Sampling
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids, ascending, and weights (the best one's is 1) of the tokens that temperature, top_k, min_p, top_p leave."""
-    top = float(scores[best])
-    floor = np.float32(max(top - _NEGLIGIBLE * sampling.temperature, float(np.finfo(np.float32).min)))
-    border = floor
+) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+    """Of the tokens that temperature, top_k, min_p and top_p leave; 0 for others, 1 for the best. Of all tokens, or of
+    those with the ids given, ascending."""
+    ids = None
+    kept = scores
     if 0 < sampling.top_k < len(scores):
         place = len(scores) - sampling.top_k
-        border = np.partition(scores, place)[place]
-    ids = np.flatnonzero(scores >= max(floor, border))
-    kept = scores[ids]
-    if 0 < sampling.top_k < len(ids):
-        chosen = _within(kept, border, sampling.top_k)
-        ids, kept = ids[chosen], kept[chosen]
-    weights = np.exp((kept.astype(np.float64) - top) / sampling.temperature)
+        ids = np.flatnonzero(_within(scores, np.partition(scores, place)[place], sampling.top_k))
+        kept = scores[ids]
+    # In place: at a vocabulary's size, getting memory takes as long as computing.
+    weights = kept.astype(np.float64)
+    weights -= float(scores[best])
+    with np.errstate(over="ignore"):  # the smallest temperatures leave only the best
+        weights /= sampling.temperature
+    np.exp(weights, out=weights)
     if sampling.min_p > 0:
         # A `min_p` of 1 or more still leaves the best.
-        chosen = weights >= min(sampling.min_p, 1.0)
-        ids, weights = ids[chosen], weights[chosen]
+        weights *= weights >= min(sampling.min_p, 1.0)
     if sampling.top_p < 1:
-        descending = np.sort(weights)[::-1]
-        sums = np.cumsum(descending)
-        count = min(int(np.searchsorted(sums, sampling.top_p * sums[-1])) + 1, len(weights))
-        chosen = _within(weights, descending[count - 1], count)
-        ids, weights = ids[chosen], weights[chosen]
+        weights *= _heaviest(weights, sampling.top_p)
     return ids, weights
+
+
+def _heaviest(weights: NDArray[np.float64], share: float) -> NDArray[np.bool_]:
+    """Which entries are the fewest that together have `share` of the weight; at least one."""
+    total = float(weights.sum())
+    # Those lighter than this are too light to be needed, even all of them together; few are left to sort.
+    needed = weights[weights >= max(0.0, 1 - share) * total / len(weights)]
+    needed.sort()
+    descending = np.ascontiguousarray(needed[::-1])
+    count = min(_reached(descending, share * total, "left") + 1, len(descending))
+    return _within(weights, descending[count - 1], count)
 
 
 def _within(values: NDArray[np.float32] | NDArray[np.float64], border: np.floating, count: int) -> NDArray[np.bool_]:
@@ -163,17 +169,22 @@ def _within(values: NDArray[np.float32] | NDArray[np.float64], border: np.floati
 
 def _drawn(weights: NDArray[np.float64], draw: float) -> int:
     """The entry where `draw` falls when weights are laid end to end; one of weight 0 is never it."""
-    padded = np.zeros(-(-len(weights) // _BLOCK) * _BLOCK)
-    padded[: len(weights)] = weights
-    blocks = padded.reshape(-1, _BLOCK)
+    place = _reached(weights, draw * float(weights.sum()), "right")
+    if place < len(weights) and weights[place] > 0:
+        return place
+    # Rounding: the sum in another order is a little more.
+    return int(np.flatnonzero(weights[: place + 1])[-1])
+
+
+def _reached(values: NDArray[np.float64], target: float, side: Literal["left", "right"]) -> int:
+    """The first entry at which the sum so far reaches `target` (`right`: exceeds it); their number where none does."""
     # The block first: adding up a hundred thousand numbers one after the other is what would take longest.
-    ends = np.cumsum(blocks.sum(axis=1))
-    target = draw * ends[-1]
-    block = int(np.searchsorted(ends, target, side="right"))
-    if block < len(ends):
-        before = ends[block - 1] if block else 0.0
-        inside = int(np.searchsorted(np.cumsum(blocks[block]), target - before, side="right"))
-        if inside < _BLOCK and blocks[block, inside] > 0:
-            return block * _BLOCK + inside
-        return block * _BLOCK + int(np.flatnonzero(blocks[block])[-1])
-    return int(np.flatnonzero(weights)[-1])
+    starts = np.arange(0, len(values), _BLOCK)
+    ends = np.cumsum(np.add.reduceat(values, starts))
+    block = int(np.searchsorted(ends, target, side))
+    if block == len(ends):
+        return len(values)
+    before = ends[block - 1] if block else 0.0
+    inside = values[block * _BLOCK : (block + 1) * _BLOCK]
+    place = int(np.searchsorted(np.cumsum(inside), target - before, side))
+    return block * _BLOCK + min(place, len(inside) - 1)
