@@ -150,10 +150,11 @@ def _weights(
 def _heaviest(weights: NDArray[np.float64], share: float) -> NDArray[np.bool_]:
     """Which entries are the fewest that together have `share` of the weight; at least one."""
     total = float(weights.sum())
-    # Those lighter than this are too light to be needed, even all of them together; few are left to sort.
-    needed = weights[weights >= max(0.0, 1 - share) * total / len(weights)]
-    needed.sort()
-    descending = np.ascontiguousarray(needed[::-1])
+    # Those lighter than this are not needed, even all of them together. Where that leaves many, taking them out would
+    # last longer than sorting the rest along.
+    needed = weights >= max(0.0, 1 - share) * total / len(weights)
+    ordered = np.sort(weights[needed] if np.count_nonzero(needed) * 8 < len(weights) else weights)
+    descending = np.ascontiguousarray(ordered[::-1])
     count = min(_reached(descending, share * total, "left") + 1, len(descending))
     return _within(weights, descending[count - 1], count)
 
