@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.serving_evening import SLACK
 from fusionai.scheduling.serving_line import ServingLine
 from fusionai.scheduling.serving_search import LineLimits, fastest_line
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
@@ -121,10 +122,15 @@ def test_the_plan_is_the_fastest_there_is(posed: Problem) -> None:
     except PlanError:
         assert least == inf
         return
-    assert found.step_time_s == pytest.approx(least)
-    assert found.certificate.exact
     assert found.serving is not None
     assert posed.serving is not None
+    if posed.serving.sessions == 1:
+        assert found.step_time_s == pytest.approx(least)
+        assert found.certificate.exact
+    else:
+        # Stages may have been evened out, at a bounded cost that the certificate tells.
+        assert least * (1 - 1e-9) <= found.step_time_s <= least * (1 + SLACK) * (1 + 1e-9)
+        assert found.certificate.optimality_gap == pytest.approx(found.step_time_s / least - 1, abs=1e-8)
     assert found.serving.pages * found.serving.page_tokens >= posed.serving.context_tokens - found.serving.page_tokens
     taken: dict[str, int] = {}
     for stage in found.stages:

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Final, Literal
 
 import msgspec
@@ -201,7 +202,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             clock=clock,
         )
         on_event(Noted("planning"))
-        deployment = await _begin(replanner, membership.pool, on_event)
+        deployment = await _begin(replanner, membership.pool, on_event, is_local=request.local is not None)
         stack.push_async_callback(_report, pool, job, "done", "the server has ended")
         on_event(ServePlanned(job, deployment.plan, dict(names), model))
         engine = ServingEngine(
@@ -275,14 +276,17 @@ def _owner_threads(request: ServeRequest) -> int | None:
     return request.threads or (None if request.local is None else _local_threads(request.local))
 
 
-async def _begin(replanner: PoolReplanner, pool_name: str, on_event: Callable[[ServeEvent], None]) -> Deployment:
+async def _begin(
+    replanner: PoolReplanner, pool_name: str, on_event: Callable[[ServeEvent], None], *, is_local: bool
+) -> Deployment:
     """Look, plan, ask; look again when a peer was taken meanwhile."""
     for attempt in range(PLAN_ATTEMPTS):
         members = await replanner.pool.pool()
         usable = replanner.usable(members)
         if not usable:
             raise nobody(pool_name, members)
-        problem = msgspec.structs.replace(replanner.problem, peers=tuple(member.profile for member in usable))
+        profiles = tuple(member.profile for member in usable)
+        problem = msgspec.structs.replace(replanner.problem, peers=_equal(profiles) if is_local else profiles)
         made = await in_background(lambda problem=problem: planned(problem))
         try:
             return await replanner.make_real(made)
@@ -292,6 +296,16 @@ async def _begin(replanner: PoolReplanner, pool_name: str, on_event: Callable[[S
             on_event(Noted(f"looking at the pool again: {error.message}"))
             await asyncio.sleep(PLAN_PAUSE_S)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
+    """Processes of one machine measured each other's load: they are alike."""
+    flops_per_s = median(profile.flops_per_s for profile in profiles)
+    bandwidth = median(profile.memory_bandwidth_bytes_per_s for profile in profiles)
+    return tuple(
+        msgspec.structs.replace(profile, flops_per_s=flops_per_s, memory_bandwidth_bytes_per_s=bandwidth)
+        for profile in profiles
+    )
 
 
 def _serving_job(model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights) -> ServingJob:

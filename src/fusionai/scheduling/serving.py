@@ -6,6 +6,8 @@ pages, up to every session's whole context. The first block (embedding) and the 
 owner's when the roles `feed` and `loss` are placed there, which is the default: then tokens and logits never leave that
 process.
 
+Where many sessions are to be served, cuts are then evened out at a small cost for one (`serving_evening`).
+
 Neighbours: `planner` calls this for task `serve`; `serving_line` has the formulas, `serving_prediction` prices the
 stages as placed, `guards` gives every stage a spare that holds its weights.
 """
@@ -23,6 +25,7 @@ from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.placement import pool_name
+from fusionai.scheduling.serving_evening import evened
 from fusionai.scheduling.serving_line import ServingLine, block_s, retained_bytes, stage_bytes, token_bytes
 from fusionai.scheduling.serving_prediction import predict_serving, together
 from fusionai.scheduling.serving_search import FoundLine, Line, LineLimits, fastest_line
@@ -39,6 +42,7 @@ from fusionai.scheduling.types import (
 
 SEARCH_BUDGET: Final = 100_000
 MOST_PAGES: Final = 1_048_576
+ROUNDING: Final = 1e-9
 FILLED: Final = 0.75
 """Of the memory beyond the wanted cache; the rest lets a spare hold the weights of more stages than it will run."""
 
@@ -60,8 +64,11 @@ def serving_plan(problem: Problem) -> Plan:
     _check_owner(line, needs)
     found, cache_tokens = _found(problem, line, needs)
     assert found.best is not None, "a line was found"
-    pages = _pages(line, found.best, needs, cache_tokens)
-    stages = _stages(line, found.best, needs, pages * needs.page_tokens)
+    best = found.best
+    if needs.sessions > 1:
+        best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens))
+    pages = _pages(line, best, needs, cache_tokens)
+    stages = _stages(line, best, needs, pages * needs.page_tokens)
     costs = StageCosts(problem)
     prediction = predict_serving(stages, costs)
     passes, together_per_s = together(stages, costs, needs)
@@ -75,6 +82,8 @@ def serving_plan(problem: Problem) -> Plan:
         )
     used = {stage.peer for stage in stages if "stage" in stage.roles}
     bound = max(1 / found.bound_s, 1 / prediction.step_s)
+    gap = bound * prediction.step_s - 1
+    exact = found.proven and gap < ROUNDING
     plan = Plan(
         task="serve",
         graph_hash=problem.graph_hash,
@@ -89,10 +98,12 @@ def serving_plan(problem: Problem) -> Plan:
         excluded=tuple(refused),
         warnings=tuple(warnings),
         certificate=Certificate(
-            method="best-first search over peers, order and cuts" + ("" if found.proven else ", cut off"),
-            exact=found.proven,
+            method="best-first search over peers, order and cuts"
+            + ("" if found.proven else ", cut off")
+            + ("" if best.cuts == found.best.cuts else "; stages evened out"),
+            exact=exact,
             bound_tokens_per_s=bound,
-            optimality_gap=0.0 if found.proven else bound * prediction.step_s - 1,
+            optimality_gap=0.0 if exact else gap,
             explored=found.explored,
         ),
         serving=ServingSizes(

@@ -98,11 +98,11 @@ def test_memory_counts_weights_pages_rings_and_what_is_retained() -> None:
     owner, first, second, head = plan(problem(blocks=blocks, stages=2, required=("ada", "bob"))).stages
     tokens = 3500
     assert owner.memory_bytes == 4_000_000 + tokens * 1000
-    assert (first.blocks, second.blocks) == ((1, 3), (3, 7))
-    assert first.memory_bytes == 8_000_000 + 2 * 4 * 5000 + 70 + tokens * 1000
-    assert (second.weight_bytes, second.memory_bytes) == (16_000_000, 16_000_000 + second.cache_bytes)
+    assert (first.blocks, second.blocks) == ((1, 4), (4, 7))
+    assert first.memory_bytes == 12_000_000 + 2 * 4 * 5000 + 70 + tokens * (1000 + 100)
+    assert (second.weight_bytes, second.memory_bytes) == (12_000_000, 12_000_000 + second.cache_bytes)
     # Behind the last layers no cache lies: nothing is retained for the head.
-    assert second.cache_bytes == tokens * 4 * 100
+    assert second.cache_bytes == tokens * 3 * 100
     assert head.memory_bytes == 4_000_000
 
 
@@ -157,6 +157,18 @@ def test_more_sessions_fill_the_pipeline() -> None:
     assert found.serving.tokens_per_s_together > 2 * found.tokens_per_s
     assert {stage.in_flight for stage in found.stages} == {found.serving.passes_in_flight}
     assert any("1 stage would be faster than the 3 asked for" in text for text in found.warnings)
+
+
+def test_stages_are_evened_out_where_it_costs_one_session_little() -> None:
+    found = plan(problem(stages=3))
+    assert [stage.blocks for stage in pool_stages(found)] == [(1, 3), (3, 5), (5, 7)]
+    # A machine twice as slow would cost much more with an even share.
+    peers = (peer("ada"), peer("bob"), peer("slow", memory_bandwidth_bytes_per_s=2e9))
+    uneven = plan(problem(*peers, stages=3, required=("slow",)))
+    assert {s.peer: s.blocks[1] - s.blocks[0] for s in pool_stages(uneven)}["slow"] == 1
+    assert 0 <= uneven.certificate.optimality_gap <= 0.05
+    alone = plan(problem(*peers, stages=3, needs=msgspec.structs.replace(NEEDS, sessions=1)))
+    assert alone.certificate.exact
 
 
 def test_spares_guard_the_peers_stages_and_none_of_the_owners() -> None:

@@ -1,0 +1,75 @@
+"""Other cuts for the same machines in the same order, so that no stage computes much longer than the others.
+
+One session's token passes all stages one after the other, so where machines are alike its time hardly depends on the
+cuts; the speed of many sessions together is the slowest stage's. Decides the cuts with the least slowest stage among
+those that cost one session at most `SLACK` more. Neighbours: `serving_search` finds the machines, `serving` asks.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from fusionai.scheduling.serving_line import ServingLine
+from fusionai.scheduling.serving_search import Line
+
+SLACK: Final = 0.05
+"""Of one session's time per token, given for the speed of all together."""
+
+
+def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int) -> tuple[int, ...]:
+    """Cuts for `best.order`; `token_s`: of the whole trip with `best.cuts`."""
+    order, length = best.order, line.length
+    if len(order) == 1:
+        return best.cuts
+    needed = [[line.bytes(a, b, cache_tokens) if a < b else 0 for b in range(length + 1)] for a in range(length)]
+    lent = [line.lent_bytes(peer, cache_tokens) for peer in order]
+    thresholds = sorted(
+        {
+            line.compute_s(peer, a, b)
+            for peer in order
+            for a in range(length)
+            for b in range(a + 1, length - len(order) + 2 + a)
+            if b <= length
+        }
+    )
+    # What no cut changes is in both.
+    most_s = token_s * (1 + SLACK) - (token_s - _trip_s(line, order, best.cuts))
+    low, high, chosen = 0, len(thresholds) - 1, best.cuts
+    while low <= high:
+        middle = (low + high) // 2
+        seconds, cuts = _quickest(line, order, needed, lent, thresholds[middle])
+        if cuts is not None and seconds <= most_s:
+            chosen, high = cuts, middle - 1
+        else:
+            low = middle + 1
+    return chosen
+
+
+def _trip_s(line: ServingLine, order: tuple[int, ...], cuts: tuple[int, ...]) -> float:
+    """Compute of the stages and the hops between them."""
+    seconds = sum(line.compute_s(peer, cuts[k], cuts[k + 1]) for k, peer in enumerate(order))
+    return seconds + sum(line.hop_s(order[k - 1], order[k], cuts[k]) for k in range(1, len(order)))
+
+
+def _quickest(
+    line: ServingLine, order: tuple[int, ...], needed: list[list[int]], lent: list[int], most_s: float
+) -> tuple[float, tuple[int, ...] | None]:
+    """The least trip with no stage above `most_s`, by dynamic programming from the first stage on."""
+    length, last = line.length, len(order) - 1
+    reached: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for k, peer in enumerate(order):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, (seconds, cuts) in reached.items():
+            ends = [length] if k == last else range(start + 1, length - (last - k) + 1)
+            for end in ends:
+                compute_s = line.compute_s(peer, start, end)
+                if end <= start or compute_s > most_s or needed[start][end] > lent[k]:
+                    continue
+                into_s = line.hop_s(order[k - 1], peer, start) if k else 0.0
+                total_s = seconds + compute_s + into_s
+                if total_s < following.get(end, (inf, ()))[0]:
+                    following[end] = (total_s, (*cuts, end))
+        reached = following
+    found = reached.get(length)
+    return (inf, None) if found is None else found
