@@ -406,28 +406,32 @@ class Batcher:
                 self.prefix_tokens += match.tokens
 
     def _chosen(self, number: int) -> list[_Part]:
-        """Marks whom it takes as under way in pass `number`."""
+        """Of those that can go together: whose turn it is and the like of it. Where these all lack pages, others."""
         ready = sorted(
             (one for one in self._sessions.values() if one.admitted and one.under_way is None), key=lambda one: one.turn
         )
-        if not ready:
-            return []
-        if ready[0].failures:
-            ready = ready[:1]
-        ready = [one for one in ready if one.spec.output == ready[0].spec.output and one.failures == ready[0].failures]
+        while ready:
+            first = ready[0]
+            alike = [one for one in ready if not one.failures and one.spec.output == first.spec.output]
+            together = ready[:1] if first.failures else alike
+            parts = self._composed(number, together)
+            if parts:
+                return parts
+            ready = [one for one in ready if one.admitted and one not in together]
+        return []
+
+    def _composed(self, number: int, ready: Sequence[_Session]) -> list[_Part]:
+        """Marks whom it takes as under way in pass `number`."""
         decoding = [one for one in ready if one.decodes]
         ranked = self._queue.rank((one.number, one.spec.scope) for one in ready if not one.decodes)
         reading = [self._sessions[one] for one in ranked]
-        room = self.limits.pass_tokens
-        if decoding and reading:
-            chunk = self._chunk_end(reading[0]) - reading[0].computed
-            if chunk < room:
-                room -= chunk
-            elif decoding[0].turn > reading[0].turn:
-                decoding = []
-            else:
-                reading = []
-        parts = self._decoding_parts(number, decoding, room)
+        chunk = self._chunk_end(reading[0]) - reading[0].computed if reading else 0
+        takes_turns = chunk == self.limits.pass_tokens
+        if takes_turns and decoding and decoding[0].turn > reading[0].turn:
+            decoding = []
+        parts = self._decoding_parts(number, decoding, self.limits.pass_tokens - (0 if takes_turns else chunk))
+        if parts and takes_turns:
+            return parts
         room = self.limits.pass_tokens - sum(1 + len(part.proposals) for part in parts)
         if parts:
             room = min(room, self.limits.chunk_tokens)

@@ -189,6 +189,23 @@ def test_the_youngest_makes_room_and_goes_on_where_it_was() -> None:
     assert batcher.pages.room == 6
 
 
+@pytest.mark.parametrize("pass_tokens", [8, 16])
+def test_who_lacks_a_page_holds_nobody_up(pass_tokens: int) -> None:
+    batcher = limited(pages=9, in_flight=1, prefix=False, pass_tokens=pass_tokens)
+    batcher.submit(session(1, 16, 0, all_rows=True, output="hidden"), 0.0)
+    for number, length, most in ((2, 8, 1), (3, 3, 12)):
+        batcher.submit(session(number, length, most), 0.0)
+    ended: list[int] = []
+    while batcher.running or batcher.queued:
+        plan = sent(batcher)
+        tokens = {one: (7,) for one in plan.wanted_sessions if one > 1}
+        before = batcher.sessions_of(plan.number)
+        batcher.returned(plan.number, tokens, (), 0.0)
+        ended += [one for one in before if one not in batcher._sessions]
+    assert sorted(ended) == [1, 2, 3]
+    assert batcher.pages.room == 7
+
+
 def test_rows_of_the_whole_prompt_are_wanted_once_even_if_it_is_read_twice() -> None:
     batcher = limited(in_flight=1, prefix=False)
     batcher.submit(session(1, 12, 4, all_rows=True), 0.0)
