@@ -73,7 +73,7 @@ def test_draws_follow_the_defined_distribution(sampling: Sampling) -> None:
         if sampling.min_p <= 1
         else (np.arange(VOCABULARY) == logits.argmax()).astype(float)
     )
-    draws = 1500
+    draws = 800
     counts = np.bincount([choose(logits, sampling, History(), n) for n in range(draws)], minlength=VOCABULARY)
     assert not counts[wanted == 0].any()
     deviation = np.sqrt(wanted * (1 - wanted) / draws)
