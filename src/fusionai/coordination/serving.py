@@ -230,6 +230,12 @@ class ServingMachine:
         ]
         return [*loads, *self._go_on_when_loaded()]
 
+    def on_guard_enlisted(self, event: ServingEvent) -> list[ServingCommand]:
+        """Whoever runs a stage is in already; guards load when passes run."""
+        assert isinstance(event, MemberEnlisted)
+        self._enlisted.add(event.peer)
+        return []
+
     def on_loaded(self, event: ServingEvent) -> list[ServingCommand]:
         assert isinstance(event, StageLoaded)
         if self.roles.places.get(event.stage) != event.peer:
@@ -712,6 +718,7 @@ def _row(act: Act, *targets: ServingPhase) -> ServingTransition:
 TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] = {
     # A barrier that is complete may lead through the following phases at once, and from running back into a round.
     (_N, MemberEnlisted): _row(ServingMachine.on_enlisted, _N, _L, _B, _P, _G),
+    **{(phase, MemberEnlisted): _row(ServingMachine.on_guard_enlisted, phase) for phase in (_L, _B, _P)},
     (_G, MemberEnlisted): _row(ServingMachine.on_enlisted, _G, _N),
     (_N, StageLoaded): _row(ServingMachine.on_loaded, _N, _L, _B, _P, _G),
     (_L, StageLoaded): _row(ServingMachine.on_loaded, _L, _B, _P, _G, _N),

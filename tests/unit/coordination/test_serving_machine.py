@@ -131,6 +131,19 @@ def test_a_guard_that_does_not_answer_holds_nobody_up() -> None:
     assert job.phase is ServingPhase.PROBING
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_guard_that_answers_late_loads_once_passes_run(loaded: bool) -> None:
+    job = Job(roles())
+    job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "b", "c")))
+    if loaded:
+        job.load()
+    job.tell(events.MemberEnlisted(job.fence, "g"))
+    if not loaded:
+        job.load()
+    job.probe("x", "x")
+    assert [(load.peer, load.stage, load.standby) for load in job.of(commands.SendLoad)] == [("g", 2, True)]
+
+
 def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_before() -> None:
     job = running()
     computed = decoding(job)
