@@ -362,6 +362,10 @@ class ServingEngine:
         """Whether a stage has nobody to run it."""
         return self._machine.phase is ServingPhase.WAITING
 
+    def is_warm(self, stage: int) -> bool:
+        """Whether the stage's spare could take over now."""
+        return self._machine.is_warm(stage)
+
     def offer(self, deployment: Deployment, reason: str) -> None:
         """A newer plan (another spare, a machine that leaves): gone over to between two passes."""
         self._driver.offer(deployment, reason)

@@ -1,0 +1,158 @@
+"""Whole serving jobs over the memory network with real stages: the tokens of a plain forward, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.source import ConfigSource
+from fusionai.scheduling.types import Guard
+from fusionai.serving import progress
+from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, Held, Sampling
+from harness.pool import peer_id
+from harness.serving_pool import model_weights, served, tokens_of
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 61
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.6,
+}
+THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+"""Embedding; a layer each; norm and head."""
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Captured:
+    return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 128), train=False)
+
+
+def reference(captured: Captured, directory: Path) -> nn.Module:
+    """transformers' own model with the weights that the pool serves."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).eval()
+    weights = model_weights(captured, directory)
+    state = {}
+    for spec in weights.specs:
+        tensor = weights.read(spec)
+        state[spec.key] = torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).reshape(tensor.shape)
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    return model
+
+
+def greedy(model: nn.Module, prompt: tuple[int, ...], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+        )
+    return made[0, len(prompt) :].tolist()
+
+
+def prompts(count: int) -> list[tuple[int, ...]]:
+    return [tuple((7 * place + 13 * number) % VOCABULARY for place in range(3 + 4 * number)) for number in range(count)]
+
+
+def expected(captured: Captured, directory: Path, asked: list[tuple[int, ...]], count: int) -> list[list[int]]:
+    model = reference(captured, directory)
+    return [greedy(model, prompt, count) for prompt in asked]
+
+
+def test_tokens_are_those_of_transformers(llama: Captured, tmp_path: Path):
+    async def story() -> list[list[int]]:
+        async with served(llama, tmp_path, THREE_PEERS, vocabulary=VOCABULARY) as job:
+            asked = [Generation(prompt=prompt, max_tokens=12, sampling=GREEDY) for prompt in prompts(5)]
+            return await asyncio.gather(*(tokens_of(job.engine, one) for one in asked))
+
+    assert asyncio.run(story()) == expected(llama, tmp_path / "owner", prompts(5), 12)
+
+
+def test_a_stage_killed_under_running_streams_changes_no_token(llama: Captured, tmp_path: Path):
+    """The second peer dies; its guard takes over and gets its cache from what the first retained."""
+    guard = Guard(stage=2, peer=peer_id(3))
+
+    async def story() -> tuple[list[list[int]], tuple[FaultNote, ...], list[Held]]:
+        async with served(llama, tmp_path, THREE_PEERS, guards=[guard], spares=1, vocabulary=VOCABULARY) as job:
+            await until(lambda: any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told))
+            held: list[Held] = []
+
+            async def listen(prompt: tuple[int, ...], kill_at: int | None) -> list[int]:
+                tokens: list[int] = []
+                async for event in job.engine.submit(Generation(prompt=prompt, max_tokens=20, sampling=GREEDY)):
+                    match event:
+                        case Emitted(index=index, token=token):
+                            assert index == len(tokens)
+                            tokens.append(token)
+                            if index == kill_at:
+                                job.pool.kill(peer_id(1))
+                        case Held():
+                            held.append(event)
+                        case Finished(reason=reason, detail=detail):
+                            assert reason == "length", detail
+                        case _:
+                            pass
+                return tokens
+
+            asked = [listen(prompt, 5 if number == 0 else None) for number, prompt in enumerate(prompts(4))]
+            tokens = await asyncio.gather(*asked)
+            return tokens, job.engine.status.faults, held
+
+    tokens, faults, held = asyncio.run(story())
+    assert tokens == expected(llama, tmp_path / "owner", prompts(4), 20)
+    gaps = [note.gap_s for note in faults if note.gap_s is not None]
+    assert len(gaps) == 1, faults
+    assert {one.state for one in held} == {"recovering", "running"}
+    print(f"gap {gaps[0]:.3f} s")  # noqa: T201 - for whoever measures
+
+
+def test_without_anybody_to_take_over_streams_wait_and_go_on(llama: Captured, tmp_path: Path):
+    async def story() -> tuple[list[int], list[str]]:
+        async with served(llama, tmp_path, THREE_PEERS, vocabulary=VOCABULARY) as job:
+            tokens: list[int] = []
+            states: list[str] = []
+            async for event in job.engine.submit(Generation(prompt=prompts(1)[0], max_tokens=16, sampling=GREEDY)):
+                match event:
+                    case Emitted(token=token):
+                        tokens.append(token)
+                        if len(tokens) == 4:
+                            job.pool.kill(peer_id(2))
+                    case Held(state=state):
+                        states.append(state)
+                        if state == "waiting":
+                            assert job.engine.is_waiting
+                            await job.pool.bury(peer_id(2))
+                            await job.pool.revive(peer_id(2))
+                    case Finished(reason=reason, detail=detail):
+                        assert reason == "length", detail
+                    case _:
+                        pass
+            return tokens, states
+
+    tokens, states = asyncio.run(story())
+    assert tokens == expected(llama, tmp_path / "owner", prompts(1), 16)[0]
+    assert states[0] == "waiting"
+    assert states[-1] == "running"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
