@@ -53,7 +53,7 @@ _PAGE_HEADERS: Final = {
 
 
 class Gateway:
-    """The application. `config`, `metrics` and `guards` are for the server that runs it."""
+    """The application. `config` and `metrics` are for the server that runs it."""
 
     def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock) -> None:
         self.config = config
@@ -63,10 +63,10 @@ class Gateway:
             routes=_routes(self._desk, self.metrics),
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: self._own_mistake},
         )
-        self.guards = Guards(self._inner, config, self.metrics)
+        self._guards = Guards(self._inner, config, self.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.guards(scope, receive, send)
+        await self._guards(scope, receive, send)
 
     @property
     def open_streams(self) -> int:

@@ -7,12 +7,14 @@ for ever. Neighbours: `server` hands it to uvicorn.
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fusionai.gateway.config import Limits
+from fusionai.gateway.guards import SURPLUS_EXTENSION
 from fusionai.gateway.streaming import ABORT_EXTENSION
 
 
@@ -27,7 +29,9 @@ def limited(limits: Limits) -> type[H11Protocol]:
             if len(self.connections) > 2 * limits.connections:
                 transport.abort()
                 return
-            self.app = _Abortable(self.app, transport)
+            # What the system keeps for a client that does not read is bounded too.
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.unread_bytes)
+            self.app = _Marked(self.app, transport, is_surplus=len(self.connections) > limits.connections)
             self._await_head(limits.head_timeout_s)
 
         def data_received(self, data: bytes) -> None:
@@ -61,14 +65,16 @@ def limited(limits: Limits) -> type[H11Protocol]:
     return LimitedConnection
 
 
-class _Abortable:
-    """Tells the application how to close this connection at once."""
+class _Marked:
+    """Tells the application how to close this connection at once, and whether it is one too many."""
 
-    def __init__(self, inner: ASGIApp, transport: asyncio.Transport) -> None:
+    def __init__(self, inner: ASGIApp, transport: asyncio.Transport, *, is_surplus: bool) -> None:
         self._inner = inner
         self._transport = transport
+        self._is_surplus = is_surplus
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         extensions: dict[str, Any] = scope.setdefault("extensions", {})
         extensions[ABORT_EXTENSION] = self._transport.abort
+        extensions[SURPLUS_EXTENSION] = self._is_surplus
         await self._inner(scope, receive, send)

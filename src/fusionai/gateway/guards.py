@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -28,17 +27,18 @@ _COUNTED: Final = ("/v1/", "/fusion/")
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _NOBODY: Final = KeyHolder("", "")
 _CLOSING: Final = {"Connection": "close"}
+SURPLUS_EXTENSION: Final = "fusionai.surplus"
+"""In a request's scope: its connection came when there were enough. Those that were there before go on."""
 
 
 class Guards:
-    """ASGI in, ASGI out. `connections` is asked how many are open; the server sets it."""
+    """ASGI in, ASGI out."""
 
     def __init__(self, inner: ASGIApp, config: GatewayConfig, metrics: Metrics) -> None:
         self._inner = inner
         self._config = config
         self._metrics = metrics
         self._active = 0
-        self.connections: Callable[[], int] = lambda: 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,7 +61,7 @@ class Guards:
         self._active += counted
         self._metrics.active.set(self._active)
         try:
-            scope["state"]["holder"] = self._admitted(headers, path, counted)
+            scope["state"]["holder"] = self._admitted(scope, headers, path, counted)
             await self._inner(scope, receive, send_named)
         except ClientGone:
             status = 499
@@ -74,10 +74,10 @@ class Guards:
             endpoint = scope["endpoint"].__name__ if "endpoint" in scope else "none"
             self._metrics.requests.labels(endpoint, str(status)).inc()
 
-    def _admitted(self, headers: Headers, path: str, counted: bool) -> KeyHolder:
+    def _admitted(self, scope: Scope, headers: Headers, path: str, counted: bool) -> KeyHolder:
         limits = self._config.limits
-        if (open_now := self.connections()) > limits.connections:
-            message = f"{open_now} connections are open, at most {limits.connections} are served."
+        if scope.get("extensions", {}).get(SURPLUS_EXTENSION, False):
+            message = f"{limits.connections} connections are open already; this is one too many."
             raise ApiError(503, message, code="too_many_connections", retry_after_s=2.0, headers=_CLOSING)
         self._refuse_foreign_pages(headers)
         holder = self._holder(headers) if path.startswith(_GUARDED) else _NOBODY

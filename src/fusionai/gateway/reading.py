@@ -19,6 +19,7 @@ from fusionai.gateway.requests import ADVICE, HARMLESS, NEUTRAL
 Form = TypeVar("Form", bound=msgspec.Struct)
 _WHERE: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_HEARD_OUT: Final = 4
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
@@ -48,15 +49,21 @@ def decode(body: bytes, form: type[Form]) -> Form:
 
 async def _body(request: Request, limits: Limits) -> bytes:
     told = request.headers.get("content-length", "")
-    if told.isdecimal() and len(told) < 20 and int(told) > limits.body_bytes:
+    if told.isdecimal() and (len(told) > 18 or int(told) > _HEARD_OUT * limits.body_bytes):
         raise _too_large(limits)
     body = bytearray()
+    size = 0
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             async for piece in request.stream():
-                body += piece
-                if len(body) > limits.body_bytes:
+                size += len(piece)
+                if size <= limits.body_bytes:
+                    body += piece
+                # Most clients read no answer before they have sent everything: what is too much is heard out, unkept.
+                elif size > _HEARD_OUT * limits.body_bytes:
                     raise _too_large(limits)
+                else:
+                    body.clear()
     except TimeoutError:
         raise ApiError(
             408,
@@ -66,6 +73,8 @@ async def _body(request: Request, limits: Limits) -> bytes:
         ) from None
     except ClientDisconnect:
         raise ApiError(400, "The connection closed within the body.", code="incomplete_body") from None
+    if size > limits.body_bytes:
+        raise _too_large(limits)
     return bytes(body)
 
 
@@ -93,7 +102,6 @@ def _wanted(given: dict[str, Any], known: list[str]) -> dict[str, Any]:
 def _explained(said: str, known: list[str]) -> ApiError:
     found = _WHERE.match(said)
     what, path = (found["what"], found["path"] or "") if found else (said, "")
-    path = path.replace("[...]", "[]")
     unknown, missing = _UNKNOWN.match(what), _MISSING.match(what)
     if unknown is not None:
         name = f"{path}.{unknown['name']}" if path else unknown["name"]

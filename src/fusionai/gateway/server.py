@@ -75,7 +75,6 @@ async def serve(
             )
         )
         connections = server.server_state.connections
-        app.guards.connections = lambda: len(connections)
         app.metrics.connections.set_function(lambda: len(connections))
         if on_listening is not None:
             on_listening(_url(listener, host, is_https=certificate is not None))

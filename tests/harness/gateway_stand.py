@@ -1,0 +1,62 @@
+"""A gateway on loopback over a scripted engine, for as long as a test's `async with` lasts.
+
+Neighbours: `scripted_engine`, `tiny_text`; the tests of the gateway speak HTTP to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fusionai.gateway.app import Gateway, make_app
+from fusionai.gateway.config import GatewayConfig
+from fusionai.gateway.server import serve
+from harness.scripted_engine import ScriptedEngine
+
+LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    url: str
+    engine: ScriptedEngine
+    app: Gateway
+    stop: asyncio.Event
+    served: asyncio.Task[None]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+
+@asynccontextmanager
+async def gateway_stand(engine: ScriptedEngine, config: GatewayConfig | None = None) -> AsyncIterator[Stand]:
+    app = make_app(config or GatewayConfig("tiny"), engine, engine.text)
+    stop = asyncio.Event()
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    served = asyncio.create_task(serve(app, port=0, stop=stop, on_listening=listening.set_result))
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.wait((served, listening), return_when=asyncio.FIRST_COMPLETED)
+    if served.done():
+        await served
+    try:
+        yield Stand(await listening, engine, app, stop, served)
+    finally:
+        stop.set()
+        async with asyncio.timeout(LIMIT_S):
+            await served
+
+
+async def until(condition: Any, *, limit_s: float = 10.0) -> None:
+    """Waits for what another task brings about."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - the condition is no event
+            await asyncio.sleep(0.01)
+
+
+def chat(content: str = "hello", **fields: Any) -> dict[str, Any]:
+    """A request's body."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}

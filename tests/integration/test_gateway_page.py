@@ -1,0 +1,153 @@
+"""The page in a real browser without a window: it streams, shows the pool, is reached by keyboard, harms no reader."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionai.gateway.config import GatewayConfig
+from fusionai.gateway.keys import KeyRing
+from fusionai.serving.interface import FaultNote
+from harness.gateway_stand import Stand, gateway_stand, until
+from harness.scripted_engine import ScriptedEngine
+from harness.tiny_text import write_tiny_text
+
+playwright = pytest.importorskip("playwright.async_api")
+axe = pytest.importorskip("axe_playwright_python.async_playwright")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium here: install it (apt-get install chromium)"),
+]
+PHONE = {"width": 390, "height": 800}
+DESK = {"width": 1280, "height": 820}
+
+
+@pytest.fixture(scope="module")
+def engine_text(tmp_path_factory: pytest.TempPathFactory):
+    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
+
+
+@pytest.fixture
+def engine(engine_text: Any) -> ScriptedEngine:
+    answer = "Together.\n```\none machine\n```\nThat is all."
+    return ScriptedEngine(engine_text, pause_s=0.005, hold_at=12, script=lambda prompt, generation: answer)
+
+
+@asynccontextmanager
+async def page_of(stand: Stand, **options: Any) -> AsyncIterator[Any]:
+    problems: list[str] = []
+    async with playwright.async_playwright() as tool:
+        # No sandbox: where tests run as root there is none.
+        browser = await tool.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        context = await browser.new_context(**{"viewport": DESK, **options})
+        page = await context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda problem: problems.append(str(problem)))
+        await page.goto(stand.url)
+        yield page
+        await browser.close()
+    assert not problems
+
+
+async def serious(page: Any) -> list[str]:
+    found = await axe.Axe().run(page)
+    return [
+        f"{each['id']}: {each['nodes'][0]['target']}"
+        for each in found.response["violations"]
+        if each["impact"] in ("serious", "critical")
+    ]
+
+
+def test_an_answer_streams_and_its_way_is_shown(engine: ScriptedEngine):
+    async def scenario() -> None:
+        async with gateway_stand(engine) as stand, page_of(stand) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            assert await page.locator("#model").inner_text() == "tiny"
+            assert await page.locator("#stages .name").all_inner_texts() == ["owner", "laptop", "tower", "owner"]
+            assert "attic stands by" in await page.locator("#stages li:nth-child(3)").inner_text()
+            # By keyboard alone: the first stop leads past everything, the field sends with Enter.
+            await page.keyboard.press("Tab")
+            await page.keyboard.press("Enter")
+            await page.keyboard.type("How?")
+            await page.keyboard.press("Enter")
+            await page.locator(".turn.streaming").wait_for()
+            await page.locator(".turn.assistant .facts").wait_for()
+            assert await page.locator(".turn.assistant pre").inner_text() == "one machine"
+            facts = await page.locator(".turn.assistant .facts").inner_text()
+            assert facts.startswith("owner → laptop → tower → owner")
+            assert "attic takes its place" in facts
+            assert await page.locator("#hops li").count() == 4
+            assert await page.locator("#announce").inner_text() == "Answer: " + await page.evaluate(
+                "() => document.querySelector('.turn.assistant .words').textContent.replace('one machine', "
+                "'```\\none machine\\n```\\n')"
+            )
+            engine.faults = (FaultNote(1_700_000_000.0, "tower was lost; attic took its place.", 0.62),)
+            await page.locator("#story li").wait_for()
+            assert "after 620 ms" in await page.locator("#story li").inner_text()
+            engine.state = "waiting"
+            await page.locator("#state[data-state=waiting]").wait_for()
+
+    asyncio.run(scenario())
+
+
+def test_stopping_cancels_and_a_dead_gateway_is_said(engine: ScriptedEngine):
+    async def scenario() -> None:
+        engine.gate = asyncio.Event()
+        async with gateway_stand(engine) as stand, page_of(stand) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            await page.locator(".idea").first.click()
+            await page.locator("#send", has_text="Stop").wait_for()
+            await page.keyboard.press("Escape")
+            await page.locator("#send", has_text="Send").wait_for()
+            await until(lambda: engine.live == 0)
+            stand.stop.set()
+            await page.locator("#state[data-state=unreachable]").wait_for()
+            await page.fill("#prompt", "still there?")
+            await page.keyboard.press("Enter")
+            await page.locator("#problem").wait_for()
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_with_keys_asks_for_one(engine: ScriptedEngine, tmp_path: Path):
+    (tmp_path / "keys").write_text("a-good-long-key-of-hers\n")
+
+    async def scenario() -> None:
+        config = GatewayConfig("tiny", keys=KeyRing.load(tmp_path / "keys"))
+        async with gateway_stand(engine, config) as stand, page_of(stand) as page:
+            await page.locator("#model", has_text="an API key is needed").wait_for()
+            await page.fill("#key", "a-good-long-key-of-hers")
+            await page.locator("#key").press("Tab")
+            await page.locator("#state[data-state=ready]").wait_for()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", DESK), ("light", PHONE)])
+def test_a_checker_of_accessibility_finds_nothing_serious(engine: ScriptedEngine, scheme: str, size: Any):
+    async def scenario() -> None:
+        engine.faults = (FaultNote(1_700_000_000.0, "tower was lost; attic took its place.", 0.62),)
+        # The checker is a script of its own, which the page's policy would rightly refuse.
+        options = {"color_scheme": scheme, "viewport": size, "bypass_csp": True, "reduced_motion": "reduce"}
+        async with gateway_stand(engine) as stand, page_of(stand, **options) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            assert await serious(page) == []
+            await page.fill("#prompt", "How?")
+            await page.keyboard.press("Enter")
+            await page.locator(".turn.assistant .facts").wait_for()
+            await page.locator("#settings summary").click()
+            assert await serious(page) == []
+            if size == PHONE:
+                await page.locator("[data-show=pool]").click()
+                assert await serious(page) == []
+                width = await page.evaluate("() => document.documentElement.scrollWidth")
+                assert width <= PHONE["width"]
+
+    asyncio.run(scenario())
