@@ -5,6 +5,7 @@
 #   make check      lint, types, import contracts, quick tests
 #   make test-long  the tests of many minutes
 #   make bench      side-by-side measurements
+#   make clients    what the test of litellm needs, 350 MB
 #   make docs       regenerate the generated pages
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo check lint types contracts quick test test-long bench docs
+.PHONY: setup demo check lint types contracts quick test test-long bench clients docs
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -57,7 +58,12 @@ test-long: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
 
 bench: setup
-	for subject in planner transport training recovery; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done
+	for subject in planner transport training recovery serving; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done
+
+# litellm and transformers want different versions of one library: it gets an environment of its own.
+clients: setup
+	test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/integration/clients.txt
 
 docs: setup
 	$(BIN)/python docs/generate.py

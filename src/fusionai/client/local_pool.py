@@ -48,13 +48,15 @@ _Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
     """A peer to start. `share` makes machines unequal by resting between pieces of work. `memory_bytes`: what it lends,
-    None: what it thinks is free."""
+    None: what it thinks is free. `port`: where it listens, None: anywhere. `address`: what it tells others instead."""
 
     name: str
     share: float = 1.0
     threads: int = 1
     device: str = "cpu"
     memory_bytes: int | None = None
+    port: int | None = None
+    address: str | None = None
 
 
 @dataclass(slots=True)
@@ -156,6 +158,10 @@ class LocalPool:
         arguments += ["--threads", str(peer.threads), "--share", f"{peer.share * 100:g}%", "--json", str(announced)]
         if peer.memory_bytes is not None:
             arguments += ["--max-memory", f"{peer.memory_bytes}B"]
+        if peer.port is not None:
+            arguments += ["--port", str(peer.port)]
+        if peer.address is not None:
+            arguments += ["--address", peer.address]
         home = self.directory / peer.name
         if invited:
             child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")

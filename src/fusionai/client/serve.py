@@ -330,6 +330,7 @@ def _serving_job(model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weig
         context_tokens=sizes.context_tokens,
         stop_tokens=model.texts.stop_tokens,
         prefix_cache=not model.windows,
+        in_flight=max(sizes.passes_in_flight, len(plan.stages)),
     )
 
 

@@ -19,7 +19,6 @@ from fusionai.ir.cost import block_costs
 from fusionai.ir.graph import reads
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.shapes import evaluate
-from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
@@ -53,8 +52,7 @@ class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 def serving_costs(
     graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int
 ) -> tuple[ServingCostRecord, ...]:
-    """Cost of every block of a serving graph; index: block number. Raises `GraphError` where an attention's shape is
-    none."""
+    """Cost of every block of a validated serving graph; index: block number."""
     symbols = dict.fromkeys(graph.symbols, 1)
     records = block_costs(graph, symbols, training=False)
     nodes: dict[int, list[Node]] = {record.block: [] for record in records}
@@ -130,12 +128,10 @@ def _plain_bytes(graph: Graph, value: str) -> int:
 
 
 def _cached_elements(graph: Graph, node: Node, symbols: Mapping[str, int]) -> int:
-    """Of keys and values together, for one position."""
+    """Of keys and values [b, heads, s, d] together, for one position."""
     elements = 0
     for arg in node.args[1:3]:
-        spec = graph.values.get(arg.name) if isinstance(arg, Ref) else None
-        if spec is None or len(spec.shape) != 4:
-            raise GraphError(f"node {node.id} ({node.op}): expected keys and values [b, heads, s, d].")
-        _, heads, _, width = (evaluate(dim, symbols) for dim in spec.shape)
-        elements += heads * width
+        if isinstance(arg, Ref):
+            _, heads, _, width = (evaluate(dim, symbols) for dim in graph.values[arg.name].shape)
+            elements += heads * width
     return elements

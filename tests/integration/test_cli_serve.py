@@ -1,0 +1,118 @@
+"""`fusion serve MODEL --local` as people use it: real processes, transformers' own tokens, a kill, the chat, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fusionai.corpus.tokenizer import train_tokenizer
+from harness.live_pool import Process, fusion
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer = train_tokenizer(iter(["a pool of peers serves a model " * 40]), 300)
+    for name, content in tokenizer.files.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def greedy(model: Path, prompt: str) -> str:
+    """What transformers says."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    asked = torch.tensor([tokenizer.encode(prompt)])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made = loaded.generate(
+        asked, do_sample=False, min_new_tokens=TOKENS, max_new_tokens=TOKENS, eos_token_id=None, pad_token_id=0
+    )
+    return tokenizer.decode(made[0, asked.shape[1] :], skip_special_tokens=True)
+
+
+def asked(url: str, prompt: str) -> dict[str, Any]:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "fusion_route": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def heard(server: Process, words: str) -> None:
+    """Starting five processes takes a busy machine a while."""
+    found = server.wait_until(lambda: next((line for line in server.lines if words in line), None), 150.0)
+    assert found is not None, f"{words!r} never came; said: {server.text}"
+
+
+@pytest.mark.timeout(300)
+def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path, tmp_path: Path) -> None:
+    home, figures = tmp_path / "home", tmp_path / "serve.json"
+    server = Process(
+        *("serve", model, "--local", 2, "--context", 128, "--sessions", 4, "--port", 0),
+        *("--home", home, "--json", figures),
+    )
+    try:
+        heard(server, "curl ")
+        ready = json.loads(figures.read_text())
+        assert (ready["schema"], ready["model"]) == ("fusionai.serve/1", "tiny")
+        assert [stage["roles"] for stage in ready["plan"]["stages"]] == [["feed"], ["stage"], ["stage"], ["loss"]]
+        expected = greedy(model, "a pool of")
+        first = asked(ready["url"], "a pool of")
+        assert first["choices"][0]["text"] == expected
+        names = [ready["peers"][stage["peer"]] for stage in ready["plan"]["stages"]]
+        assert first["fusion"]["route"] == names
+
+        heard(server, "as a spare")
+        os.kill(ready["local_pids"][names[1]], signal.SIGKILL)
+        again = asked(ready["url"], "a pool of")
+        assert again["choices"][0]["text"] == expected
+        assert again["fusion"]["route"][1] not in (names[1], names[2])
+        heard(server, "tokens stood still for")
+
+        status = fusion("chat", "--url", ready["url"], "--home", home)  # standard input is empty here: it ends at once
+        assert status.code == 0
+        server.interrupt()
+        assert server.ended() == 0
+        assert list((home / "local").iterdir()) == []
+    finally:
+        if server.lives:  # its pool is ended by nobody else
+            server.interrupt()
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(timeout=60)
+        server.end()

@@ -1,0 +1,172 @@
+"""`fusion chat` against a gateway of the test's own: streams, notes, routes, refusals, plain lines."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from fusionai.cli.chat_client import Answer, ApiRefusal, ChatClient, Message, Note, Piece
+from fusionai.cli.main import main
+from fusionai.primitives.errors import TransportError
+
+ROUTE = {
+    "route": ["me", "ada", "bob"],
+    "hops": [
+        {"stage": 0, "peer": "me", "tokens": 3, "queued_s": 0.001, "compute_s": 0.002, "transfer_s": 0.0},
+        {"stage": 1, "peer": "ada", "tokens": 3, "queued_s": 0.001, "compute_s": 0.02, "transfer_s": 0.003},
+    ],
+    "first_token_s": 0.1,
+    "total_s": 0.5,
+    "tokens_per_s": 12.5,
+    "waits": [{"at_s": 0.2, "state": "recovering", "detail": "bob is gone"}],
+}
+STATUS = {
+    "model": "tiny",
+    "engine": {
+        "state": "ready",
+        "tokens_per_s": 3.0,
+        "stages": [
+            {
+                "stage": 1, "name": "ada", "blocks": [1, 4], "state": "running", "spare": "cyd",
+                "resident_bytes": 1000, "mean_compute_s": 0.002,
+            }
+        ],
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Gateway:
+    """`lines` is the stream it answers with; `asked` what it was asked."""
+
+    lines: list[str] = field(default_factory=list)
+    status: int = 200
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    address: str = ""
+
+
+def chunk(text: str | None = None, **more: object) -> str:
+    choices = [] if text is None else [{"index": 0, "delta": {"content": text}, "finish_reason": None}]
+    return "data: " + json.dumps({"choices": choices, **more})
+
+
+def ending(finish: str = "stop") -> list[str]:
+    last = {"index": 0, "delta": {}, "finish_reason": finish}
+    return [
+        "data: " + json.dumps({"choices": [last]}),
+        chunk(usage={"completion_tokens": 3}, fusion=ROUTE),
+        "data: [DONE]",
+    ]
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    told = Gateway()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            told.keys.append(self.headers.get("Authorization"))
+            self._answer(200, {"data": [{"id": "tiny"}]} if self.path == "/v1/models" else STATUS)
+
+        def do_POST(self) -> None:
+            told.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if told.status != 200:
+                self._answer(told.status, {"error": {"message": "The prompt is too long.", "type": "x"}})
+                return
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write("\n\n".join([*told.lines, ""]).encode())
+            self.close_connection = True
+
+        def _answer(self, status: int, body: object) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    told.address = f"http://127.0.0.1:{server.server_address[1]}"
+    yield told
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def parts(client: ChatClient) -> list[Piece | Note | Answer]:
+    return list(client.answer([Message("user", "hi")], max_tokens=5, temperature=0.0, seed=7))
+
+
+def test_an_answer_comes_in_pieces_with_its_route(gateway: Gateway) -> None:
+    gateway.lines = [chunk("Hel"), ": still here", ": recovering: bob is gone", chunk("lo"), *ending()]
+    with ChatClient(gateway.address, "secret") as client:
+        found = parts(client)
+    assert found[:3] == [Piece("Hel"), Note("recovering: bob is gone"), Piece("lo")]
+    answer = found[3]
+    assert isinstance(answer, Answer)
+    assert (answer.completion_tokens, answer.finish) == (3, "stop")
+    assert answer.route is not None
+    assert answer.route.route == ("me", "ada", "bob")
+    assert gateway.keys == ["Bearer secret"]
+    assert gateway.asked[0]["fusion_route"] is True
+    assert (gateway.asked[0]["temperature"], gateway.asked[0]["seed"]) == (0.0, 7)
+
+
+def test_what_the_gateway_refuses_is_said_in_its_words(gateway: Gateway) -> None:
+    gateway.status = 400
+    with ChatClient(gateway.address, None) as client:
+        with pytest.raises(ApiRefusal, match=r"The prompt is too long\."):
+            parts(client)
+        gateway.status, gateway.lines = 200, [chunk("x"), 'data: {"error": {"message": "The pool is gone."}}']
+        with pytest.raises(ApiRefusal, match=r"The pool is gone\."):
+            parts(client)
+
+
+def test_a_stream_that_breaks_off_is_no_answer(gateway: Gateway) -> None:
+    gateway.lines = [chunk("Hel")]
+    with ChatClient(gateway.address, None) as client, pytest.raises(TransportError, match="in the middle"):
+        parts(client)
+
+
+def test_a_conversation_in_plain_lines(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["/peers", "hi", "", "again", "/peers", "/new", "fresh", "/what", "/quit", "never"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    gateway.lines = [chunk("Good \x1b[31mday"), *ending()]
+    assert main(["chat", "--url", gateway.address, "--system", "Be brief."]) == 0
+    shown = capsys.readouterr().out
+    assert "Good \N{REPLACEMENT CHARACTER}[31mday" in shown
+    assert "tiny: ready" in shown
+    assert "me > ada > bob" in shown
+    assert "recovering bob is gone" in shown
+    assert "There is no /what." in shown
+    system = {"role": "system", "content": "Be brief."}
+    answered = {"role": "assistant", "content": "Good \x1b[31mday"}
+    assert gateway.asked[1]["messages"] == [
+        system, {"role": "user", "content": "hi"}, answered, {"role": "user", "content": "again"},
+    ]  # fmt: skip
+    assert gateway.asked[2]["messages"] == [system, {"role": "user", "content": "fresh"}]
+
+
+def test_nobody_there_and_wrong_use(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
+    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert main(["chat", "--url", "ftp://x"]) == 2
+    assert main(["chat", "m", "--url", "http://x"]) == 2
+    assert main(["chat", "--local", "2"]) == 2

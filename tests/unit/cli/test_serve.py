@@ -1,0 +1,64 @@
+"""`fusion serve`: what is refused before anything is started, and the sizes its flags make."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from fusionai.cli.main import main
+from fusionai.cli.serving_options import ServingOptions
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--local", "2", "--invite", "x"), "--local brings up a pool of its own"),
+        (("--local", "2", "--stages", "2"), "--local brings up a pool of its own"),
+        (("--host", "0.0.0.0"), "without API keys the gateway listens on this machine only"),
+        (("--api-key-file", "nowhere"), "there is no file of API keys nowhere"),
+        (("--host", "no.such.host.invalid"), "is no address to listen on"),
+        (("--weights", "fp64"), "'fp64' is not one of"),
+        (("--local", "0"), "0 is not in the range"),
+    ],
+)
+def test_wrong_use_is_told_at_once(
+    model: str, flags: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", model, *flags]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told_at_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert main(["serve", model, "--port", str(other.getsockname()[1])]) == 2
+    assert "can't listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_model_without_weights_starts_no_pool(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", model, "--local", "2", "--port", "0", "--home", str(tmp_path / "home")]) == 2
+    assert "holds no weights" in capsys.readouterr().err
+    assert not (tmp_path / "home" / "local").exists()
+
+
+def test_a_context_is_the_models_unless_it_is_asked_for() -> None:
+    flags = ServingOptions(weights="fp32", cache="fp32", context_tokens=None, sessions=2, ends="owner")
+    assert flags.needs(None).context_tokens == 4096
+    assert flags.needs(512).context_tokens == 512
+    assert flags.needs(100_000).context_tokens == 4096
+    assert flags.needs(512).cache_tokens == 2 * 512
+    asked = ServingOptions(weights="fp32", cache="fp32", context_tokens=8192, sessions=64, ends="owner")
+    assert (asked.needs(100_000).context_tokens, asked.needs(2048).context_tokens) == (8192, 2048)
+    assert asked.needs(100_000).cache_tokens == 4 * 8192

@@ -1,0 +1,69 @@
+"""What a block costs when it generates: matrices by format, tables apart, caches by token or by session."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionai.ir.schema import Graph, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.serving_cost import matrix_bytes, serving_costs
+
+
+def graph(*, window: int | None = None) -> Graph:
+    """A table of 10 x 16, one product 16 x 16 with a norm's weight, one attention with two heads of 8."""
+    kwargs = {"scale": 1.0, "causal": True} | ({} if window is None else {"window": window})
+    return Graph(
+        name="small",
+        symbols={"b": (1, 2), "s": (1, 64)},
+        inputs=("input_ids",),
+        outputs={"logits": "attended"},
+        values={
+            "input_ids": ValueSpec((1, "s"), "int64"),
+            "table": ValueSpec((10, 16), "float32"),
+            "matrix": ValueSpec((16, 16), "float32"),
+            "scale": ValueSpec((16,), "float32"),
+            "row": ValueSpec((1, "s", 16), "float32"),
+            "scaled": ValueSpec((1, "s", 16), "float32"),
+            "product": ValueSpec((1, "s", 16), "float32"),
+            "heads": ValueSpec((1, 2, "s", 8), "float32"),
+            "attended": ValueSpec((1, 2, "s", 8), "float32"),
+        },
+        params={
+            name: ParamSpec(key=name, kind="parameter", shape=shape, dtype="float32")
+            for name, shape in (("table", (10, 16)), ("matrix", (16, 16)), ("scale", (16,)))
+        },
+        nodes=(
+            Node(id=0, op="aten.embedding.default", args=(Ref("table"), Ref("input_ids")), outputs=("row",), block=0),
+            Node(id=1, op="aten.mul.Tensor", args=(Ref("row"), Ref("scale")), outputs=("scaled",), block=1),
+            Node(id=2, op="aten.linear.default", args=(Ref("scaled"), Ref("matrix")), outputs=("product",), block=1),
+            Node(id=3, op="aten.reshape.default", args=(Ref("product"), Ref("product")), outputs=("heads",), block=1),
+            Node(
+                id=4,
+                op="fusion.attention",
+                args=(Ref("heads"), Ref("heads"), Ref("heads")),
+                kwargs=kwargs,  # type: ignore[arg-type]
+                outputs=("attended",),
+                block=1,
+            ),
+        ),
+    )
+
+
+def test_a_table_is_looked_up_and_a_matrix_kept_in_the_wanted_format() -> None:
+    table, layer = serving_costs(graph(), weights="bf16", cache="fp32", pass_tokens=32)
+    assert (table.parameter_bytes, table.looked_up_bytes, table.cache_token_bytes) == (640, 640, 0)
+    assert (layer.parameter_bytes, layer.looked_up_bytes) == (16 * 16 * 2 + 16 * 4, 0)
+    assert table.output_bytes == 16 * 4
+    assert layer.forward_flops >= 2 * 16 * 16
+
+
+@pytest.mark.parametrize(("cache", "item"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
+def test_keys_and_values_are_counted_by_token_and_windows_by_session(cache: str, item: int) -> None:
+    plain = serving_costs(graph(), weights="fp32", cache=cache, pass_tokens=32)[1]  # type: ignore[arg-type]
+    assert (plain.cache_token_bytes, plain.cache_session_bytes) == (2 * 2 * 8 * item, 0)
+    ring = serving_costs(graph(window=100), weights="fp32", cache=cache, pass_tokens=32)[1]  # type: ignore[arg-type]
+    assert (ring.cache_token_bytes, ring.cache_session_bytes) == (0, 2 * 2 * 8 * item * 132)
+
+
+def test_formats_get_smaller() -> None:
+    sizes = [matrix_bytes(64, 64, form) for form in ("fp32", "bf16", "fp16", "int8", "int4")]
+    assert sizes == [64 * 64 * 4, 64 * 64 * 2, 64 * 64 * 2, 64 * 64 + 2 * 64, 64 * 64 // 2 + 4 * 64 * 64 // 32]
