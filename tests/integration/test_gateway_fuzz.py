@@ -15,7 +15,7 @@ from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
 schemathesis = pytest.importorskip("schemathesis")
-EXAMPLES = 25
+EXAMPLES = 10
 
 
 @pytest.mark.slow
@@ -32,6 +32,8 @@ def test_fuzzing_finds_no_failure(tmp_path: Any):
         schema = schemathesis.openapi.from_dict(document)
         for operation in (result.ok() for result in schema.get_all_operations()):
             for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+                if mode is schemathesis.GenerationMode.NEGATIVE and not len(operation.body):
+                    continue  # nothing about it can be wrong
                 current[0] = mode.value
 
                 @settings(

@@ -12,6 +12,7 @@ import pytest
 from fusionai.gateway.config import Limits
 from fusionai.gateway.errors import ApiError
 from fusionai.gateway.streaming import ABORT_EXTENSION, EventStream, Streams, comment, event
+from harness.gateway_stand import until
 
 LIMITS = Limits(unread_bytes=1000, stalled_s=0.05, keep_alive_s=0.02)
 
