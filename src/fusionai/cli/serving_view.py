@@ -31,6 +31,7 @@ class ServingView:
         self._bars: Progress | None = None
         self._tasks: dict[tuple[int, str], TaskID] = {}
         self._waiting = ""
+        self._ready = False
 
     def __enter__(self) -> ServingView:
         return self
@@ -52,7 +53,7 @@ class ServingView:
             case ServePlanned():
                 self._planned(event)
             case progress.StageLoading():
-                if not event.standby:  # a spare's come while tokens flow
+                if not self._ready:  # a spare's come while tokens flow
                     what = f"stage {event.stage} on {self._name(event.peer)}"
                     self._bar((event.stage, event.peer), what, event.done_bytes, event.total_bytes)
             case progress.StageLoaded():
@@ -62,6 +63,7 @@ class ServingView:
                     f"warning: {self._name(source)} sent {self._name(receiver)} wrong bytes of {key}; they were refused"
                 )
             case progress.EngineReady():
+                self._ready = True
                 self._end_bars()
                 self._waiting = ""
             case progress.PlanChanged(plan=plan, reason=reason):
