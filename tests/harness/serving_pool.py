@@ -89,7 +89,10 @@ class Replanner:
 
     def _replaced(self, plan: Plan, gone: frozenset[str] | set[PeerId]) -> Plan | None:
         used = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
-        idle = [peer for peer in self.spares if peer not in used and peer not in gone]
+        # Whoever was lost and is back may serve again, after all others.
+        living = [peer for peer in self.spares if peer not in self.pool.dead]
+        idle = [peer for peer in living if peer not in used and peer not in gone]
+        idle += [peer for peer in living if peer in gone]
         stages: list[StagePlacement] = []
         for stage in plan.stages:
             if stage.peer in gone:

@@ -126,6 +126,8 @@ class ServingDriver:
         self._events: deque[ServingEvent] = deque()
         self._handling = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: dict[PeerId, asyncio.Task[None]] = {}
+        """The newest for each peer."""
         self._asking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
         self._desk = WeightDesk(job.weights, (spec.digest for spec in job.weights.specs))
@@ -202,8 +204,8 @@ class ServingDriver:
                 self._send(number, segments, tokens, (len(tokens) - 1,), forget=forget)
             case commands.ResumePasses():
                 pass  # they are looked for after every event
-            case commands.AskPlan(roles, without, reason):
-                self._ask_plan(roles, without, reason)
+            case commands.AskPlan():
+                self._ask_plan(command)
             case commands.Dismiss(peer, reason):
                 self._connections.part_with(PeerId(peer), self._highest, reason)
             case commands.FailSessions(sessions, reason):
@@ -262,7 +264,10 @@ class ServingDriver:
             if await self._connections.open(peer, deployment, fence):
                 self._connections.tell(peer, enlist)
 
-        self._start(open_first())
+        former = self._opening.get(peer)
+        if former is not None:
+            former.cancel()
+        self._opening[peer] = self._start(open_first())
 
     @property
     def _newest_deployment(self) -> Deployment:
@@ -315,7 +320,7 @@ class ServingDriver:
         else:
             await channel.receive()
 
-    def _ask_plan(self, roles: ServingRoles, without: frozenset[str], reason: str) -> None:
+    def _ask_plan(self, command: commands.AskPlan) -> None:
         if self._asking is not None:
             self._asking.cancel()
         knows = self.machine.lost
@@ -323,9 +328,15 @@ class ServingDriver:
         async def ask() -> None:
             waiting = lambda told: self._on_progress(progress.Waiting(told))  # noqa: E731
             newest = self._newest_deployment
-            present = _with_plan(newest, _plan_as(newest.plan, roles))
-            granted = await self._replanner.replacement(present, without, waiting)
-            self.offer(granted, reason, knows=knows)
+            present = _with_plan(newest, _plan_as(newest.plan, command.roles))
+            try:
+                granted = await self._replanner.replacement(present, command.without, waiting)
+            except FusionError as error:
+                if command.urgent:
+                    raise
+                log.info("no other plan for %s: %s", self._job.job, error)
+            else:
+                self.offer(granted, command.reason, knows=knows)
 
         self._asking = self._start(ask())
 
@@ -426,7 +437,7 @@ class ServingDriver:
         self, message: wire.PassResult, tensors: Mapping[str, HostTensor], count: int, output: str
     ) -> np.ndarray | None:
         """None, and whoever sent it counts as lost, for what is no output of this job."""
-        tensor = tensors.get(output)
+        tensor = tensors.get(output) if message.stage == len(self._cut.stages) - 1 else None
         if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
             logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
             if logits and tensor.dtype in FLOAT_DTYPES:
@@ -462,18 +473,12 @@ class ServingDriver:
             case wire.LinkLost(fence=self.fence):
                 self._start(self._suspect_link(peer, PeerId(message.peer), message.reason))
                 return
-            case wire.Rebuilt(fence=self.fence):
+            case wire.Rebuilt(fence=self.fence, stage=stage) if self.machine.roles.places.get(stage) == peer:
                 self._on_rebuilt(message)
                 return
             case wire.PassFailed(fence=self.fence, number=number) if number in self._rebuilds:
                 self.tell(events.RebuildFailed(self.fence, number, message.reason))
                 return
-            case wire.Loading():
-                self.loading[message.stage] = (message.done_bytes, message.total_bytes)
-                told = progress.StageLoading(message.stage, peer, message.done_bytes, message.total_bytes)
-                self._on_progress(told)
-            case wire.Loaded():
-                self._note_loaded(peer, message)
             case wire.WeightRefused(source=source, key=key):
                 self._on_progress(progress.SourceRefused(source, peer, key))
                 return
@@ -485,6 +490,14 @@ class ServingDriver:
             if getattr(message, "fence", None) == self.fence:
                 self._connections.drop(peer, error.message)
             return
+        match message:
+            case wire.Loading(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes):
+                self.loading[stage] = (done_bytes, total_bytes)
+                self._on_progress(progress.StageLoading(stage, peer, done_bytes, total_bytes))
+            case wire.Loaded():
+                self._note_loaded(peer, message)
+            case _:
+                pass
         if event is not None:
             self.tell(event)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,8 @@ from fusionai.serving.interface import (
     StageStatus,
 )
 from fusionai.serving.job import ServingJob
+
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS: Final = 8
 INLINE_PLAIN: Final = 2**19
@@ -253,19 +256,24 @@ class ServingEngine:
         size = sum(len(share) for _, share, _, _ in todo) * self.vocabulary
         plain = all(generating.is_plain for generating, *_ in todo)
         if size <= (INLINE_PLAIN if plain else INLINE):
-            self._give_out(result, rows, _judged(todo, self.vocabulary))
+            self._take(result, rows, lambda: _judged(todo, self.vocabulary))
             return
 
         def done(judged: asyncio.Future[dict[int, Verdict]]) -> None:
             if not judged.cancelled():
-                self._give_out(result, rows, judged.result())
+                self._take(result, rows, judged.result)
 
         work = asyncio.get_running_loop().run_in_executor(self._judging, _judged, todo, self.vocabulary)
         work.add_done_callback(done)
 
-    def _give_out(
-        self, result: Returned, rows: Mapping[int, tuple[Rows, int, tuple[int, ...]]], verdicts: Mapping[int, Verdict]
-    ) -> None:
+    def _take(self, result: Returned, rows: Mapping[int, Share], judged: Callable[[], Mapping[int, Verdict]]) -> None:
+        try:
+            self._give_out(result, rows, judged())
+        except Exception as error:  # nobody else would hear of it, and its generations would wait for ever
+            log.exception("pass %d of %s could not be taken", result.plan.number, self._job.job)
+            self._driver.tell(events.CommandFailed(f"{type(error).__name__}: {error}"))
+
+    def _give_out(self, result: Returned, rows: Mapping[int, Share], verdicts: Mapping[int, Verdict]) -> None:
         number, now_s = result.plan.number, self._host.clock.now_s()
         cached = {one: self._batcher.matched(one) for one in verdicts}
         tokens = {one: tuple(verdict.tokens) for one, verdict in verdicts.items()}

@@ -19,7 +19,6 @@ class StageLoading:
     peer: str
     done_bytes: int
     total_bytes: int
-    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)

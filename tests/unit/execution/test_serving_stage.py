@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ class Program:
 
     resident_bytes = 100
     missing: tuple[str, ...] = ()
-    cached: Mapping[int, int] = {}
+    cached: ClassVar[dict[int, int]] = {}
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None: ...
 

@@ -1,0 +1,138 @@
+"""Serving by real processes on loopback: transformers' tokens, also when stages are killed under running streams."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fusionai.client.local_pool import LocalPool
+from fusionai.client.serve import Served, ServeRequest, serving
+from fusionai.scheduling.types import ServingNeeds
+from fusionai.serving.engine import ServingEngine
+from fusionai.serving.interface import Emitted, Finished, Generation, Held, Sampling
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+VOCABULARY = 61
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.6,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    made = tmp_path_factory.mktemp("llama")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).save_pretrained(made)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.save(str(made / "tokenizer.json"))
+    return made
+
+
+def prompt(number: int) -> tuple[int, ...]:
+    return tuple((7 * place + 13 * number) % VOCABULARY for place in range(5 + 6 * number))
+
+
+def expected(directory: Path, count: int) -> list[list[int]]:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory).eval()
+    answers: list[list[int]] = []
+    for number in range(count):
+        ids = torch.tensor([prompt(number)])
+        with torch.no_grad():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+        answers.append(made[0, ids.shape[1] :].tolist())
+    return answers
+
+
+def request(directory: Path, home: Path, *, spares: int) -> ServeRequest:
+    def needs(positions: int | None) -> ServingNeeds:
+        assert positions == 256
+        return ServingNeeds(context_tokens=128, sessions=6, cache_tokens=512, pass_tokens=64)
+
+    return ServeRequest(model=str(directory), needs=needs, home=home, local=3, local_spares=spares, threads=1)
+
+
+async def answer(engine: ServingEngine, number: int, seen: list[int], held: list[str]) -> list[int]:
+    """`seen` counts tokens of all answers."""
+    tokens: list[int] = []
+    async for event in engine.submit(
+        Generation(prompt=prompt(number), max_tokens=TOKENS, sampling=Sampling(temperature=0))
+    ):
+        match event:
+            case Emitted(index=index, token=token):
+                assert index == len(tokens)
+                tokens.append(token)
+                seen.append(token)
+            case Held(state=state):
+                held.append(state)
+            case Finished(reason=reason, detail=detail):
+                assert reason == "length", detail
+            case _:
+                pass
+    return tokens
+
+
+def pool_of(served: Served) -> LocalPool:
+    assert served.pool is not None
+    return served.pool
+
+
+async def until_guarded(engine: ServingEngine) -> None:
+    async with asyncio.timeout(60):
+        while not any(stage.spare and engine.is_warm(stage.stage) for stage in engine.status.stages):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def test_a_killed_stage_changes_no_token_and_whoever_comes_back_lets_others_go_on(directory: Path, tmp_path: Path):
+    """First a guarded stage is killed, then one that nobody can take over: its machine has to come back."""
+
+    async def story() -> tuple[list[list[int]], list[list[int]], list[str], list[float]]:
+        async with serving(request(directory, tmp_path, spares=1), on_event=lambda event: None) as served:
+            engine, pool = served.engine, pool_of(served)
+            await until_guarded(engine)
+            seen: list[int] = []
+            held: list[str] = []
+            streams = [asyncio.create_task(answer(engine, number, seen, held)) for number in range(3)]
+            while len(seen) < TOKENS // 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            victim = next(stage for stage in engine.status.stages if stage.spare)
+            await pool.kill(victim.name)
+            first = await asyncio.gather(*streams)
+            seen.clear()
+            held.clear()
+            streams = [asyncio.create_task(answer(engine, number, seen, held)) for number in range(3)]
+            while len(seen) < TOKENS // 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            second_victim = next(stage.name for stage in engine.status.stages if stage.name in pool.names.values())
+            await pool.kill(second_victim)
+            async with asyncio.timeout(30):
+                while "waiting" not in held:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert engine.status.state == "waiting"
+            await pool.start_again(victim.name)
+            second = await asyncio.gather(*streams)
+            gaps = [note.gap_s for note in engine.status.faults if note.gap_s is not None]
+            return first, second, held, gaps
+
+    first, second, held, gaps = asyncio.run(story())
+    answers = expected(directory, 3)
+    assert first == answers
+    assert second == answers
+    assert held[-1] == "running"
+    print("gaps", *(f"{gap:.2f} s" for gap in gaps))  # noqa: T201 - for whoever measures
