@@ -76,11 +76,11 @@ def asked(url: str, prompt: str) -> dict[str, Any]:
 
 def heard(server: Process, words: str) -> None:
     """Starting five processes takes a busy machine a while."""
-    found = server.wait_until(lambda: next((line for line in server.lines if words in line), None), 150.0)
+    found = server.wait_until(lambda: next((line for line in server.lines if words in line), None), 240.0)
     assert found is not None, f"{words!r} never came; said: {server.text}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path, tmp_path: Path) -> None:
     home, figures = tmp_path / "home", tmp_path / "serve.json"
     server = Process(

@@ -116,9 +116,9 @@ def serve(
     door = Door(host=host, port=port, key_file=key_file, name=name)
 
     def announced(url: str, ready: Served) -> None:
-        _announce(url, ready, door)
-        if json_file is not None:
+        if json_file is not None:  # before anybody reads that it is ready
             write_json(json_file, "serve", figures(url, ready, door))
+        _announce(url, ready, door)
 
     run_until_stopped(lambda stop: run(request, door, stop, announced))
 
