@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import transformers
 
 from fusionai.corpus.tokenizer import train_tokenizer
-from harness.live_pool import Process, fusion
+from harness.live_pool import Process
 
 pytestmark = pytest.mark.slow
 
@@ -105,8 +106,17 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         assert again["fusion"]["route"][1] not in (names[1], names[2])
         heard(server, "tokens stood still for")
 
-        status = fusion("chat", "--url", ready["url"], "--home", home)  # standard input is empty here: it ends at once
-        assert status.code == 0
+        talk = subprocess.run(
+            [sys.executable, "-m", "fusionai", "chat", "--url", ready["url"], "--max-tokens", "4"],
+            input="/peers\nhello\n/peers\n/quit\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert talk.returncode == 0, talk.stderr
+        assert "tiny: ready" in talk.stdout
+        assert "The last answer went over job owner > " in talk.stdout
         server.interrupt()
         assert server.ended() == 0
         assert list((home / "local").iterdir()) == []
