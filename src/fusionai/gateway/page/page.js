@@ -65,6 +65,7 @@ async function watchPool() {
         if (report.error) break;
         failures = 0;
         model = report.model;
+        suggestLength(report.context_tokens);
         document.title = `${model} · FusionAI`;
         showStatus(report);
       }
@@ -74,6 +75,15 @@ async function watchPool() {
     showState("unreachable");
     const pause = RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)];
     await new Promise((resolve) => { wake = resolve; setTimeout(resolve, pause); });
+  }
+}
+
+// A question must fit beside the answer.
+function suggestLength(contextTokens) {
+  const field = place("max-tokens");
+  if (!field.dataset.suggested) {
+    field.dataset.suggested = "yes";
+    field.value = `${Math.max(1, Math.min(512, Math.floor(contextTokens / 2)))}`;
   }
 }
 
