@@ -355,7 +355,7 @@ class ServingEngine:
         for number in self._batcher.expire(now_s):
             generating = self._generations.get(number)
             if generating is not None:
-                generating.finish("failed", f"it was not done within {generating.generation.deadline_s:g} s")
+                generating.finish("failed", f"its deadline of {generating.generation.deadline_s:g} s has passed")
                 self._forget(number)
 
     # ------------------------------------------------------------------------------------------------- what is so
