@@ -18,7 +18,7 @@ from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
-from fusionai.wire.serving import Segment, ServeOptions, WeightFormat
+from fusionai.wire.serving import CacheFormat, Segment, ServeOptions, WeightFormat
 
 VOCABULARY, HIDDEN, HEADS, SHARED, WIDTH, LAYERS, POSITIONS = 31, 24, 4, 2, 6, 2, 64
 OPTIONS = ServeOptions(pages=40, sessions=8, pass_tokens=32, page_tokens=4)
@@ -229,6 +229,28 @@ def test_bits_do_not_depend_on_who_else_is_in_the_pass(variant: str, form: Weigh
             nexts = [Segment(s.session, 6 + step, 1) for s in more]
             got = logits(program, [Segment(0, at, 1), *nexts], [mine[at], *[step] * others])
             assert np.array_equal(got[:1], expected[1 + step])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cache", ["fp32", "bf16"])
+def test_a_few_positions_together_have_the_bits_of_one_by_one(variant: str, cache: CacheFormat) -> None:
+    """Guesses that are checked in one pass are emitted as if they had been decoded."""
+    graph = Draft(**VARIANTS[variant]).graph
+    options = ServeOptions(pages=40, sessions=8, pass_tokens=32, page_tokens=4, cache=cache)
+    ids = text(1, 44)
+    one_by_one, together = serve(graph, options), serve(graph, options)
+    scattered = (9, 3, 5, 30, 22, 1, 17, 12, 8, 2, 33)
+    for program in (one_by_one, together):
+        logits(program, [Segment(0, 0, 20, 0, scattered)], ids[:20])
+    expected = [logits(one_by_one, [Segment(0, at, 1)], ids[at : at + 1])[0] for at in range(20, 40)]
+    done = 20
+    for count in (2, 9, 1, 5, 3):
+        wrong = [(token + 1) % VOCABULARY for token in ids[done : done + 4]]
+        logits(together, [Segment(0, done, 4)], wrong)  # dropped again: guesses that did not hold
+        got = logits(together, [Segment(0, done, count)], ids[done : done + count])
+        assert np.array_equal(got, expected[done - 20 : done - 20 + count])
+        done += count
+    assert done == 40
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8", "int4"])

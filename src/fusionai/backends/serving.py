@@ -10,11 +10,14 @@ Implementations: `backends.torch.serving`. One conformance suite. All calls bloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.serving import Segment, ServeOptions
+
+FEW_POSITIONS: Final = 16
+"""So many positions of a session, behind others, have the same bits together as one by one."""
 
 
 class ServingProgram(Protocol):
@@ -22,7 +25,8 @@ class ServingProgram(Protocol):
 
     `fusion.attention` nodes append their keys and values to the cache of each segment's session and attend to all of
     that session up to each position. Layers with a window keep a ring per session of the window plus a pass; others
-    are paged by the session's page table. Bits of a session's rows do not depend on what else is in the pass.
+    are paged by the session's page table. Bits of a session's rows do not depend on what else is in the pass, nor on
+    whether `FEW_POSITIONS` or fewer behind its first pass come together or one by one.
     """
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:

@@ -1,8 +1,9 @@
 """`fusion.attention` with a cache: each session's new positions against all of its own. Decides kernels.
 
 Sessions are computed one after the other, in shapes that depend on nothing but the session, so their bits do not depend
-on who else is in the pass. Arithmetic is float32 whatever the cache's format. Neighbours: `paged_cache` keeps keys and
-values, `attention` is the same operator on dense tensors.
+on who else is in the pass. Kernels round differently for one query and for several: a few positions that follow others
+are computed as if they had come one by one, which guesses that turn out right rely on. Arithmetic is float32 whatever
+the cache's format. Neighbours: `paged_cache` keeps keys and values, `attention` is the same operator on dense tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.torch.paged_cache import LayerCache, PassLayout
+from fusionai.backends.serving import FEW_POSITIONS
+from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, first_key, heads_first
 from fusionai.primitives.errors import ExecutionError
 
 
@@ -32,19 +34,39 @@ def cached_attention(
     parts: list[torch.Tensor] = []
     for number, span in enumerate(layout.spans):
         keys, values = cache.read(layout, number)
-        explicit = softcap is not None or sinks is not None
-        # From position 0 without a window is what the kernel itself calls causal.
-        plain = cache.window is None and span.start == 0 and not explicit
-        mask = None if plain else layout.mask(number, cache.window)
         queries = q[:, :, span.first : span.first + span.length]
         queries = queries.float() if queries.dtype != torch.float32 else queries
-        if explicit:
-            part = _explicit(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
-        else:
-            part = _fused(queries, keys, values, mask, scale=scale, plain=plain)
+        if span.start > 0 and span.length <= FEW_POSITIONS:
+            offset = first_key(span.start, cache.window)
+            for row, position in enumerate(range(span.start, span.end)):
+                seen = slice(first_key(position, cache.window) - offset, position + 1 - offset)
+                one = queries[:, :, row : row + 1]
+                parts.append(_attended(one, keys[seen], values[seen], None, scale=scale, softcap=softcap, sinks=sinks))
+            continue
+        # From position 0 without a window is what the kernel itself calls causal.
+        plain = cache.window is None and span.start == 0 and softcap is None and sinks is None
+        mask = None if plain else layout.mask(number, cache.window)
+        part = _attended(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks, plain=plain)
         parts.append(part)
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return joined if joined.dtype == q.dtype else joined.to(q.dtype)
+
+
+def _attended(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    plain: bool = False,
+) -> torch.Tensor:
+    k, v = heads_first(keys), heads_first(values)
+    if softcap is None and sinks is None:
+        return _fused(q, k, v, mask, scale=scale, plain=plain)
+    return _explicit(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _fused(

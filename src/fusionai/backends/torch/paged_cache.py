@@ -83,10 +83,10 @@ class PassLayout:
     masks: dict[tuple[int, int | None], torch.Tensor]
 
     def mask(self, number: int, window: int | None) -> torch.Tensor | None:
-        """bool [length, keys], True where seen, for the keys `LayerCache.read` gives; None: all are. Made once per
+        """bool [length, keys], True where seen, for the keys that `LayerCache.read` gives; None: all are. Made once per
         pass and window."""
         span = self.spans[number]
-        first = first_key(span, window)
+        first = first_key(span.start, window)
         inside = window is None or span.end - first <= window
         if span.length == 1 and inside:
             return None
@@ -122,9 +122,9 @@ def lay_out(
     )
 
 
-def first_key(span: Span, window: int | None) -> int:
-    """The earliest position that a span's first query sees."""
-    return 0 if window is None else max(0, span.start - window + 1)
+def first_key(position: int, window: int | None) -> int:
+    """The earliest position that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 class LayerCache:
@@ -156,7 +156,7 @@ class LayerCache:
             rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
 
     def read(self, layout: PassLayout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([1, heads, positions, width] keys, values) that span `number` may see, float32."""
+        """([positions, heads, width] keys, values) that span `number` may see, float32."""
         span = layout.spans[number]
         if self.window is None:
             keys, values = (
@@ -164,7 +164,7 @@ class LayerCache:
             )
         else:
             keys, values = (self._ringed(rows, span) for rows in self._rows)
-        return _heads_first(keys), _heads_first(values)
+        return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
 
     def _paged(self, block: torch.Tensor, rows: torch.Tensor, layout: PassLayout, number: int) -> torch.Tensor:
         span = layout.spans[number]
@@ -175,7 +175,7 @@ class LayerCache:
         return block.index_select(0, pages).view(-1, *block.shape[2:])[: span.end]
 
     def _ringed(self, rows: torch.Tensor, span: Span) -> torch.Tensor:
-        first = first_key(span, self.window)
+        first = first_key(span.start, self.window)
         base = span.ring * self.capacity
         begin, end = first % self.capacity, (span.end - 1) % self.capacity + 1
         if begin < end:
@@ -183,10 +183,9 @@ class LayerCache:
         return torch.cat([rows[base + begin : base + self.capacity], rows[base : base + end]])
 
 
-def _heads_first(rows: torch.Tensor) -> torch.Tensor:
-    if rows.dtype != torch.float32:
-        rows = rows.float()
-    elif rows.data_ptr() % ALIGNMENT_BYTES:
+def heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """[1, heads, positions, width] of what `LayerCache.read` gives, or of a part of it."""
+    if rows.data_ptr() % ALIGNMENT_BYTES:
         rows = rows.clone()
     return rows.transpose(0, 1)[None]
 
