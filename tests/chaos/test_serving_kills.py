@@ -136,7 +136,10 @@ def test_peers_killed_at_random_change_no_token(
     siege, differing = asyncio.run(story())
     check(siege.answers, reference, tell)
     met = sum(bool(answer.held) for answer in siege.answers)
-    tell(f"seed {seed}: {json.dumps(siege.figures())}; {met} answers met a fault, {differing} tokens differ from")
+    tell(
+        f"seed {seed}: {json.dumps(siege.figures())}; {met} answers met a fault; "
+        f"{differing} tokens differ when asked again"
+    )
     (tmp_path / "falls.json").write_text(json.dumps([asdict(fall) for fall in siege.falls], indent=1))
     assert met >= STREAMS, "nobody was disturbed"
     assert differing == 0, "an answer that met a fault is another one than the undisturbed"
@@ -191,7 +194,8 @@ def test_without_spares_requests_wait_and_go_on_when_a_machine_joins(
                     await siege.until(lambda: all(one.held for one in (*running, late)), "everybody is told to wait")
                     said = [one.held[-1][1] for one in (*running, late)]
                     assert {one.state for one in said} == {"waiting"}
-                    assert all(fall.name in one.detail for one in said), said
+                    stage = f"run stage {fall.stages[0]}"
+                    assert all(stage in one.detail and fall.name in one.detail for one in said), said
                     detail, waited_from_s = engine.status.detail, time.monotonic()
                     assert not any(one.came_at_s and one.came_at_s[-1] > waited_from_s for one in running)
                     await siege.revive(spares[0])

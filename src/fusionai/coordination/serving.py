@@ -513,11 +513,13 @@ class ServingMachine:
                 commands.append(self._ask(reason, urgent=self._is_waiting))
             return [*commands, *self._prepare()]
         self._promote(heirs)
-        if unmanned - heirs.keys():
+        fell = f"lost {' and '.join(gone)} ({reason.rstrip('.')})"
+        if left := sorted(unmanned - heirs.keys()):
             self.phase = ServingPhase.WAITING
             self._void_round()
-            return [*commands, TellState("waiting", reason), self._ask(reason, urgent=True)]
-        return [*commands, *self._begin_round(reason), self._ask(reason, urgent=False)]
+            nobody = f"waiting for a machine to run stage {', '.join(map(str, left))}: {fell}"
+            return [*commands, TellState("waiting", nobody), self._ask(reason, urgent=True)]
+        return [*commands, *self._begin_round(fell), self._ask(reason, urgent=False)]
 
     @property
     def _is_waiting(self) -> bool:

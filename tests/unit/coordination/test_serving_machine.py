@@ -209,6 +209,16 @@ def test_what_a_returned_peer_says_of_its_cache_does_not_count() -> None:
     assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(1, 2)]
 
 
+def test_who_waits_is_told_for_what_and_whose_loss_it_is() -> None:
+    job = running(roles(guards={3: "g"}))
+    job.tell(events.MemberLost("c", "it ended a connection."))
+    (told,) = job.of(commands.TellState)
+    assert (told.state, told.detail) == ("recovering", "lost c (it ended a connection)")
+    job.tell(events.MemberLost("b", "frozen"))
+    (told,) = job.of(commands.TellState)
+    assert (told.state, told.detail) == ("waiting", "waiting for a machine to run stage 2: lost b (frozen)")
+
+
 def test_a_broken_link_is_a_round_without_rebuild_or_probe_and_the_second_costs_a_peer() -> None:
     job = running()
     computed = decoding(job)
