@@ -21,10 +21,11 @@ from fusionai.execution.host import Host
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import Certificate, Guard, Plan, StagePlacement
 from fusionai.serving import progress
-from fusionai.serving.engine import Proposer, ServingEngine
+from fusionai.serving.engine import ServingEngine
 from fusionai.serving.graph import weight_keys
 from fusionai.serving.interface import Emitted, Finished, Generation, StreamEvent, TokenStream
 from fusionai.serving.job import ServingJob
+from fusionai.serving.proposing import Proposer
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.messages import ServeOptions

@@ -122,6 +122,8 @@ class _Session:
     under_way: int | None = None
     """Number of its pass."""
     proposals: tuple[int, ...] = ()
+    held: bool = False
+    """Until somebody has guessed what follows."""
     lacking: bool = False
     """Its next position finds no page."""
     failures: int = 0
@@ -199,12 +201,20 @@ class Batcher:
         self._sessions[spec.number] = _Session(spec, list(spec.prompt), next(self._turns))
         self._queue.push(spec.number, spec.scope)
 
+    def hold(self, number: int) -> None:
+        """The session goes into no pass before `propose`: guesses are on their way."""
+        session = self._sessions.get(number)
+        if session is not None:
+            session.held = True
+
     def propose(self, number: int, tokens: Sequence[int]) -> None:
         """What may follow the session's last token: its next pass checks them. A later call replaces an earlier one;
         sessions that are over or do not decode yet are ignored."""
         session = self._sessions.get(number)
-        if session is not None and session.emitted > 0:
-            session.proposals = tuple(tokens)
+        if session is not None:
+            session.held = False
+            if session.emitted > 0:
+                session.proposals = tuple(tokens)
 
     def cancel(self, number: int) -> bool:
         """The session is over: its pages are free at once. False where it was over already."""
@@ -408,7 +418,8 @@ class Batcher:
     def _chosen(self, number: int) -> list[_Part]:
         """Of those that can go together: whose turn it is and the like of it. Where these all lack pages, others."""
         ready = sorted(
-            (one for one in self._sessions.values() if one.admitted and one.under_way is None), key=lambda one: one.turn
+            (one for one in self._sessions.values() if one.admitted and one.under_way is None and not one.held),
+            key=lambda one: one.turn,
         )
         while ready:
             first = ready[0]

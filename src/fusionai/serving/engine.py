@@ -13,9 +13,9 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from fusionai.serving.interface import (
     StageStatus,
 )
 from fusionai.serving.job import ServingJob
+from fusionai.serving.proposing import Guesses, NgramProposer, Proposer
+from fusionai.serving.speculating import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -52,26 +54,13 @@ INLINE: Final = 2**14
 SPEED_S: Final = 10.0
 
 
-class Proposer(Protocol):
-    """What may follow, for the pool to verify in one pass; `serving.proposing` has some."""
-
-    def propose(self, number: int, tokens: Sequence[int]) -> Sequence[int]:
-        """`tokens`: prompt and answer of generation `number`. As many as pay off, possibly none."""
-        ...
-
-    def judged(self, number: int, proposed: int, accepted: int) -> None:
-        """How many of its proposals were right."""
-        ...
-
-    def forget(self, number: int) -> None: ...
-
-
 class ServingEngine:
     """Implements `serving.interface.Engine`. Use as: `running = create_task(engine.run())`, `await engine.ready()`,
     serve, `engine.stop(reason)`, `await running`, `await engine.close(reason)`.
 
     `deployment`: the plan to begin with, made real by the broker. `names`: what machines are called, by peer id; may
-    grow while the engine runs. Make it in a running event loop."""
+    grow while the engine runs. `proposer`: who guesses where the job wants guesses, by default what the text repeats;
+    closed with the engine. Make it in a running event loop."""
 
     def __init__(
         self,
@@ -91,7 +80,10 @@ class ServingEngine:
         self._job = job
         self._host = host
         self._names = names
-        self._proposer = proposer
+        self._speculation: Speculation | None = None
+        if job.speculate != "off":
+            count = None if job.speculate == "auto" else job.speculate
+            self._speculation = Speculation(proposer or NgramProposer(), count, host.clock.now_s)
         self._numbers = itertools.count(1)
         self._generations: dict[int, Generating] = {}
         self._embeddings: dict[int, Embedding] = {}
@@ -163,6 +155,8 @@ class ServingEngine:
         self._end_all(reason)
         await self._driver.close(reason)
         self._judging.shutdown(wait=True, cancel_futures=True)
+        if self._speculation is not None:
+            self._speculation.close()
 
     def _end_all(self, reason: str) -> None:
         for generating in list(self._generations.values()):
@@ -243,8 +237,8 @@ class ServingEngine:
 
     def _forget(self, number: int) -> None:
         self._generations.pop(number, None)
-        if self._proposer is not None:
-            self._proposer.forget(number)
+        if self._speculation is not None:
+            self._speculation.end(number)
 
     # --------------------------------------------------------------------------------------------------- results
 
@@ -281,12 +275,15 @@ class ServingEngine:
         counted = self._machine.returned(result.fence, number, tokens, finished, now_s)
         hops = self._hops(result) if verdicts else ()
         emitted = 0
+        self._watch(result, counted)
+        going_on: list[int] = []
         for session in counted:
             generating, verdict = self._generations.get(session), verdicts.get(session)
             if generating is not None and verdict is not None:
                 generating.adopt(verdict, hops, cached[session])
                 emitted += len(verdict.tokens)
-                self._after(generating, verdict)
+                if self._goes_on(generating, verdict) and verdict.tokens:
+                    going_on.append(session)
             embedding = self._embeddings.get(session)
             if embedding is not None and session in rows:
                 embedding.adopt(rows[session][0])
@@ -296,19 +293,51 @@ class ServingEngine:
             self._emitted_tokens += emitted
             self._lately.append((now_s, emitted))
             self._faults.flowed()
+        self._guess(going_on, len(result.plan.segments))
         self._driver.tell(None)
 
-    def _after(self, generating: Generating, verdict: Verdict) -> None:
+    def _goes_on(self, generating: Generating, verdict: Verdict) -> bool:
         number = generating.number
         self._proposed += verdict.proposed
         self._accepted += verdict.accepted
         if generating.finished:
             self._forget(number)
             self._batcher.cancel(number)  # what a constraint ended is not over for the batcher yet
-        elif self._proposer is not None and generating.generation.constraint is None and verdict.tokens:
-            if verdict.proposed:
-                self._proposer.judged(number, verdict.proposed, verdict.accepted)
-            self._batcher.propose(number, self._proposer.propose(number, generating.tokens))
+            return False
+        if self._speculation is not None and _may_be_guessed(generating):
+            self._speculation.emitted(number, verdict.tokens)
+            return True
+        return False
+
+    # ------------------------------------------------------------------------------------------------- guesses
+
+    def _watch(self, result: Returned, counted: Collection[int]) -> None:
+        """Before anything of the pass is given out: what it took, and whose prompt is being read."""
+        if self._speculation is None:
+            return
+        generations = [one for number in counted if (one := self._generations.get(number)) is not None]
+        if generations and all(one.prompt_read for one in generations):
+            self._speculation.passed(len(result.plan.tokens), result.elapsed_s)
+        for one in generations:
+            if _may_be_guessed(one):
+                self._speculation.begin(one.number, one.generation.prompt, one.generation.sampling)
+
+    def _guess(self, numbers: Sequence[int], rows: int) -> None:
+        """They go into no pass until somebody has guessed what follows, or said that nobody does."""
+        if self._speculation is None or not numbers:
+            return
+        for number in numbers:
+            self._batcher.hold(number)
+        asking = True
+
+        def answer(guesses: Guesses) -> None:
+            for number in numbers:
+                self._batcher.propose(number, guesses[number])
+            if not asking:
+                self._driver.tell(None)
+
+        self._speculation.ask(numbers, rows, answer)
+        asking = False
 
     def _hops(self, result: Returned) -> tuple[HopTiming, ...]:
         """What the stages did not account for was on the way: in equal parts for each change of machine."""
@@ -440,6 +469,11 @@ class ServingEngine:
                 return "rebuilding"
             case _:
                 return "running"
+
+
+def _may_be_guessed(generating: Generating) -> bool:
+    """What a constraint allows depends on every token before: nothing is checked ahead of it."""
+    return generating.generation.constraint is None and generating.generation.max_tokens > 1
 
 
 StageState = Literal["running", "loading", "rebuilding", "lost"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fusionai.ir.schema import Graph
 from fusionai.primitives.ids import JobId, PeerId
+from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import ServeOptions
 
@@ -35,5 +36,7 @@ class ServingJob:
     """Passes under way at a time; 0: as many as machines have stages."""
     queue: int = 256
     """Generations that may wait for a place."""
+    speculate: Speculate = "off"
+    """How many guesses passes carry."""
     chunk_tokens: int = 256
     """Prompts are read in pieces of so many positions, counted from their start."""

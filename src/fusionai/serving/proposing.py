@@ -1,17 +1,17 @@
-"""Guesses of the next tokens, which the pool checks in one pass. Decides how many are worth their time, and which hold.
+"""Guesses of the next tokens, which the pool checks in one pass. Decides what they are and how many pay off.
 
 What is emitted is what plain decoding emits, token by token: each position draws its own number, and a guess counts
-only where it is the token drawn (Leviathan et al. 2023 with draws in common). Neighbours: `sampling` draws, the engine
-carries the guesses through the stages; a draft model is another `Proposer`.
+only where it is the token drawn (Leviathan et al. 2023 with draws in common). Neighbours: `speculating` asks for them,
+`generating` judges them; `draft` is another `Proposer`, a small model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from fusionai.serving.interface import Sampling
 
 MOST: Final = 8
 _SHORTEST, _LONGEST = 2, 4
@@ -22,41 +22,29 @@ _MARGIN: Final = 1.03
 """A predicted gain smaller than this is noise."""
 
 
+Guesses = Mapping[int, tuple[int, ...]]
+"""Session -> the tokens that may follow its last one."""
+
+
 class Proposer(Protocol):
     """Follows sessions and guesses how they go on. Sessions it does not know are ignored."""
 
-    def begin(self, session: int, prompt: Sequence[int]) -> None: ...
+    def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """`sampling`: what the answer's tokens are drawn by, for whoever can draw as well."""
+        ...
 
     def extend(self, session: int, tokens: Sequence[int]) -> None:
         """Emitted tokens: never taken back."""
         ...
 
-    async def propose(self, wanted: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """At most so many tokens for each session; those with no guess are left out. A model that guesses does so for
-        all of them at once, and off the event loop."""
+    def propose(self, wanted: Mapping[int, int]) -> Guesses | asyncio.Future[Guesses]:
+        """At most so many tokens for each session; those with no guess are left out. At once, or later where a model
+        guesses: for all of them together, off the event loop."""
         ...
 
     def end(self, session: int) -> None: ...
 
-
-def accepted(
-    logits: NDArray[np.float32],
-    proposals: Sequence[int],
-    pick: Callable[[NDArray[np.float32], int], int],
-    is_end: Callable[[int], bool],
-) -> list[int]:
-    """The tokens a pass yields: at least one, at most one more than was proposed.
-
-    `logits`: [proposals + 1, vocabulary], row n after the first n proposals. `pick(row, n)` chooses the token as plain
-    decoding would after the n tokens picked before, and takes note of it; it is not called for rows behind a guess that
-    does not hold, nor behind a token that `is_end`."""
-    tokens: list[int] = []
-    for place, row in enumerate(logits):
-        token = pick(row, place)
-        tokens.append(token)
-        if is_end(token) or place == len(proposals) or token != proposals[place]:
-            break
-    return tokens
+    def close(self) -> None: ...
 
 
 class NgramProposer:
@@ -65,7 +53,7 @@ class NgramProposer:
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
 
-    def begin(self, session: int, prompt: Sequence[int]) -> None:
+    def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:  # noqa: ARG002
         """See `Proposer`."""
         text = self._texts[session] = _Text()
         text.extend(prompt)
@@ -75,7 +63,7 @@ class NgramProposer:
         if (text := self._texts.get(session)) is not None:
             text.extend(tokens)
 
-    async def propose(self, wanted: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         """See `Proposer`."""
         guesses = {
             session: text.continued(count)
@@ -87,6 +75,10 @@ class NgramProposer:
     def end(self, session: int) -> None:
         """See `Proposer`."""
         self._texts.pop(session, None)
+
+    def close(self) -> None:
+        """See `Proposer`."""
+        self._texts.clear()
 
 
 class _Text:
@@ -169,17 +161,18 @@ def expected_tokens(rate: float, count: int) -> float:
     return count + 1.0 if rate >= 1 else (1 - rate ** (count + 1)) / (1 - rate)
 
 
-def best_count(rate: float, times: PassTimes, *, rows: int = 1, most: int = MOST) -> int:
+def best_count(rate: float, times: PassTimes, *, rows: int = 1, most: int = MOST, guess_s: float = 0.0) -> int:
     """How many guesses to send for one session: as yields most tokens per second of all that share the pass.
 
-    `rows`: of the pass without them, one of which is this session's. 0 where no gain is predicted."""
+    `rows`: of the pass without them, one of which is this session's. `guess_s`: what making one takes, before the pass
+    can go. 0 where no gain is predicted."""
     alone_s = times.predict(rows)
     if alone_s is None:
         return 0
     best, best_speed = 0, rows / alone_s * _MARGIN
     for count in range(1, most + 1):
-        took_s = times.predict(rows + count)
-        speed = (rows - 1 + expected_tokens(rate, count)) / (took_s or alone_s)
+        took_s = (times.predict(rows + count) or alone_s) + guess_s * count
+        speed = (rows - 1 + expected_tokens(rate, count)) / took_s
         if speed > best_speed:
             best, best_speed = count, speed
     return best

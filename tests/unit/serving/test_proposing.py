@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from fusionai.serving.generating import Generating
 from fusionai.serving.history import History
-from fusionai.serving.interface import Sampling
-from fusionai.serving.proposing import (
-    Acceptance,
-    NgramProposer,
-    PassTimes,
-    accepted,
-    best_count,
-    expected_tokens,
-)
+from fusionai.serving.interface import Generation, Sampling
+from fusionai.serving.proposing import Acceptance, NgramProposer, PassTimes, best_count, expected_tokens
 from fusionai.serving.sampling import choose
 
 VOCABULARY = 40
@@ -25,9 +18,9 @@ VOCABULARY = 40
 
 def proposal(prompt: Sequence[int], answer: Sequence[int] = (), count: int = 4) -> tuple[int, ...]:
     proposer = NgramProposer()
-    proposer.begin(7, prompt)
+    proposer.begin(7, prompt, Sampling())
     proposer.extend(7, answer)
-    return asyncio.run(proposer.propose({7: count})).get(7, ())
+    return proposer.propose({7: count}).get(7, ())
 
 
 def test_what_came_last_after_the_longest_run() -> None:
@@ -51,12 +44,12 @@ def test_a_repetition_goes_on() -> None:
 
 def test_sessions_are_apart_and_end() -> None:
     proposer = NgramProposer()
-    proposer.begin(1, [1, 2, 3, 1, 2])
-    proposer.begin(2, [1, 2, 4, 1, 2])
-    assert asyncio.run(proposer.propose({1: 1, 2: 1, 3: 1})) == {1: (3,), 2: (4,)}
+    proposer.begin(1, [1, 2, 3, 1, 2], Sampling())
+    proposer.begin(2, [1, 2, 4, 1, 2], Sampling())
+    assert proposer.propose({1: 1, 2: 1, 3: 1}) == {1: (3,), 2: (4,)}
     proposer.end(1)
     proposer.extend(1, [3])
-    assert asyncio.run(proposer.propose({1: 1, 2: 1})) == {2: (4,)}
+    assert proposer.propose({1: 1, 2: 1}) == {2: (4,)}
 
 
 def logits_after(tokens: Sequence[int]) -> np.ndarray:
@@ -80,40 +73,37 @@ def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, count: int) 
         plain.append(token)
 
     proposer = NgramProposer()
-    proposer.begin(0, prompt)
-    guessed: list[int] = []
-    history = History(prompt)
-    passes = 0
-    while len(guessed) < wanted:
-        guesses = asyncio.run(proposer.propose({0: count})).get(0, ())
-        rows = np.stack([logits_after([*prompt, *guessed, *guesses[:n]]) for n in range(len(guesses) + 1)])
-        start = len(guessed)
-
-        def pick(row: np.ndarray, place: int, start: int = start) -> int:
-            token = choose(row, sampling, history, start + place)
-            history.add(token)
-            return token
-
-        fresh = accepted(rows, guesses, pick, lambda token: False)
-        assert 1 <= len(fresh) <= len(guesses) + 1
-        proposer.extend(0, fresh)
-        guessed += fresh
+    proposer.begin(0, prompt, sampling)
+    asked = Generation(prompt=tuple(prompt), max_tokens=wanted, sampling=sampling)
+    generating = Generating(0, asked, lambda number: None)
+    passes = held = 0
+    while not generating.finished:
+        guesses = proposer.propose({0: count}).get(0, ())
+        known = len(generating.tokens)
+        rows = np.stack([logits_after([*generating.tokens, *guesses[:n]]) for n in range(len(guesses) + 1)])
+        verdict = generating.judge(rows, known - 1, guesses)
+        assert verdict.proposed == len(guesses)
+        assert verdict.accepted in (len(verdict.tokens) - 1, len(verdict.tokens))
+        generating.adopt(verdict, (), 0)
+        proposer.extend(0, verdict.tokens)
         passes += 1
-    assert guessed[:wanted] == plain
+        held += verdict.accepted
+    assert generating.tokens[len(prompt) :] == plain
+    assert passes + held >= wanted
     if sampling.temperature == 0:
         assert passes < wanted / 1.3, "a text that repeats itself was not guessed"
 
 
-def test_nothing_is_picked_behind_an_end() -> None:
-    rows = np.zeros((4, 9), dtype=np.float32)
-    picked: list[int] = []
-
-    def pick(_: np.ndarray, place: int) -> int:
-        picked.append(place)
-        return [3, 5, 6, 7][place]
-
-    assert accepted(rows, (3, 5, 6), pick, lambda token: token == 5) == [3, 5]
-    assert picked == [0, 1]
+def test_nothing_is_emitted_behind_an_end() -> None:
+    rows = np.eye(9, dtype=np.float32)[[3, 5, 6, 7]]
+    for stops, most, tokens, reason in [
+        ({5}, 9, [3], "stop"),
+        (set(), 2, [3, 5], "length"),
+        (set(), 3, [3, 5, 6], "length"),
+    ]:
+        asked = Generation(prompt=(1,), max_tokens=most, sampling=Sampling(temperature=0), stop_tokens=frozenset(stops))
+        verdict = Generating(0, asked, lambda number: None).judge(rows, 0, (3, 5, 6))
+        assert (verdict.tokens, verdict.ended) == (tokens, reason)
 
 
 def test_expected_tokens_is_the_mean_of_what_comes() -> None:

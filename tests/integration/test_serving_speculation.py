@@ -1,0 +1,127 @@
+"""Guesses checked by a pool in one pass: the same tokens, greedy and drawn, in fewer passes where guesses hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from fusionai.capture.capture import Captured
+from fusionai.serving.interface import Generation, Sampling
+from fusionai.serving.proposing import Guesses
+from fusionai.serving.speculating import Speculate
+from fusionai.wire import messages as wire
+from harness.pool import peer_id
+from harness.serving_pool import served, tokens_of
+from harness.small_llama import SMALL_LLAMA, THREE_PEERS, VOCABULARY, captured_llama, captured_model, prompts
+
+pytestmark = pytest.mark.slow
+
+COUNT = 40
+KINDS = [Sampling(temperature=0), Sampling(temperature=0.5, seed=3, top_p=0.9), Sampling(seed=9, frequency_penalty=0.5)]
+
+
+class Knows:
+    """Guesses what it knows will come, every third token wrong: accepted as far as they are right."""
+
+    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        self.answers = answers
+        self.texts: dict[int, tuple[tuple[int, ...], int]] = {}
+
+    def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        self.texts[session] = (tuple(prompt), 0)
+
+    def extend(self, session: int, tokens: Sequence[int]) -> None:
+        prompt, done = self.texts[session]
+        self.texts[session] = (prompt, done + len(tokens))
+
+    def propose(self, wanted: Mapping[int, int]) -> Guesses:
+        guesses: dict[int, tuple[int, ...]] = {}
+        for session, count in wanted.items():
+            prompt, done = self.texts[session]
+            coming = self.answers[prompt][done : done + count]
+            guesses[session] = tuple(
+                (token + (place % 3 == 2)) % VOCABULARY for place, token in enumerate(coming, start=done)
+            )
+        return guesses
+
+    def end(self, session: int) -> None:
+        self.texts.pop(session, None)
+
+    def close(self) -> None: ...
+
+
+def answers(
+    directory: Path,
+    sampling: Sampling,
+    speculate: Speculate,
+    asked: Sequence[tuple[int, ...]],
+    proposer: Knows | None = None,
+    *,
+    captured: Captured | None = None,
+    kill: bool = False,
+) -> tuple[list[list[int]], dict[str, float], int]:
+    """Tokens, the engine's figures, passes that generated."""
+    passes: set[int] = set()
+
+    def seen(sender: str, receiver: str, message: wire.Message) -> None:
+        if isinstance(message, wire.Pass) and message.wanted:
+            passes.add(message.number)
+
+    async def story() -> tuple[list[list[int]], dict[str, float]]:
+        async with served(
+            captured or captured_llama(),
+            directory,
+            THREE_PEERS,
+            spares=int(kill),
+            vocabulary=VOCABULARY,
+            speculate=speculate,
+            proposer=proposer,
+            on_message=seen,
+        ) as job:
+            streams = [
+                asyncio.create_task(
+                    tokens_of(job.engine, Generation(prompt=prompt, max_tokens=COUNT, sampling=sampling))
+                )
+                for prompt in asked
+            ]
+            while kill and job.engine.status.emitted_tokens < len(asked) * COUNT // 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            if kill:
+                job.pool.kill(peer_id(1))
+            told = await asyncio.gather(*streams)
+            return told, job.engine.status.extra
+
+    told, extra = asyncio.run(story())
+    return told, extra, len(passes)
+
+
+@pytest.mark.parametrize("sampling", KINDS)
+def test_tokens_are_the_same_with_guesses_half_of_which_are_right(sampling: Sampling, tmp_path: Path):
+    plain, without, _ = answers(tmp_path, sampling, "off", prompts(3))
+    assert without["proposed_tokens"] == 0
+    knows = Knows(dict(zip(prompts(3), plain, strict=True)))
+    told, figures, _ = answers(tmp_path, sampling, 4, prompts(3), knows)
+    assert told == plain
+    assert 0 < figures["accepted_tokens"] < figures["proposed_tokens"]
+    assert not knows.texts, "whoever is over is followed no more"
+
+
+def test_a_text_that_repeats_itself_takes_fewer_passes(tmp_path: Path):
+    """With weights that small a token is followed by itself."""
+    monotonous = captured_model({**SMALL_LLAMA, "initializer_range": 0.02})
+    plain, _, many = answers(tmp_path, KINDS[0], "off", prompts(1), captured=monotonous)
+    told, figures, few = answers(tmp_path, KINDS[0], "auto", prompts(1), captured=monotonous)
+    assert told == plain
+    assert figures["accepted_tokens"] > COUNT // 2
+    assert few < many / 2, figures
+
+
+def test_a_kill_between_guesses_changes_no_token(tmp_path: Path):
+    plain, _, _ = answers(tmp_path, KINDS[1], "off", prompts(3))
+    knows = Knows(dict(zip(prompts(3), plain, strict=True)))
+    told, figures, _ = answers(tmp_path, KINDS[1], 4, prompts(3), knows, kill=True)
+    assert told == plain
+    assert figures["accepted_tokens"] > 0
