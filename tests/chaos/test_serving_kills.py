@@ -183,6 +183,7 @@ def test_without_spares_requests_wait_and_go_on_when_a_machine_joins(
         with Killer(seed, KILLING, say=tell) as killer:
             async with besieging(pool, model, seed, stages=STAGES) as siege:
                 async with siege.streams(STREAMS):
+                    await siege.until(lambda: siege.flows_since(0.0), "every stream has begun")
                     spares = [siege.strike(killer, Role.SPARE).name for _ in range(2)]
                     await siege.until(lambda: not any(one.spare for one in siege.stages()), "the spares are missed")
                     fall = siege.strike(killer)

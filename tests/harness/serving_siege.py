@@ -207,7 +207,7 @@ class ServingSiege:
         """Until somebody else has its stages and every stream goes on."""
         await self.until(lambda: self._is_replaced(fall), f"somebody takes the place of {fall.name}")
         replaced_s = time.monotonic()
-        await self.until(lambda: self._flows_since(replaced_s), "every stream goes on")
+        await self.until(lambda: self.flows_since(replaced_s), "every stream goes on")
         self.judge(fall)
 
     def _is_replaced(self, fall: Fall) -> bool:
@@ -216,7 +216,7 @@ class ServingSiege:
             stage.name != fall.name for stage in status.stages if stage.stage in fall.stages
         )
 
-    def _flows_since(self, since_s: float) -> bool:
+    def flows_since(self, since_s: float) -> bool:
         """A stream that began since then counts when it has a token, too."""
         return all(answer.came_at_s and answer.came_at_s[-1] > since_s for answer in self._running.values())
 
