@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fusionai.client.local_pool import LocalPool
 from fusionai.client.serve import Served, ServeRequest, serving
+from fusionai.primitives.errors import ModelError
 from fusionai.scheduling.types import ServingNeeds
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Emitted, Finished, Generation, Held, Sampling
@@ -37,10 +39,13 @@ TOKENS = 60
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("llama"), LLAMA, "w")
+
+
+def model(made: Path, config: dict[str, object], letter: str) -> Path:
     torch.manual_seed(0)
-    made = tmp_path_factory.mktemp("llama")
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).save_pretrained(made)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config)).save_pretrained(made)
+    words = Tokenizer(WordLevel({f"{letter}{number}": number for number in range(VOCABULARY)}, unk_token=f"{letter}0"))
     words.save(str(made / "tokenizer.json"))
     return made
 
@@ -136,3 +141,19 @@ def test_a_killed_stage_changes_no_token_and_whoever_comes_back_lets_others_go_o
     assert second == answers
     assert held[-1] == "running"
     print("gaps", *(f"{gap:.2f} s" for gap in gaps))  # noqa: T201 - for whoever measures
+
+
+def test_a_draft_model_guesses_in_the_owners_process(directory: Path, tmp_path: Path):
+    """Here it is the model itself, which is always right; one with other tokens is refused."""
+
+    async def story(draft: Path) -> tuple[list[int], dict[str, float]]:
+        asked = dataclasses.replace(request(directory, tmp_path, spares=0), local=2, speculate=4, draft=str(draft))
+        async with serving(asked, on_event=lambda event: None) as served:
+            tokens = await answer(served.engine, 0, [], [])
+            return tokens, served.engine.status.extra
+
+    tokens, figures = asyncio.run(story(directory))
+    assert tokens == expected(directory, 1)[0]
+    assert figures["accepted_tokens"] > 0.9 * figures["proposed_tokens"] > 0
+    with pytest.raises(ModelError, match="has other tokens"):
+        asyncio.run(story(model(tmp_path / "other", LLAMA, "v")))

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from fusionai.capture.capture import Captured
+from fusionai.execution.compute import ComputeThread
+from fusionai.ir.serving import serving_graph
+from fusionai.serving.draft import DraftProposer, load_draft
 from fusionai.serving.interface import Generation, Sampling
-from fusionai.serving.proposing import Guesses
+from fusionai.serving.proposing import Guesses, Proposer
 from fusionai.serving.speculating import Speculate
 from fusionai.wire import messages as wire
+from fusionai.wire.messages import ServeOptions
 from harness.pool import peer_id
-from harness.serving_pool import served, tokens_of
+from harness.serving_pool import backend, model_weights, served, tokens_of
 from harness.small_llama import SMALL_LLAMA, THREE_PEERS, VOCABULARY, captured_llama, captured_model, prompts
 
 pytestmark = pytest.mark.slow
@@ -58,7 +62,7 @@ def answers(
     sampling: Sampling,
     speculate: Speculate,
     asked: Sequence[tuple[int, ...]],
-    proposer: Knows | None = None,
+    proposer: Proposer | None = None,
     *,
     captured: Captured | None = None,
     kill: bool = False,
@@ -125,3 +129,43 @@ def test_a_kill_between_guesses_changes_no_token(tmp_path: Path):
     told, figures, _ = answers(tmp_path, KINDS[1], 4, prompts(3), knows, kill=True)
     assert told == plain
     assert figures["accepted_tokens"] > 0
+
+
+SMALLER = {**SMALL_LLAMA, "num_hidden_layers": 1}
+
+
+def drafted(directory: Path, captured: Captured, compute: ComputeThread, pages: int = 64) -> DraftProposer:
+    options = ServeOptions(page_tokens=4, pages=pages, sessions=8, pass_tokens=16, retain=False)
+    draft = load_draft(
+        backend(),
+        serving_graph(captured.graph),
+        model_weights(captured, directory / "draft"),
+        options,
+        vocabulary=VOCABULARY,
+        context_tokens=128,
+    )
+    return DraftProposer(draft, compute)
+
+
+@pytest.mark.parametrize("sampling", KINDS)
+def test_a_model_that_is_the_same_guesses_nearly_everything(sampling: Sampling, tmp_path: Path):
+    """It draws by the same numbers; penalties alone it does not know."""
+    compute = ComputeThread()
+    plain, _, _ = answers(tmp_path, sampling, "off", prompts(5))
+    draft = drafted(tmp_path, captured_llama(), compute)
+    told, figures, _ = answers(tmp_path, sampling, 5, prompts(5), draft)
+    compute.close()
+    assert told == plain
+    least = 0.9 if sampling.frequency_penalty == 0 else 0.2
+    assert figures["accepted_tokens"] >= least * figures["proposed_tokens"] > 0
+
+
+def test_another_model_guesses_worse_and_changes_nothing(tmp_path: Path):
+    """Its cache is too small for all: some generations go on without guesses."""
+    compute = ComputeThread()
+    plain, _, _ = answers(tmp_path, KINDS[0], "off", prompts(5))
+    draft = drafted(tmp_path, captured_model(SMALLER), compute, pages=30)
+    told, figures, _ = answers(tmp_path, KINDS[0], 3, prompts(5), draft)
+    compute.close()
+    assert told == plain
+    assert 0 < figures["accepted_tokens"] < figures["proposed_tokens"] / 2

@@ -23,11 +23,12 @@ from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
 from fusionai.cli.running import run_until_stopped
-from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
 from fusionai.primitives.errors import UsageError
 
 if TYPE_CHECKING:
     from fusionai.client.serve import Served, ServeEvent, ServeRequest
+    from fusionai.serving.speculating import Speculate
 
 PORT: Final = 8000
 
@@ -54,6 +55,19 @@ class Door:
 )
 @click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
 @serving_options
+@click.option(
+    "--speculate",
+    type=GuessCount(),
+    default="auto",
+    show_default=True,
+    metavar="auto|off|K",
+    help="Guess tokens ahead and check them in one pass: as many as were measured to pay off, none, always K.",
+)
+@click.option(
+    "--draft",
+    metavar="SMALL",
+    help="A small model with the same tokens that guesses.  [default: what the text has repeated]",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen here; elsewhere only with API keys.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="0: any that is free.")
 @click.option(
@@ -81,6 +95,8 @@ def serve(
     spares: int | None,
     stages: int | None,
     served: ServingOptions,
+    speculate: Speculate,
+    draft: str | None,
     host: str,
     port: int,
     key_file: Path | None,
@@ -98,6 +114,8 @@ def serve(
     """
     if local is not None and (invitation is not None or stages is not None):
         raise UsageError("--local brings up a pool of its own: it goes without --invite and --stages.")
+    if draft is not None and speculate == "off":
+        raise UsageError("--draft names a model that guesses: it goes without --speculate off.")
     from fusionai.client.serve import ServeRequest
 
     request = ServeRequest(
@@ -112,6 +130,8 @@ def serve(
         threads=threads,
         stages=stages,
         spares=None if local is not None else spares,
+        speculate=speculate,
+        draft=draft,
     )
     door = Door(host=host, port=port, key_file=key_file, name=name)
 

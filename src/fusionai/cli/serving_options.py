@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 import click
 
 from fusionai.scheduling.types import ServingNeeds
+from fusionai.serving.speculating import MOST_FIXED
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,6 +47,19 @@ class ServingOptions:
             cache_tokens=context * min(self.sessions, CACHED_CONTEXTS),
             pass_tokens=PASS_TOKENS,
         )
+
+
+class GuessCount(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
+    """`auto`, `off`, or a number of guesses."""
+
+    name = "guesses"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        if value in ("auto", "off"):
+            return str(value)
+        if not str(value).isdecimal() or not 1 <= int(str(value)) <= MOST_FIXED:
+            self.fail(f"expected auto, off or a number from 1 to {MOST_FIXED}, got {value}.", param, ctx)
+        return int(str(value))
 
 
 def serving_options(function: _Function) -> _Function:

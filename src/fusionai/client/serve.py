@@ -26,11 +26,12 @@ import msgspec
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.background import in_background
-from fusionai.client.beginning import PLAN_ATTEMPTS, PLAN_PAUSE_S, nobody
+from fusionai.client.beginning import first_deployment, nobody
 from fusionai.client.local_pool import LocalPeer, LocalPool
 from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.replanning import PoolReplanner
+from fusionai.client.serving_draft import DraftModel, draft_proposer, open_draft
 from fusionai.client.serving_model import ServedModel, find_model, hash_weights, job_name, open_model
 from fusionai.client.serving_problem import Ends, serving_problem
 from fusionai.client.serving_watch import ServingWatch
@@ -39,7 +40,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.clock import SystemClock
-from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
+from fusionai.primitives.errors import FusionError, PlanError, UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan as planned
@@ -47,6 +48,7 @@ from fusionai.scheduling.types import PeerProfile, Plan, ServingNeeds
 from fusionai.serving import progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.job import ServingJob
+from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire import messages as wire
@@ -76,6 +78,9 @@ class ServeRequest:
     threads: int | None = None
     stages: int | None = None
     spares: int | None = None
+    speculate: Speculate = "off"
+    draft: str | None = None
+    """A small model with the same tokens that guesses; without one what the text repeats is guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,9 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
     """Raises `ModelError`, `GraphError`, `PlanError`, `TransportError`, `RefusedError`, `StorageError`,
     `ExecutionError`, `UsageError`."""
     async with AsyncExitStack() as stack:
-        files = await in_background(lambda: find_model(request.model))  # wrong names are told before anything starts
+        # Wrong names are told before anything starts.
+        files = await in_background(lambda: find_model(request.model))
+        small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
         clock = SystemClock()
         home, invitation, local = request.home, request.invitation, None
         if request.local is not None:
@@ -167,17 +174,14 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         model = await in_background(lambda: open_model(files))
         for note in model.captured.notes:
             on_event(Noted(note))
-        weights = await in_background(
-            lambda: hash_weights(
-                model,
-                WeightStore(request.home / "weights"),
-                request.home / "weights.json",
-                lambda done, total: on_event(Hashed(done, total)),
-            )
-        )
-        stack.callback(weights.close)
+        weights = await _hashed(model, request, stack, on_event)
+        draft: DraftModel | None = None
+        if small is not None and request.speculate != "off":
+            on_event(Noted(f"capturing {small.name}, which guesses"))
+            opened = await in_background(lambda: open_draft(small, model))
+            draft = DraftModel(opened, await _hashed(opened, request, stack, on_event))
         await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
-        owner = _owner_profile(membership.peer, report, request)
+        owner = _owner_profile(membership.peer, report, request, 0 if draft is None else draft.weight_bytes)
         names[membership.peer] = owner.name
         needs = request.needs(model.positions)
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
@@ -205,8 +209,9 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         deployment = await _begin(replanner, membership.pool, on_event, is_local=request.local is not None)
         stack.push_async_callback(_report, pool, job, "done", "the server has ended")
         on_event(ServePlanned(job, deployment.plan, dict(names), model))
+        served_job = _serving_job(model, job, membership.peer, deployment.plan, weights, request.speculate)
         engine = ServingEngine(
-            _serving_job(model, job, membership.peer, deployment.plan, weights),
+            served_job,
             Host(
                 peer=membership.peer,
                 backend=backend,
@@ -220,6 +225,9 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             names=names,
             incarnation=1,
             on_progress=on_event,
+            proposer=None
+            if draft is None
+            else await draft_proposer(draft, backend, served_job.options, served_job.vocabulary, stack),
         )
         await _report(pool, job, "running", "loading")
         running = asyncio.ensure_future(engine.run())
@@ -279,23 +287,12 @@ def _owner_threads(request: ServeRequest) -> int | None:
 async def _begin(
     replanner: PoolReplanner, pool_name: str, on_event: Callable[[ServeEvent], None], *, is_local: bool
 ) -> Deployment:
-    """Look, plan, ask; look again when a peer was taken meanwhile."""
-    for attempt in range(PLAN_ATTEMPTS):
-        members = await replanner.pool.pool()
-        usable = replanner.usable(members)
-        if not usable:
-            raise nobody(pool_name, members)
+    async def plan_with(usable: tuple[Member, ...]) -> Plan:
         profiles = tuple(member.profile for member in usable)
         problem = msgspec.structs.replace(replanner.problem, peers=_equal(profiles) if is_local else profiles)
-        made = await in_background(lambda problem=problem: planned(problem))
-        try:
-            return await replanner.make_real(made)
-        except RefusedError as error:
-            if error.code not in ("busy", "unknown_peer", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
-                raise
-            on_event(Noted(f"looking at the pool again: {error.message}"))
-            await asyncio.sleep(PLAN_PAUSE_S)
-    raise AssertionError("unreachable: the last attempt returns or raises")
+        return await in_background(lambda: planned(problem))
+
+    return await first_deployment(replanner, plan_with, pool_name=pool_name, note=lambda text: on_event(Noted(text)))
 
 
 def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
@@ -308,7 +305,25 @@ def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
     )
 
 
-def _serving_job(model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights) -> ServingJob:
+async def _hashed(
+    model: ServedModel, request: ServeRequest, stack: AsyncExitStack, on_event: Callable[[ServeEvent], None]
+) -> ModelWeights:
+    """The list of its weights, let go with `stack`."""
+    weights = await in_background(
+        lambda: hash_weights(
+            model,
+            WeightStore(request.home / "weights"),
+            request.home / "weights.json",
+            lambda done, total: on_event(Hashed(done, total)),
+        )
+    )
+    stack.callback(weights.close)
+    return weights
+
+
+def _serving_job(
+    model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights, speculate: Speculate
+) -> ServingJob:
     sizes = plan.serving
     if sizes is None:
         raise PlanError("expected a plan for serving.")
@@ -331,6 +346,7 @@ def _serving_job(model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weig
         stop_tokens=model.texts.stop_tokens,
         prefix_cache=not model.windows,
         in_flight=max(sizes.passes_in_flight, len(plan.stages)),
+        speculate=speculate,
     )
 
 
@@ -375,7 +391,8 @@ async def _report(pool: PoolSession, job: JobId, state: Literal["running", "done
             await pool.report(wire.JobReport(job=job, state=state, step=0, detail=detail))
 
 
-def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest) -> PeerProfile:
+def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, taken_bytes: int) -> PeerProfile:
+    """`taken_bytes`: of its memory, by what is not of the plan."""
     memory_bytes = report.memory_bytes
     if request.local is not None:
         import psutil
@@ -389,7 +406,7 @@ def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest) ->
         device=report.device,
         flops_per_s=report.flops_per_s,
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
-        memory_bytes=memory_bytes,
+        memory_bytes=max(0, memory_bytes - taken_bytes),
         threads=report.threads,
         fingerprint=report.fingerprint,
         roles=("owner",),

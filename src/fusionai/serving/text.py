@@ -74,6 +74,11 @@ class Tokenizer:
         """One more than the largest token number. The model may have more: they are never meant to come."""
         return max(self._engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def is_like(self, other: Tokenizer) -> bool:
+        """Whether every token number means the same to both."""
+        mine, others = (one._engine.get_vocab(with_added_tokens=True) for one in (self, other))
+        return mine == others
+
     def id_of(self, text: str) -> int | None:
         """The token that is spelled so in the vocabulary, if there is one."""
         return self._engine.token_to_id(text)

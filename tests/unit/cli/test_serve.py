@@ -30,6 +30,9 @@ def model(tmp_path: Path) -> str:
         (("--host", "no.such.host.invalid"), "is no address to listen on"),
         (("--weights", "fp64"), "'fp64' is not one of"),
         (("--local", "0"), "0 is not in the range"),
+        (("--speculate", "16"), "expected auto, off or a number from 1 to 15, got 16"),
+        (("--speculate", "often"), "expected auto, off or a number from 1 to 15, got often"),
+        (("--draft", "small", "--speculate", "off"), "--draft names a model that guesses"),
     ],
 )
 def test_wrong_use_is_told_at_once(

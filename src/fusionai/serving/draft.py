@@ -1,0 +1,239 @@
+"""A small model of the owner's guesses how generations go on. Decides which ones it follows, and what it guesses.
+
+It is served like any model, whole and in this process, from a paged cache of its own. It draws as the generation does,
+by the same number at the same position, so that two models that agree on the odds agree on the token. What it guessed
+and what came are compared, and only what differs is computed again.
+
+Neighbours: `proposing.Proposer` is what it implements, `speculating` asks, `backends.serving` computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fusionai.backends.serving import ServingBackend, ServingProgram
+from fusionai.coordination.pages import Match, Pages
+from fusionai.execution.compute import ComputeThread, Timed
+from fusionai.ir.schema import Graph
+from fusionai.ir.serving import LOGITS
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.tensors import host_tensor
+from fusionai.serving.history import History
+from fusionai.serving.interface import Sampling
+from fusionai.serving.proposing import Guesses
+from fusionai.serving.sampling import choose
+from fusionai.storage.weight_manifest import ModelWeights
+from fusionai.wire.messages import Segment, ServeOptions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A model that is loaded. `graph` was the part that serves, whole. `vocabulary`: tokens that it and the model it
+    guesses for both know; `context_tokens`: its longest text."""
+
+    program: ServingProgram
+    options: ServeOptions
+    vocabulary: int
+    context_tokens: int
+
+
+def load_draft(
+    backend: ServingBackend,
+    graph: Graph,
+    weights: ModelWeights,
+    options: ServeOptions,
+    *,
+    vocabulary: int,
+    context_tokens: int,
+) -> Draft:
+    """Blocking; call it where the draft will run. Raises `ExecutionError`, `StorageError`."""
+    program = backend.serve(graph, options=options)
+    program.import_weights((spec.key, weights.read(spec)) for spec in weights.specs)
+    program.allocate()
+    return Draft(program=program, options=options, vocabulary=vocabulary, context_tokens=context_tokens)
+
+
+class DraftProposer:
+    """Implements `Proposer`. `compute`: where `draft` was loaded; nothing of it is touched elsewhere."""
+
+    def __init__(self, draft: Draft, compute: ComputeThread) -> None:
+        self._compute = compute
+        self._texts = _Texts(draft)
+
+    def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """See `Proposer`. The prompt is read while the pool reads it."""
+        self._later(lambda: self._texts.begin(session, prompt, sampling))
+
+    def extend(self, session: int, tokens: Sequence[int]) -> None:
+        """See `Proposer`."""
+        self._later(lambda: self._texts.extend(session, tokens))
+
+    def propose(self, wanted: Mapping[int, int]) -> asyncio.Future[Guesses]:
+        """See `Proposer`. Fails where the model can't be computed."""
+        making = self._compute.run(lambda: self._texts.guesses(wanted))
+
+        async def made() -> Guesses:
+            guesses, _ = await making
+            return guesses
+
+        return asyncio.ensure_future(made())
+
+    def end(self, session: int) -> None:
+        """See `Proposer`."""
+        self._later(lambda: self._texts.end(session))
+
+    def close(self) -> None:
+        """See `Proposer`. The compute thread is its owner's to close."""
+        self._later(self._texts.close)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        self._compute.run(work).add_done_callback(_tell)
+
+
+def _tell(done: asyncio.Future[tuple[None, Timed]]) -> None:
+    if not done.cancelled() and (problem := done.exception()) is not None:
+        log.error("the draft model failed", exc_info=problem)
+
+
+@dataclass(slots=True)
+class _Text:
+    """`tokens`: prompt and answer. `ahead`: guesses that are in the cache behind them."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: Sampling
+    computed: int = 0
+    ahead: tuple[int, ...] = ()
+    told: int = 0
+    """Pages that the program knows of."""
+    is_open: bool = False
+    """Whether it has pages."""
+
+
+class _Texts:
+    """In the compute thread."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._pages = Pages(draft.options.pages, draft.options.page_tokens, prefix=False)
+        self._texts: dict[int, _Text] = {}
+
+    def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        # Penalties count tokens, which would have to be taken back with each guess that fails.
+        plain = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+        self._texts[session] = _Text(list(prompt), len(prompt), plain)
+        with suppress(FusionError):  # whoever asks for guesses will hear of it
+            self._read([session] if self._find_room(session, 0) else [])
+
+    def extend(self, session: int, tokens: Sequence[int]) -> None:
+        text = self._texts.get(session)
+        if text is None:
+            return
+        if text.computed == len(text.tokens):
+            for guess, token in zip(text.ahead, tokens, strict=False):
+                if guess != token:
+                    break
+                text.computed += 1
+        text.ahead = ()
+        text.tokens += tokens
+
+    def guesses(self, wanted: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        left = {session: count for session, count in wanted.items() if self._find_room(session, count)}
+        made: dict[int, list[int]] = {session: [] for session in left}
+        for session in left:
+            text = self._texts[session]
+            # What follows the last token is to be seen.
+            text.computed = min(text.computed, len(text.tokens) - 1)
+            text.ahead = ()
+        rows = self._read(list(left))
+        while rows:
+            feeding: dict[int, int] = {}
+            for session, row in rows.items():
+                text, guessed = self._texts[session], made[session]
+                position = len(text.tokens) - text.prompt_tokens + len(guessed)
+                guessed.append(choose(row, text.sampling, History(), position))
+                if len(guessed) < left[session]:
+                    feeding[session] = guessed[-1]
+            segments = [
+                self._segment(session, len(self._texts[session].tokens) + len(made[session]) - 1, 1)
+                for session in feeding
+            ]
+            tokens, sessions = list(feeding.values()), list(feeding)
+            rows = self._run(segments, tokens, range(len(tokens)), sessions) if feeding else {}
+            for session in feeding:
+                self._texts[session].ahead = tuple(made[session])
+        return {session: tuple(guessed) for session, guessed in made.items()}
+
+    def end(self, session: int) -> None:
+        text = self._texts.pop(session, None)
+        if text is not None and text.is_open:
+            self._pages.release(session)
+            self._draft.program.forget([session])
+
+    def close(self) -> None:
+        for session in list(self._texts):
+            self.end(session)
+
+    def _find_room(self, session: int, count: int) -> bool:
+        """For a text and so many guesses."""
+        text, draft = self._texts.get(session), self._draft
+        if text is None:
+            return False
+        positions = len(text.tokens) + count
+        if positions > draft.context_tokens or any(token >= draft.vocabulary for token in text.tokens[text.computed :]):
+            return False
+        if not text.is_open:
+            most = min(draft.options.sessions, draft.options.pass_tokens)
+            if sum(one.is_open for one in self._texts.values()) >= most:
+                return False
+            self._pages.admit(session, "", Match((), 0))
+            text.is_open = True
+        return self._pages.extend(session, positions)
+
+    def _read(self, sessions: Sequence[int]) -> dict[int, np.ndarray]:
+        """Compute what is not computed of these; gives for each what follows its last token."""
+        rows: dict[int, np.ndarray] = {}
+        waiting = [session for session in sessions if self._texts[session].computed < len(self._texts[session].tokens)]
+        while waiting:
+            room = self._draft.options.pass_tokens
+            segments: list[Segment] = []
+            tokens: list[int] = []
+            wanted: list[int] = []
+            for session in waiting:
+                text = self._texts[session]
+                length = min(room, len(text.tokens) - text.computed)
+                if length == 0:
+                    break
+                room -= length
+                segments.append(self._segment(session, text.computed, length))
+                tokens += text.tokens[text.computed : text.computed + length]
+                if text.computed + length == len(text.tokens):
+                    wanted.append(len(tokens) - 1)
+            ended = [one for one in segments if one.start + one.length == len(self._texts[one.session].tokens)]
+            rows |= self._run(segments, tokens, wanted, [one.session for one in ended])
+            for segment in segments:
+                self._texts[segment.session].computed = segment.start + segment.length
+            waiting = [session for session in waiting if session not in rows]
+        return rows
+
+    def _segment(self, session: int, start: int, length: int) -> Segment:
+        text, table = self._texts[session], self._pages.table(session)
+        first, text.told = text.told, len(table)
+        return Segment(session, start, length, first, table[first:])
+
+    def _run(
+        self, segments: Sequence[Segment], tokens: Sequence[int], wanted: Sequence[int], sessions: Sequence[int]
+    ) -> dict[int, np.ndarray]:
+        """What comes after the positions `wanted` of the pack, which are of these sessions."""
+        ids = host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)
+        made = self._draft.program.run(segments, {"input_ids": ids}, wanted=[LOGITS], rows=wanted)[LOGITS]
+        rows = np.frombuffer(made.data, np.float32).reshape(len(wanted), -1)[:, : self._draft.vocabulary]
+        return dict(zip(sessions, rows, strict=True))
