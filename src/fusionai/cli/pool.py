@@ -106,6 +106,8 @@ def _state(member: MemberView) -> str:
     if member.state == "resting":
         # Lost too often lately; it is given work again by itself.
         return f"resting {format_seconds(member.rests_s)}"
+    if member.clears:
+        return f"clearing {member.clears}"
     return _STATES.get(member.state, member.state)
 
 
@@ -125,6 +127,7 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "stages": list(member.stages),
         "guards": list(member.guards),
         "rests_s": member.rests_s,
+        "clears": member.clears or None,
         "addresses": list(member.addresses),
         "device": profile.device,
         "device_name": profile.device_name,

@@ -9,7 +9,7 @@ Neighbours: `client.train` calls it, `client.replanning` makes plans real, `sche
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
@@ -18,16 +18,19 @@ from fusionai.client.background import in_background
 from fusionai.client.deployments import kept_deployment
 from fusionai.client.pool_session import Member
 from fusionai.client.preparation import Prepared, problem_for
-from fusionai.client.replanning import Replanner
+from fusionai.client.replanning import PoolReplanner, Replanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan
 
-PLAN_ATTEMPTS: Final = 6
+PLAN_ATTEMPTS: Final = 15
 """A peer may be taken or gone between looking at the pool and asking for it."""
+WAITED_FOR: Final = 8
+"""In so many of them who still clears what it had of another job is waited for; then the others will do."""
 PLAN_PAUSE_S: Final = 1.0
-"""Between two attempts: a peer that another job has just let go says so with its next heartbeat, 3 s at most."""
+"""Between two attempts: a peer that another job has just let go says so with its next heartbeat, 3 s at most; one that
+slept when that job ended is told with the heartbeat after."""
 
 
 async def begin(
@@ -88,16 +91,36 @@ async def _anew(
     driving: asyncio.Event,
     note: Callable[[str], None],
 ) -> Deployment:
-    """Look, plan, ask; look again when a peer was taken meanwhile."""
+    async def plan_with(usable: tuple[Member, ...]) -> Plan:
+        problem = problem_for(prepared, _equal_numerics(replanner, usable), owner, note)
+        made = await in_background(lambda: planned(problem))
+        driving.set()
+        return made
+
+    return await first_deployment(replanner, plan_with, pool_name=pool_name, note=note)
+
+
+async def first_deployment(
+    replanner: PoolReplanner,
+    plan_with: Callable[[tuple[Member, ...]], Awaitable[Plan]],
+    *,
+    pool_name: str,
+    note: Callable[[str], None],
+) -> Deployment:
+    """Look, plan, ask; look again when a peer was taken meanwhile. Raises `PlanError`, `RefusedError`,
+    `TransportError`."""
     for attempt in range(PLAN_ATTEMPTS):
         members = await replanner.pool.pool()
         usable = replanner.usable(members)
+        clearing = [one.profile.name for one in members if replanner.clears(one)]
+        if clearing and attempt < (WAITED_FOR if usable else PLAN_ATTEMPTS - 1):
+            if attempt == 0:
+                note(f"waiting for {', '.join(clearing)}: still clearing what another job left there")
+            await asyncio.sleep(PLAN_PAUSE_S)
+            continue
         if not usable:
             raise nobody(pool_name, members)
-        usable = _equal_numerics(replanner, usable)
-        problem = problem_for(prepared, usable, owner, note)
-        made = await in_background(lambda problem=problem: planned(problem))
-        driving.set()
+        made = await plan_with(usable)
         try:
             return await replanner.make_real(made)
         except RefusedError as error:

@@ -134,10 +134,14 @@ class PoolReplanner:
             for member in members
             if member.view.peer not in kept_out
             and (
-                (member.view.state == "idle" and member.view.rests_s == 0)
+                (member.view.state == "idle" and member.view.rests_s == 0 and not self.clears(member))
                 or (member.view.state == "active" and member.view.job == self.job)
             )
         )
+
+    def clears(self, member: Member) -> bool:
+        """Whether it still holds something of another job: the broker gives it to nobody yet."""
+        return member.view.clears not in ("", self.job)
 
     async def make_real(self, plan: Plan) -> Deployment:
         """`plan` (version 0) with the version and the tickets the broker gives it. Raises `RefusedError`,

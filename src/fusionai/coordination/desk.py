@@ -41,6 +41,8 @@ class DeskRules:
     rest_s: float = 300.0
     clear_s: float = 30.0
     """How long a member may still hold what it had of a job that went on without it, before it is told to clear."""
+    clear_ended_s: float = 2.0
+    """The same for a job that has ended: its driver does not come back for anything."""
     max_members: int = 2_000
     """Heartbeats of so many keep a slow core a third busy; more need another design."""
     max_live_jobs: int = 1_000

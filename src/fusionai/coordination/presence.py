@@ -104,14 +104,19 @@ def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
     if foreign is not None:
         if known is None or known.job != foreign:
             known = Leftover(foreign, turn.now_s)
-        elif turn.now_s - known.since_s >= turn.rules.clear_s:
+        elif turn.now_s - known.since_s >= _clear_s(turn, foreign):
             raise Refusal(
                 "stale_fence",
-                f"{member.entity} holds stages of job {foreign}, which goes on without it; clear them and register "
-                "again.",
+                f"{member.entity} holds stages of job {foreign}, which goes on without it or has ended; clear them "
+                "and register again.",
             )
         leftovers = with_entry(leftovers, member.peer, known)
     turn.desk = replace(turn.desk, leftovers=leftovers)
+
+
+def _clear_s(turn: Turn, job: JobId) -> float:
+    known = turn.pool.jobs.get(job)
+    return turn.rules.clear_s if known is not None and known.live else turn.rules.clear_ended_s
 
 
 def leave(turn: Turn, request: AskLeave) -> None:

@@ -35,7 +35,7 @@ def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float, wall_s: fl
 
 def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> MemberView:
     """`last_heard_s` is the age of the last sign of life; 0.0 for a member that holds no lease any more."""
-    lease = desk.leases.get(member.peer)
+    lease, leftover = desk.leases.get(member.peer), desk.leftovers.get(member.peer)
     state, rests_s = member.phase, 0.0
     if member.phase == "idle" and not desk.reachable(member):
         state = SILENT
@@ -51,6 +51,7 @@ def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> Memb
         stages=member.stages,
         guards=member.guards,
         rests_s=rests_s,
+        clears="" if leftover is None else leftover.job,
         last_heard_s=max(0.0, now_s - lease.heard_s) if lease is not None else 0.0,
     )
 

@@ -184,6 +184,8 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     last_heard_s: Seconds = 0.0
     rests_s: Seconds = 0.0
     """For `resting`: seconds until it may be given work again."""
+    clears: Name = ""
+    """The job that has no part for it any more and of which it still holds something: nobody else is given it yet."""
 
 
 class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):

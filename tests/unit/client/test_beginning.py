@@ -151,3 +151,28 @@ def test_a_tolerant_job_goes_on_anywhere(start: Begin):
 def test_with_nobody_there_it_says_who_is_in_the_pool(start: Begin):
     with pytest.raises(PlanError, match="w works on another"):
         start((member("w", state="active", job="another"),), had=None)
+
+
+def test_who_still_clears_what_another_job_left_is_waited_for(start: Begin, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beginning, "PLAN_PAUSE_S", 0.0)
+    late = member("c", clears="another")
+    found, _ = start((member("a"), late), (member("a"), late), (member("a"), member("c")), had=None)
+    assert {stage.peer for stage in found.plan.stages} == {"a", "c", "owner"}
+
+
+def test_but_not_for_ever_where_others_will_do(start: Begin, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beginning, "PLAN_PAUSE_S", 0.0)
+    found, pool = start((member("a"), member("b"), member("c", clears="another")), had=None)
+    assert {stage.peer for stage in found.plan.stages} == {"a", "b", "owner"}
+    assert len(pool.asked) == 1
+
+
+def test_a_pool_that_only_clears_ends_the_patience(start: Begin, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beginning, "PLAN_PAUSE_S", 0.0)
+    with pytest.raises(PlanError, match="no peer stands by"):
+        start((member("c", clears="another"),), had=None)
+
+
+def test_what_is_left_of_the_job_itself_is_in_nobodys_way(start: Begin):
+    found, _ = start((member("a"), member("c", clears=JOB)), had=None)
+    assert {stage.peer for stage in found.plan.stages} == {"a", "c", "owner"}

@@ -209,6 +209,20 @@ def test_who_was_dropped_without_hearing_of_it_is_told_to_clear_in_time_and_take
     assert drive.phase(A) == "active"
 
 
+def test_who_slept_when_its_job_ended_is_told_to_clear_with_the_next_heartbeat(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(requests.ReportJob(OWNER, 1, JOB, "done", 1, ""))
+    drive.ask(requests.Beat(A, 97, 1, (JOB,)))
+    (view,) = [one for one in views.pool_view(drive.desk, drive.now_s, WALL_S).members if one.peer == A]
+    assert (view.state, view.clears) == ("idle", JOB)
+    drive.now_s += 3.0
+    assert "or has ended" in drive.refused(requests.Beat(A, 97, 1, (JOB,)), "stale_fence")
+    drive.register(A)
+    drive.ask(requests.Beat(A, 97, 1))
+    (view,) = [one for one in views.pool_view(drive.desk, drive.now_s, WALL_S).members if one.peer == A]
+    assert view.clears == ""
+
+
 def test_the_job_it_still_holds_stages_of_may_take_it_back_at_once(drive: Drive):
     drive.ask(want(A))
     drive.ask(want(B))
