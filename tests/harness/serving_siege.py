@@ -5,9 +5,8 @@ Knows who runs and who guards what (from the engine's status), when every token 
 blow fell. Decides nothing about whom to strike, and when: that is for `harness.killer` and the test.
 
     async with besieging(pool, model, seed) as siege, siege.streams(8):
-        blow = siege.strike(killer)
-        await siege.recover(blow)
-    siege.check()
+        await siege.recover(siege.strike(killer))
+    print(siege.figures())
 
 Neighbours: `harness.live_pool` has the processes, `harness.serving_siege_streams` the requests and what they should
 have said, `harness.killer` the blows.
@@ -19,7 +18,7 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +67,8 @@ class Fall:
     stages: tuple[int, ...]
     warm: bool
     """Whether each of its stages had a guard with the weights at hand."""
+    hurried: bool
+    """Whether it fell while the job was not yet past another."""
     at_s: float
     noticed_s: float | None = None
     """Until the streams were told."""
@@ -188,10 +189,12 @@ class ServingSiege:
     def strike(self, killer: Killer, *roles: Role) -> Fall:
         """Whom of these, the killer's seed says."""
         stages, at_s = self.stages(), time.monotonic()
+        hurried = any(fall.flowing_s is None for fall in self.falls)
         (blow,) = killer.strike(self.census(*(roles or (Role.STAGE,))))
         name = next(name for name, process in self.pool.members.items() if process.process.pid == blow.target.pid)
         mine = [stage for stage in stages if stage.name == name]
-        fall = Fall(str(blow), name, tuple(one.stage for one in mine), all(self.is_warm(one) for one in mine), at_s)
+        warm = all(self.is_warm(one) for one in mine)
+        fall = Fall(str(blow), name, tuple(one.stage for one in mine), warm, hurried, at_s)
         self.falls.append(fall)
         if blow.kind == "kill":
             self._fallen.append((name, self.pool.members.pop(name)))  # reaped later: that takes a while
@@ -203,17 +206,32 @@ class ServingSiege:
         gone = {peer for peer, known in self.served.names.items() if known == name}
         self._warm = {(stage, peer) for stage, peer in self._warm if peer not in gone}
 
-    async def recover(self, fall: Fall) -> None:
-        """Until somebody else has its stages and every stream goes on."""
-        await self.until(lambda: self._is_replaced(fall), f"somebody takes the place of {fall.name}")
-        replaced_s = time.monotonic()
-        await self.until(lambda: self.flows_since(replaced_s), "every stream goes on")
-        self.judge(fall)
+    async def recover(self, *falls: Fall) -> None:
+        """Until somebody has their stages and every stream goes on. Where the job waits for a machine, the killed are
+        started again at once, else when streams go on: nobody takes the takeover's cores away."""
+        dead = {fall.name for fall in falls} - set(self.pool.members)
+        await self.until(lambda: self._is_past(falls) or self._waits(falls), f"somebody takes the place of {dead}")
+        if self._waits(falls):
+            await self._revive_all(dead)
+            dead = set()
+            await self.until(lambda: self._is_past(falls), "the job goes on")
+        past_s = time.monotonic()
+        await self.until(lambda: self.flows_since(past_s), "every stream goes on")
+        for fall in falls:
+            self.judge(fall)
+        await self._revive_all(dead)
 
-    def _is_replaced(self, fall: Fall) -> bool:
-        status = self.served.engine.status
-        return status.state == "ready" and all(
-            stage.name != fall.name for stage in status.stages if stage.stage in fall.stages
+    def _is_past(self, falls: Sequence[Fall]) -> bool:
+        return self.served.engine.status.state == "ready" and all(self._is_noticed(fall) for fall in falls)
+
+    def _waits(self, falls: Sequence[Fall]) -> bool:
+        return self.served.engine.status.state == "waiting" and all(self._is_noticed(fall) for fall in falls)
+
+    def _is_noticed(self, fall: Fall) -> bool:
+        """Whether the engine told a fault of it since."""
+        return any(
+            isinstance(event, progress.Fault) and at_s > fall.at_s and fall.name in event.note.text.partition(":")[0]
+            for at_s, event in reversed(self.told)
         )
 
     def flows_since(self, since_s: float) -> bool:
@@ -230,6 +248,9 @@ class ServingSiege:
         fall.flowing_s = now_s - fall.at_s
         fall.longest_gap_s = max((gap_s for gap_s, _ in gaps), default=0.0)
 
+    async def _revive_all(self, names: Iterable[str]) -> None:
+        await asyncio.gather(*(self.revive(name) for name in sorted(names)))
+
     async def revive(self, name: str) -> None:
         """The same peer again."""
         for fallen, process in self._fallen:
@@ -245,8 +266,12 @@ class ServingSiege:
         return {
             "falls": len(self.falls),
             "longest_gap_s": spread(fall.longest_gap_s for fall in self.falls),
-            "longest_gap_with_warm_guard_s": spread(fall.longest_gap_s for fall in self.falls if fall.warm),
-            "longest_gap_without_s": spread(fall.longest_gap_s for fall in self.falls if not fall.warm),
+            "longest_gap_with_warm_guard_s": spread(
+                fall.longest_gap_s for fall in self.falls if fall.warm and not fall.hurried
+            ),
+            "longest_gap_of_others_s": spread(
+                fall.longest_gap_s for fall in self.falls if not fall.warm or fall.hurried
+            ),
             "noticed_s": spread(fall.noticed_s for fall in self.falls if fall.noticed_s is not None),
         }
 
