@@ -159,8 +159,7 @@ async def served(
                 options=options or ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32),
                 weights=weights or model_weights(captured, directory / "owner"),
                 vocabulary=vocabulary,
-                context_tokens=128,
-                **{"chunk_tokens": 8, **job},  # pyright: ignore[reportArgumentType]
+                **{"context_tokens": 128, "chunk_tokens": 8, **job},  # pyright: ignore[reportArgumentType]
             ),
             pool.owner,
             pool.deployment(serving_plan(ranges, places, guards)),
