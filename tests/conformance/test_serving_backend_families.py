@@ -219,7 +219,7 @@ def test_a_family_served_in_three_stages_equals_transformers(name: str, changes:
 _HIDDEN: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "falcon": {"alibi": True},
-    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]]},
 }
 
 

@@ -28,10 +28,10 @@ _TAILED: Final = frozenset(
     f"aten.{name}.default"
     for name in (
         *("silu", "gelu", "sigmoid", "softplus", "tanh", "exp", "log", "log1p", "erf", "elu", "mish", "log_sigmoid"),
-        *("hardswish", "hardsigmoid", "cos", "sin", "rsqrt", "sqrt", "reciprocal"),
+        *("hardswish", "hardsigmoid", "cos", "sin"),
     )
 ) | {"aten.pow.Tensor_Scalar"}
-"""Functions of one operand whose vectorised and scalar forms may round differently."""
+"""Functions of one operand whose vectorised and scalar forms may round differently. Roots and quotients are exact."""
 _BLOCK: Final = 64
 """Elements that every vectorised loop takes in whole steps."""
 _UNSPLIT: Final = 16_384
@@ -117,9 +117,12 @@ def kernels(graph: Graph, uses: Mapping[int, Use], tables: frozenset[str]) -> di
 
 def whole_blocks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`compute`, elementwise on its first operand, given full blocks of contiguous elements only."""
+    one_thread = torch.get_num_threads() == 1
 
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if x.device.type != "cpu" or not x.is_floating_point():
+            return compute(x, *args, **kwargs)
+        if one_thread and x.numel() % _BLOCK == 0 and x.is_contiguous():
             return compute(x, *args, **kwargs)
         flat = x.reshape(-1)
         missing = -flat.numel() % _BLOCK

@@ -35,23 +35,26 @@ _PROBE_TOLERANCE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """`rows` x `columns` is the plain shape [out, in]. `least`, `most`: rows per call that leave bits alone."""
+    """`least`, `most`: rows per call that leave bits alone. `dense`: the product takes more dimensions than two."""
 
     product: Product
     bias: torch.Tensor | None
     nbytes: int
     least: int = 1
     most: int | None = None
+    dense: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
-        flat = x.reshape(-1, x.shape[-1])
-        y = self._rows(flat)
+        rows = x.numel() // max(1, x.shape[-1])
+        if self.dense and self.least <= rows and self.most is None:
+            y = self.product(x)
+        else:
+            y = self._rows(x.reshape(-1, x.shape[-1]))
+            y = y.reshape(*x.shape[:-1], y.shape[-1])
         if y.dtype != x.dtype:
             y = y.to(x.dtype)
-        if self.bias is not None:
-            y = y + self.bias
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return y if self.bias is None else y + self.bias
 
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
         count = flat.shape[0]
@@ -73,7 +76,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, form: WeightFormat, ke
         return PackedLinear(product, bias, nbytes)
     kind, product, nbytes = _on_cpu(weight, form, key)
     least, most = _steady_rows(kind, weight.shape[0], weight.shape[1], torch.get_num_threads(), _Probe(product))
-    return PackedLinear(product, bias, nbytes, least, most)
+    return PackedLinear(product, bias, nbytes, least, most, dense=kind.startswith(("onednn", "plain")))
 
 
 def packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
@@ -160,6 +163,8 @@ def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
     compute = torch.ops.mkldnn._linear_pointwise.default
     nbytes = int(torch.ops.mkldnn._nbytes(packed))
+    if dtype == torch.float32:
+        return "onednn float32", lambda x: compute(x, packed, None, "none", [], ""), nbytes
     return f"onednn {dtype}", lambda x: compute(x.to(dtype), packed, None, "none", [], ""), nbytes
 
 

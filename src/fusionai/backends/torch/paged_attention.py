@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusionai.backends.serving import FEW_POSITIONS
-from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, first_key, heads_first
+from fusionai.backends.torch.paged_cache import ALIGNMENT_BYTES, LayerCache, PassLayout, cut, first_key
+from fusionai.backends.torch.paged_table import Span
 from fusionai.primitives.errors import ExecutionError
 
 
@@ -31,57 +32,70 @@ def cached_attention(
     if q.shape[0] != 1:
         raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {q.shape[0]}.")
     cache.write(layout, k, v)
+    wanted, q = q.dtype, q if q.dtype == torch.float32 else q.float()
+    singles = _singles(q, k.shape[1]) if any(_one_by_one(span) for span in layout.spans) else ()
     parts: list[torch.Tensor] = []
     for number, span in enumerate(layout.spans):
         keys, values = cache.read(layout, number)
-        queries = q[:, :, span.first : span.first + span.length]
-        queries = queries.float() if queries.dtype != torch.float32 else queries
-        if span.start > 0 and span.length <= FEW_POSITIONS:
+        if _one_by_one(span):
             offset = first_key(span.start, cache.window)
-            for row, position in enumerate(range(span.start, span.end)):
-                seen = slice(first_key(position, cache.window) - offset, position + 1 - offset)
-                one = queries[:, :, row : row + 1]
-                parts.append(_attended(one, keys[seen], values[seen], None, scale=scale, softcap=softcap, sinks=sinks))
+            for row in range(span.length):
+                first, end = first_key(span.start + row, cache.window) - offset, span.start + row + 1 - offset
+                seen = cut(keys, first, end), cut(values, first, end)
+                part = _single(singles[span.first + row], *seen, scale=scale, softcap=softcap, sinks=sinks)
+                parts.append(part)
             continue
+        queries = q[:, :, span.first : span.first + span.length].contiguous()
         # From position 0 without a window is what the kernel itself calls causal.
         plain = cache.window is None and span.start == 0 and softcap is None and sinks is None
         mask = None if plain else layout.mask(number, cache.window)
-        part = _attended(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks, plain=plain)
-        parts.append(part)
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return joined if joined.dtype == q.dtype else joined.to(q.dtype)
+        if softcap is None and sinks is None:
+            part = _fused(queries, keys, values, mask, scale=scale, plain=plain)
+        else:
+            part = _explicit(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+        parts.append(part[0].transpose(0, 1))
+    joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)[None]
+    return joined if joined.dtype == wanted else joined.to(wanted)
 
 
-def _attended(
+def _one_by_one(span: Span) -> bool:
+    return span.start > 0 and span.length <= FEW_POSITIONS
+
+
+def _singles(q: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
+    """Of every position [1, Hkv, queries that share a key head, D]."""
+    _, heads, positions, width = q.shape
+    rows = q.transpose(1, 2).reshape(positions, 1, shared, heads // shared, width)
+    offset, stride = rows.storage_offset() * rows.element_size(), rows.stride(0) * rows.element_size()
+    if offset % ALIGNMENT_BYTES or (positions > 1 and stride % ALIGNMENT_BYTES):
+        return tuple(row.clone() for row in rows.unbind(0))
+    return rows.unbind(0)
+
+
+def _single(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
     *,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    plain: bool = False,
 ) -> torch.Tensor:
-    k, v = heads_first(keys), heads_first(values)
+    """One position, which sees all of `keys`: [1, Hq, Dv]."""
+    _, shared, groups, width = q.shape
     if softcap is None and sinks is None:
-        return _fused(q, k, v, mask, scale=scale, plain=plain)
-    return _explicit(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+        # One key head at a time for all queries that share it.
+        out = scaled_dot_product_attention(q, keys, values, scale=scale)
+    else:
+        whole = q.reshape(1, shared * groups, 1, width)
+        out = _explicit(whole, keys, values, None, scale=scale, softcap=softcap, sinks=sinks)
+    return out.reshape(1, shared * groups, -1)
 
 
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, scale: float, plain: bool
 ) -> torch.Tensor:
-    _, heads, queries, width = q.shape
-    shared = k.shape[1]
-    groups = heads // shared
-    q = q.contiguous()
-    if queries == 1 and mask is None:
-        if groups > 1:
-            # One key head at a time for all queries that share it.
-            q = q.reshape(1, shared, groups, width)
-        out = scaled_dot_product_attention(q, k, v, scale=scale)
-        return out.reshape(1, heads, 1, v.shape[-1])
+    groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if plain:

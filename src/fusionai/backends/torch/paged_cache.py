@@ -142,6 +142,7 @@ class LayerCache:
             torch.zeros((blocks, per_block, shape.heads, width), dtype=dtype, device=device) for width in widths
         ]
         self._rows = [block.view(blocks * per_block, shape.heads, -1) for block in self._blocks]
+        self._heads_first = [rows.transpose(0, 1)[None] for rows in self._rows]
 
     @property
     def nbytes(self) -> int:
@@ -156,38 +157,39 @@ class LayerCache:
             rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
 
     def read(self, layout: PassLayout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([positions, heads, width] keys, values) that span `number` may see, float32."""
+        """([1, heads, positions, width] keys, values) that span `number` may see, float32."""
         span = layout.spans[number]
-        if self.window is None:
-            keys, values = (
-                self._paged(block, rows, layout, number) for block, rows in zip(self._blocks, self._rows, strict=True)
-            )
+        if self.window is not None:
+            keys, values = (self._ringed(half, span) for half in self._heads_first)
+        elif (pages := layout.runs[number]) is None:
+            first = span.pages[0] * layout.page_tokens
+            keys, values = (cut(half, first, first + span.end) for half in self._heads_first)
         else:
-            keys, values = (self._ringed(rows, span) for rows in self._rows)
+            keys, values = (
+                block.index_select(0, pages).view(-1, *block.shape[2:])[: span.end].transpose(0, 1)[None]
+                for block in self._blocks
+            )
         return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
 
-    def _paged(self, block: torch.Tensor, rows: torch.Tensor, layout: PassLayout, number: int) -> torch.Tensor:
-        span = layout.spans[number]
-        pages = layout.runs[number]
-        if pages is None:
-            first = span.pages[0] * layout.page_tokens
-            return rows[first : first + span.end]
-        return block.index_select(0, pages).view(-1, *block.shape[2:])[: span.end]
-
-    def _ringed(self, rows: torch.Tensor, span: Span) -> torch.Tensor:
+    def _ringed(self, half: torch.Tensor, span: Span) -> torch.Tensor:
         first = first_key(span.start, self.window)
         base = span.ring * self.capacity
         begin, end = first % self.capacity, (span.end - 1) % self.capacity + 1
         if begin < end:
-            return rows[base + begin : base + end]
-        return torch.cat([rows[base + begin : base + self.capacity], rows[base : base + end]])
+            return cut(half, base + begin, base + end)
+        late, early = half[0, :, base + begin : base + self.capacity], half[0, :, base : base + end]
+        return torch.cat([late.transpose(0, 1), early.transpose(0, 1)]).transpose(0, 1)[None]
 
 
-def heads_first(rows: torch.Tensor) -> torch.Tensor:
-    """[1, heads, positions, width] of what `LayerCache.read` gives, or of a part of it."""
-    if rows.data_ptr() % ALIGNMENT_BYTES:
-        rows = rows.clone()
-    return rows.transpose(0, 1)[None]
+def cut(rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Positions `first` to `end` of [1, heads, positions, width], in memory aligned as if they were alone."""
+    if first == 0 and end == rows.shape[2]:
+        return rows
+    part = rows.narrow(2, first, end - first)
+    # Positions lie one behind the other, so a first one that starts a line suits all kernels.
+    if first and part.storage_offset() * part.element_size() % ALIGNMENT_BYTES:
+        part = part[0].transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)[None]
+    return part
 
 
 def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:

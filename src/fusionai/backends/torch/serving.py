@@ -1,8 +1,9 @@
 """One stage on torch that serves: weights packed for products, caches, passes. Decides nothing about sessions.
 
 The graph is compiled as for training and evaluation, with other kernels for products, lookups and attention. A pass is
-checked as a whole before anything changes or is allocated. Neighbours: `packed_graph` chooses kernels, `paged_table`
-keeps the sessions, `paged_cache` the memory, `serving_sizes` says beforehand what all of it takes.
+checked as a whole before anything changes or is allocated. Neighbours: `packed_siblings` saves nodes, `packed_graph`
+chooses kernels, `paged_table` keeps the sessions, `paged_cache` the memory, `serving_sizes` says beforehand what all of
+it takes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.packed_graph import kernels
+from fusionai.backends.torch.packed_siblings import join_siblings
 from fusionai.backends.torch.paged_attention import cached_attention
 from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out, layer_shapes, ring_tokens
 from fusionai.backends.torch.paged_table import SessionTable, Span
@@ -44,7 +46,9 @@ class TorchServingProgram:
         self._device = device
         self._layers = layer_shapes(graph, options)
         check_sizes(graph, options, self._layers, memory_limit_bytes)
-        self._weights = ServingWeights(graph, options.weights, device)
+        joined = join_siblings(graph)
+        self._running = joined.graph
+        self._weights = ServingWeights(graph, joined, options.weights, device)
         self._windows = {
             shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
         }
@@ -53,8 +57,8 @@ class TorchServingProgram:
         self._caches: dict[int, LayerCache] | None = None
         self._layout: PassLayout | None = None
         self._kernels: dict[int, Callable[..., Any]] = {
-            **kernels(graph, self._weights.uses, self._weights.tables),
-            **{node.id: self._attention(node) for node in graph.nodes if node.op == "fusion.attention"},
+            **kernels(self._running, self._weights.uses, self._weights.tables),
+            **{node.id: self._attention(node) for node in self._running.nodes if node.op == "fusion.attention"},
         }
         self._interpreters: dict[frozenset[str], Interpreter] = {}
 
@@ -129,7 +133,7 @@ class TorchServingProgram:
         interpreter = self._interpreters.get(wanted)
         if interpreter is None:
             interpreter = compile_graph(
-                self._graph, wanted, with_state_writes=False, device=self._device, kernels=self._kernels
+                self._running, wanted, with_state_writes=False, device=self._device, kernels=self._kernels
             )
             # A pass that leaves out an attention would leave holes in its cache.
             done = {step.node.id for step in interpreter.steps}

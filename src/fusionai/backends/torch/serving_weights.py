@@ -6,7 +6,8 @@ The bytes come in the dtypes of the model's files and leave nothing behind but w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from fusionai.backends.binding import nearest
 from fusionai.backends.torch.host import DTYPES, to_torch
 from fusionai.backends.torch.packed_graph import Held, Use, lookup_tables, only_packed, products
 from fusionai.backends.torch.packed_linear import PackedLinear, pack
+from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor
@@ -21,17 +23,22 @@ from fusionai.wire.serving import WeightFormat
 
 
 class ServingWeights:
-    """`uses`: products by node id. `tables`: parameters that lookups read, kept as narrow as they came."""
+    """`graph`: what is served. `joined`: what runs, whose parameters may stack several of those. `uses`: products by
+    node id. `tables`: parameters that lookups read, kept as narrow as they came."""
 
-    def __init__(self, graph: Graph, form: WeightFormat, device: torch.device) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, joined: Joined, form: WeightFormat, device: torch.device) -> None:
+        self._given = graph.params
+        self._graph = graph = joined.graph
         self._form: WeightFormat = form
         self._device = device
+        self._parts = joined.parts
+        self._stack_of = {part: whole for whole, parts in joined.parts.items() for part in parts}
+        self._incomplete: dict[str, dict[str, torch.Tensor]] = {}
         self.uses = products(graph)
         self.tables = lookup_tables(graph)
         self._only_packed = only_packed(graph, self.uses)
         self._named: dict[str, list[str]] = {}
-        for value, spec in graph.params.items():
+        for value, spec in self._given.items():
             self._named.setdefault(spec.key, []).append(value)
         self._waiting: set[str] = set(self._named)
         self._plain: dict[str, torch.Tensor] = {}
@@ -49,9 +56,12 @@ class ServingWeights:
         if key not in self._waiting:
             raise ExecutionError(f"weight {key!r} came twice.")
         for name in self._named[key]:
-            spec = self._graph.params[name]
+            spec = self._given[name]
             _check(spec, tensor)
-            self._take(name, spec, tensor)
+            if name in self._stack_of:
+                self._take_part(name, tensor)
+            else:
+                self._take(name, spec, tensor)
         self._waiting.discard(key)
         self._values = None
 
@@ -65,7 +75,9 @@ class ServingWeights:
     def nbytes(self) -> int:
         distinct = {id(product): product.nbytes for group in self._packed.values() for product in group.values()}
         tensors = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._plain.values()
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for group in (self._plain, *self._incomplete.values())
+            for tensor in group.values()
         }
         return sum(distinct.values()) + sum(tensors.values())
 
@@ -77,24 +89,38 @@ class ServingWeights:
         return any(tensor.untyped_storage().data_ptr() == address for tensor in self._plain.values())
 
     def _take(self, name: str, spec: ParamSpec, tensor: HostTensor) -> None:
-        wanted = DTYPES[spec.dtype]
-        uses = [use for use in self.uses.values() if use.weight == name]
-        if uses:
-            given = to_torch(tensor, self._device)
-            by_layout: dict[bool, PackedLinear] = {}
-            for use in uses:
-                layout = use.transposed
-                if layout not in by_layout:
-                    plain = given.to(wanted)
-                    by_layout[layout] = pack(
-                        plain.t().contiguous() if use.transposed else plain, None, self._form, spec.key
-                    )
-                self._packed.setdefault(name, {})[use.node] = by_layout[layout]
-        if name in self._only_packed and uses:
+        if self._pack(name, spec.key, lambda: to_torch(tensor, self._device)) and name in self._only_packed:
             return
         own = to_torch(tensor, self._device, own=True)
         narrow = name in self.tables and ITEMSIZE_BYTES[tensor.dtype] <= ITEMSIZE_BYTES[spec.dtype]
-        self._plain[name] = own if narrow else own.to(wanted)
+        self._plain[name] = own if narrow else own.to(DTYPES[spec.dtype])
+
+    def _take_part(self, name: str, tensor: HostTensor) -> None:
+        """Keep it until all are here that are stacked with it."""
+        whole = self._stack_of[name]
+        here = self._incomplete.setdefault(whole, {})
+        here[name] = to_torch(tensor, self._device, own=True)
+        if len(here) < len(self._parts[whole]):
+            return
+        del self._incomplete[whole]
+        dtype = DTYPES[self._graph.params[whole].dtype]
+        stacked = torch.cat([here[part].to(dtype) for part in self._parts[whole]])
+        here.clear()
+        if not self._pack(whole, whole, lambda: stacked):
+            self._plain[whole] = stacked
+
+    def _pack(self, name: str, key: str, given: Callable[[], torch.Tensor]) -> bool:
+        """Whether products read it."""
+        uses = [use for use in self.uses.values() if use.weight == name]
+        by_layout: dict[bool, PackedLinear] = {}
+        for use in uses:
+            if use.transposed not in by_layout:
+                plain = given().to(torch.float32)
+                by_layout[use.transposed] = pack(
+                    plain.t().contiguous() if use.transposed else plain, None, self._form, key
+                )
+            self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
+        return bool(uses)
 
     def _value(self, name: str) -> torch.Tensor | Held:
         packed = self._packed.get(name)
@@ -108,7 +134,7 @@ class ServingWeights:
     def _biased(self, product: PackedLinear, use: Use) -> PackedLinear:
         if use.bias is None:
             return product
-        return PackedLinear(product.product, self._plain[use.bias], product.nbytes, product.least, product.most)
+        return replace(product, bias=self._plain[use.bias])
 
 
 def _check(spec: ParamSpec, tensor: HostTensor) -> None:
