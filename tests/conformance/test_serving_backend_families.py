@@ -85,11 +85,11 @@ FAMILIES = [
 class Pipeline:
     """A graph cut by blocks into three stages that pass on what the next ones need, in this process."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, options: ServeOptions) -> None:
         last = max(node.block for node in graph.nodes)
         ends = (2, last // 2 + 1, last + 1)
         self.stages = [stage.graph for stage in cut_blocks(graph, list(zip((0, *ends), ends, strict=False))).stages]
-        self.programs = [TorchBackend("cpu").serve(stage, options=OPTIONS) for stage in self.stages]
+        self.programs = [TorchBackend("cpu").serve(stage, options=options) for stage in self.stages]
 
     def run(self, segments: list[Segment], ids: list[int], rows: list[int]) -> np.ndarray:
         """Logits [rows, vocabulary]."""
@@ -114,14 +114,14 @@ class Served:
     pipeline: Pipeline
 
 
-def captured_of(name: str, changes: dict[str, Any]) -> Captured:
+def captured_of(name: str, changes: dict[str, Any], positions: int = 64) -> Captured:
     base = {} if name == "gpt2" else _BASE
     source = ConfigSource({"model_type": name, **base, **changes}, "causal_lm")
-    return capture(source, task="causal_lm", batch=(1, 1), sequence=(1, 64), train=False)
+    return capture(source, task="causal_lm", batch=(1, 1), sequence=(1, positions), train=False)
 
 
-def served(name: str, changes: dict[str, Any]) -> Served:
-    captured = captured_of(name, changes)
+def served(name: str, changes: dict[str, Any], options: ServeOptions = OPTIONS, positions: int = 64) -> Served:
+    captured = captured_of(name, changes, positions)
     graph = validate(serving_graph(captured.graph))
     require_servable(graph, attention_nodes=captured.attention_nodes, attention_layers=captured.attention_layers)
     module = construct_real(captured.source.built).eval()
@@ -130,7 +130,7 @@ def served(name: str, changes: dict[str, Any]) -> Served:
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    pipeline = Pipeline(graph)
+    pipeline = Pipeline(graph, options)
     for stage, program in zip(pipeline.stages, pipeline.programs, strict=True):
         for spec in stage.params.values():
             own = tensors.get(spec.key)
@@ -214,6 +214,42 @@ def test_a_family_served_in_three_stages_equals_transformers(name: str, changes:
         family.pipeline.forget_all()
         segment = Segment(9 + number, 0, len(prompt), 0, tuple(range(50, 59)))
         assert np.array_equal(family.pipeline.run([segment], prompt, [len(prompt) - 1])[0], together[number])
+
+
+_LONG: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 700, "query_pre_attn_scalar": 8},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "changes"), _LONG.items())
+def test_a_prompt_of_4096_tokens_comes_in_chunks(name: str, changes: dict[str, Any]) -> None:
+    options = ServeOptions(pages=70, sessions=2, pass_tokens=264, page_tokens=64)
+    family = served(name, {**changes, "max_position_embeddings": 4160}, options, 4160)
+    text = [int(token) for token in np.random.default_rng(3).integers(3, 67, 4096)]
+    other = [int(token) for token in np.random.default_rng(4).integers(3, 67, 60)]
+    # Another session decodes beside it, and has the bits that it has alone.
+    beside: list[np.ndarray] = []
+    alone: list[np.ndarray] = []
+    family.pipeline.run([Segment(1, 0, 8, 0, (69,))], other[:8], [7])
+    for chunk, start in enumerate(range(0, 4096, 256)):
+        pages = tuple(range(start // 64, start // 64 + 4))
+        segments = [Segment(0, start, 256, start // 64, pages), Segment(1, 8 + chunk, 1)]
+        rows = family.pipeline.run(segments, [*text[start : start + 256], other[8 + chunk]], [255, 256])
+        beside.append(rows[1])
+    last = rows[0]  # pyright: ignore[reportPossiblyUnboundVariable] — there are sixteen chunks
+    for position in range(4096, 4100):
+        with torch.no_grad():
+            expected = family.module(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].numpy()
+        assert np.abs(last - expected).max() <= TOLERANCE * np.abs(expected).max()
+        text.append(int(last.argmax()))
+        last = family.pipeline.run([Segment(0, position, 1, 64, (64,))], text[-1:], [0])[0]
+    family.pipeline.forget_all()
+    family.pipeline.run([Segment(1, 0, 8, 0, (69,))], other[:8], [7])
+    for chunk in range(16):
+        alone += list(family.pipeline.run([Segment(1, 8 + chunk, 1)], [other[8 + chunk]], [0]))
+    assert np.array_equal(np.stack(alone), np.stack(beside))
 
 
 _HIDDEN: dict[str, dict[str, Any]] = {
