@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.interface import Call
 from fusionai.backends.serving import ServingProgram
@@ -251,6 +252,44 @@ def test_a_few_positions_together_have_the_bits_of_one_by_one(variant: str, cach
         assert np.array_equal(got, expected[done - 20 : done - 20 + count])
         done += count
     assert done == 40
+
+
+class HeadRows(TorchDispatchMode):
+    """How many rows of logits any operator made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dim() > 1 and made.shape[-1] == VOCABULARY:
+            self.most = max(self.most, made.numel() // VOCABULARY)
+        return made
+
+
+@pytest.mark.parametrize("variant", ["plain", "all"])
+def test_behind_the_last_attention_only_wanted_rows_are_computed(variant: str) -> None:
+    """The same bits, caches as full as ever, and a head that never sees the rest of a prompt."""
+    graph = Draft(**VARIANTS[variant]).graph
+    ids = text(1, 26)
+    outputs = ["hidden", "logits"]
+    first, second = Segment(0, 0, 13, 0, pages_of(26)), Segment(0, 13, 13)
+    whole, some = serve(graph), serve(graph)
+    with HeadRows() as all_rows:
+        whole.run([first], tokens(ids[:13]), wanted=outputs)
+        expected = whole.run([second], tokens(ids[13:]), wanted=outputs)
+    assert all_rows.most == 13
+    with HeadRows() as no_rows:
+        none = some.run([first], tokens(ids[:13]), wanted=outputs, rows=())
+    assert [none[name].shape for name in outputs] == [(1, 0, HIDDEN), (1, 0, VOCABULARY)]
+    assert no_rows.most == 0
+    with HeadRows() as two_rows:
+        got = some.run([second], tokens(ids[13:]), wanted=outputs, rows=(2, 12))
+    assert two_rows.most == 2
+    for name in outputs:
+        assert np.array_equal(array(got[name]), array(expected[name])[:, [2, 12]]), name
+    assert some.cached == whole.cached == {0: 26}
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8", "int4"])

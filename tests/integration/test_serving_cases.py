@@ -144,10 +144,8 @@ def test_what_never_fits_and_what_does_not_fit_now_is_refused(tmp_path: Path):
                 engine.submit(Generation(prompt=(1, VOCABULARY), max_tokens=3))
             with pytest.raises(PromptTooLong):
                 await engine.embed([(1,) * 129], "")
-            asked = [
-                Generation(prompt=prompts(1)[0], max_tokens=20, sampling=GREEDY, scope=scope)
-                for scope in ("one", "two")
-            ]
+            first = Generation(prompt=prompts(1)[0], max_tokens=20, sampling=GREEDY)
+            asked = [replace(first, scope=scope) for scope in ("one", "two")]
             streams = [engine.submit(one) for one in asked]
             with pytest.raises(EngineBusy) as busy:
                 streams += [engine.submit(asked[number % 2]) for number in range(9)]

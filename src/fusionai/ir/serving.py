@@ -7,12 +7,12 @@ nothing and runs nothing. Neighbours: `capture` makes the graph, `ir.partition` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import msgspec
 
-from fusionai.ir.graph import cheap_nodes, producers, prune, reads
+from fusionai.ir.graph import SYMINT, cheap_nodes, needed_nodes, producers, prune, reads, restrict
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
 from fusionai.ir.shapes import symbols_of
@@ -63,6 +63,48 @@ def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: in
                 f"{graph.name} can't be served from caches: node {node.id} ({node.op}, {node.path}) {reason}.",
                 hint="Serve a model in which only causal attention looks at other positions.",
             )
+
+
+def split_behind_attention(graph: Graph, wanted: Collection[str]) -> tuple[Graph, Graph] | None:
+    """What fills the caches, and what makes the outputs `wanted` of it row by row; None where nothing is gained.
+
+    The outputs of the first graph are inputs of the second under their own names, besides inputs of `graph`. Whoever
+    wants some rows takes those of every input of the second that has rows (`row_dimension`). Sizes are computed anew
+    in the second. Raises `KeyError` on an unknown output."""
+    outputs = {meaning: graph.outputs[meaning] for meaning in wanted}
+    made_by = producers(graph)
+    needed = needed_nodes(graph, outputs.values())
+    mixed = [value for node in needed if node.op == _ATTENTION for value in node.outputs]
+    front = {node.id for node in needed_nodes(graph, mixed)}
+    behind = {node.id for node in needed} - front
+    if not front or not any(OPERATORS[node.op].category == "matmul" for node in needed if node.id in behind):
+        return None
+    waiting = [*(value for node in needed if node.id in behind for value in reads(node)), *outputs.values()]
+    crossing: dict[str, None] = {}
+    while waiting:
+        value = waiting.pop()
+        node = made_by.get(value)
+        if value in graph.params or (node is not None and node.id in behind):
+            continue
+        if node is not None and graph.values[value].dtype == SYMINT:
+            behind.add(node.id)
+            waiting += reads(node)
+            continue
+        if [dim for dim in graph.values[value].shape if SEQUENCE in symbols_of(dim)] not in ([], [SEQUENCE]):
+            return None
+        crossing[value] = None
+    made_before = {value: value for value in crossing if value in made_by}
+    first = [node for node in graph.nodes if node.id in front]
+    second = [node for node in graph.nodes if node.id in behind]
+    before = restrict(graph, first, inputs=graph.inputs, outputs=made_before, state_writes={})
+    after = restrict(graph, second, inputs=tuple(crossing), outputs=outputs, state_writes={})
+    return before, after
+
+
+def row_dimension(graph: Graph, value: str) -> int | None:
+    """Along which dimension of a value its rows are, None where it has none."""
+    shape = graph.values[value].shape
+    return shape.index(SEQUENCE) if SEQUENCE in shape else None
 
 
 def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
-from fusionai.ir.serving import require_servable, serving_graph
+from fusionai.ir.serving import require_servable, row_dimension, serving_graph, split_behind_attention
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 
@@ -132,3 +132,27 @@ def test_what_mixes_sessions_is_refused(reason: str) -> None:
     graph = serving_graph(_graph(MIXING[reason], logits_of="end"))
     with pytest.raises(GraphError, match=reason):
         require_servable(graph, attention_nodes=1, attention_layers=1)
+
+
+def test_behind_the_last_attention_rows_stand_for_themselves() -> None:
+    graph = serving_graph(_graph())
+    halves = split_behind_attention(graph, ["logits", "hidden"])
+    assert halves is not None
+    before, after = halves
+    assert [node.id for node in before.nodes] == [0, 1, 2, 3, 4]
+    assert before.outputs == {"mixed": "mixed"}
+    # The head, and the number of its rows, counted anew.
+    assert [node.id for node in after.nodes] == [0, 5, 6, 50, 51, 52, 53]
+    assert set(after.inputs) == {"mixed", "position_ids"}
+    assert row_dimension(graph, "mixed") == 2
+    assert row_dimension(graph, "length") is None
+    assert set(after.outputs) == {"logits", "hidden"}
+
+
+def test_a_graph_without_attention_or_without_products_behind_it_is_not_split() -> None:
+    graph = serving_graph(_graph())
+    assert split_behind_attention(graph, []) is None
+    only_attention = msgspec.structs.replace(graph, outputs={"mixed": "mixed"})
+    assert split_behind_attention(only_attention, ["mixed"]) is None
+    head = [node for node in graph.nodes if node.id > 4]
+    assert split_behind_attention(msgspec.structs.replace(graph, nodes=tuple(head)), ["logits"]) is None

@@ -24,6 +24,7 @@ from fusionai.backends.torch.packed_siblings import join_siblings
 from fusionai.backends.torch.paged_attention import cached_attention
 from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out, layer_shapes, ring_tokens
 from fusionai.backends.torch.paged_table import SessionTable, Span
+from fusionai.backends.torch.serving_rows import RowsBehind
 from fusionai.backends.torch.serving_sizes import check_sizes
 from fusionai.backends.torch.serving_weights import ServingWeights
 from fusionai.ir.schema import Graph, Node
@@ -61,6 +62,7 @@ class TorchServingProgram:
             **{node.id: self._attention(node) for node in self._running.nodes if node.op == "fusion.attention"},
         }
         self._interpreters: dict[frozenset[str], Interpreter] = {}
+        self._rows_behind: dict[frozenset[str], RowsBehind | None] = {}
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         with torch.inference_mode():
@@ -98,8 +100,12 @@ class TorchServingProgram:
                     spans, self._options, paged=self._paged, windows=self._windows, device=self._device
                 )
             values = {name: to_torch(fed[name], self._device) for name in interpreter.inputs}
-            outputs, _ = interpreter.run(_CONTEXT, values, self._weights.values(interpreter.params))
-            results = {name: self._rows_of(name, value, rows) for name, value in outputs.items()}
+            behind = None if rows is None or len(rows) == positions else self._behind(frozenset(wanted))
+            if behind is not None:
+                results = behind.run(_CONTEXT, values, self._weights.values, rows or (), self._device)
+            else:
+                outputs, _ = interpreter.run(_CONTEXT, values, self._weights.values(interpreter.params))
+                results = {name: self._rows_of(name, value, rows) for name, value in outputs.items()}
         self._layout = None
         self._table.computed(spans)
         return {name: to_host(value, own=self._weights.shares(value)) for name, value in results.items()}
@@ -145,6 +151,11 @@ class TorchServingProgram:
                 )
             self._interpreters[wanted] = interpreter
         return interpreter
+
+    def _behind(self, wanted: frozenset[str]) -> RowsBehind | None:
+        if wanted not in self._rows_behind:
+            self._rows_behind[wanted] = RowsBehind.of(self._running, wanted, self._device, self._kernels)
+        return self._rows_behind[wanted]
 
     def _checked_inputs(
         self, segments: Sequence[Segment], inputs: Mapping[str, HostTensor], interpreter: Interpreter
