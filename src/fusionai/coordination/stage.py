@@ -49,7 +49,7 @@ class StageShape:
     shares_with: frozenset[int] = frozenset()
     """Other stages holding a parameter this stage holds (tied weights)."""
     shared_home: bool = True
-    """Whether this stage sums the shared gradients."""
+    """Whether this stage sums the shared gradients; so does one that shares nothing."""
 
 
 Source = Literal["keep", "initialise", "import", "snapshot"]
@@ -344,7 +344,7 @@ class StageMachine:
                 return self._is_near(step) and not past and fits
             case BackwardArrived(step, microbatch, consumer):
                 known = self._gradients.get((step, microbatch), set())
-                due = self._is_now(step) and microbatch < self._due_below(step)
+                due = self._is_now(step) and microbatch < self._due_below()
                 gone = step == self.applied and microbatch < self._returned
                 return due and not gone and consumer in self.shape.consumers and consumer not in known
             case SharedArrived(step, sender, phase):
@@ -364,14 +364,13 @@ class StageMachine:
         """Whether gradients of this step may arrive: they follow a forward, but a replay gets all that is retained."""
         return self._is_near(step) if self.phase is StagePhase.REPLAYING else step == self.applied
 
-    def _due_below(self, step: int) -> int:
-        """Microbatches whose gradients may arrive are below this."""
-        in_replay = self.phase is StagePhase.REPLAYING
-        return self.shape.microbatches if in_replay or step != self.applied else self._forwarded
+    def _due_below(self) -> int:
+        """Microbatches whose gradients may arrive, in a step whose gradients may, are below this."""
+        return self.shape.microbatches if self.phase is StagePhase.REPLAYING else self._forwarded
 
     def sends_to(self, stage: int, step: int) -> bool:
         """Whether a tensor of this step goes to that stage now: replayed ones only to those that replay."""
-        return self.phase is not StagePhase.REPLAYING or step >= self._target or stage in self._replaying
+        return step >= self._target or stage in self._replaying
 
     def _has_run(self, step: int, microbatch: int) -> bool:
         """Whether this microbatch's forward in training is done or under way."""
@@ -422,7 +421,7 @@ class StageMachine:
         step = self.applied
         if self._commit is not None:
             return Work("apply", step=step, record=self._commit)
-        if self._exports and self._exports[0] == step and self._forwarded == 0:
+        if step in self._exports:  # asked for before anything of the step had begun
             return Work("export", step=step)
         if self._returned < self._forwarded and self.shape.consumers <= self._gradients.get(
             (step, self._returned), set()
@@ -443,11 +442,11 @@ class StageMachine:
 
     def _closing_work(self, step: int) -> Work | None:
         """All microbatches are summed: reduce what is shared, then take norms."""
-        if self.shape.shares_with and not self.shape.shared_home and not self._shared_sent:
+        if not self.shape.shared_home and not self._shared_sent:
             return Work("share", step=step)
         if self.shape.shares_with and step not in self._shared_totals:
             complete = self._shared_partials.get(step, set()) >= self.shape.shares_with
-            return Work("total", step=step) if self.shape.shared_home and complete else None
+            return Work("total", step=step) if complete else None  # away from home no part is ever taken
         return None if self._summed else Work("norms", step=step)
 
     def _side_forward(self, step: int) -> Work | None:

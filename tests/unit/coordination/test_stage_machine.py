@@ -9,8 +9,6 @@ import pytest
 
 from fusionai.coordination.stage import (
     EVERY_STEP,
-    MAX_SIDE_HELD,
-    STEPS_AHEAD,
     TABLE,
     Attached,
     BackwardArrived,
@@ -166,6 +164,21 @@ def test_a_pair_outside_the_table_is_refused_and_changes_nothing(phase: StagePha
         assert (machine.phase, machine.fence, machine.applied, machine.prepared, machine.line) == before
 
 
+@pytest.mark.parametrize("phase", list(StagePhase))
+def test_an_attach_with_a_higher_fence_is_obeyed_in_every_phase(phase: StagePhase):
+    machine = in_phase(phase)
+    assert isinstance(machine.handle(Attached(SECOND))[-1], ReportStatus)
+    assert machine.accepts(SECOND)
+    assert machine.phase is StagePhase.ATTACHED
+
+
+@pytest.mark.parametrize("phase", list(StagePhase))
+def test_a_detach_is_obeyed_in_every_phase(phase: StagePhase):
+    machine = in_phase(phase)
+    assert machine.handle(Detached("over")) == [DropSums(), DropHeld(), DropRetained(EVERY_STEP)]
+    assert (machine.phase, machine.applied) == (StagePhase.DETACHED, -1)
+
+
 def test_the_table_has_a_row_for_every_event_and_phase_somewhere():
     assert {event for _, event in TABLE} == {type(event) for event in EVENTS}
     assert {phase for phase, _ in TABLE} == set(StagePhase)
@@ -233,6 +246,15 @@ def both_ways(machine: StageMachine, microbatch: int) -> list[StageCommand]:
     return done(machine, Work("backward", 0, microbatch))
 
 
+def test_without_producers_a_stage_runs_its_microbatches_and_not_one_more():
+    machine = StageMachine(shape(producers={"train": frozenset()}, microbatches=2, in_flight=9))
+    machine.handle(Attached(FIRST))
+    machine.handle(Resumed(0, "import", 0))
+    assert work_of(machine.handle(StateArrived(0))) == Work("forward", 0, 0)
+    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 1)
+    assert work_of(done(machine, Work("forward", 0, 1))) is None
+
+
 def test_weight_gradients_put_off_fill_a_pause_in_their_order():
     machine = running(weight_lag=2)
     assert work_of(both_ways(machine, 0)) == Work("weights", 0, 0), "there is nothing better to do"
@@ -280,6 +302,13 @@ def test_a_stage_votes_when_all_microbatches_are_summed_and_applies_only_on_comm
     assert machine.applied == 0, "not before the work is done"
     assert done(machine, Work("apply", 0, record=record(0))) == [ReportApplied(0)]
     assert (machine.applied, machine.prepared, machine.line) == (1, 0, 1)
+
+
+def test_a_commit_of_the_step_after_the_prepared_one_is_refused():
+    machine = running()
+    prepare(machine)
+    assert "can't apply a commit of step 1" in refusal(machine.handle(Committed(record(1), line=2)))
+    assert work_of(machine.handle(Committed(record(0), line=1))) == Work("apply", 0, record=record(0))
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])
@@ -334,12 +363,12 @@ def test_a_tensor_of_the_next_step_waits_until_the_commit_is_applied():
     "event",
     [
         ForwardArrived("train", 4, 0, 0),
-        ForwardArrived("train", 5 + STEPS_AHEAD + 1, 0, 0),
+        ForwardArrived("train", 8, 0, 0),
         ForwardArrived("train", 2**40, 0, 0),
         ForwardArrived("train", 5, 3, 0),
         ForwardArrived("train", 5, 0, 7),
         ForwardArrived("eval", 4, 0, 0),
-        ForwardArrived("eval", 5 + STEPS_AHEAD + 1, 0, 0),
+        ForwardArrived("eval", 8, 0, 0),
         ForwardArrived("infer", 5, 0, FEED),
         BackwardArrived(5, 0, 2),
         BackwardArrived(4, 0, 2),
@@ -355,6 +384,13 @@ def test_what_no_work_can_use_is_dropped_and_counted(
     assert not machine.wants(event)
     assert machine.handle(event) == []
     assert machine.dropped == 1
+
+
+def test_inputs_of_the_two_steps_that_follow_are_held():
+    """The driver feeds one step ahead of its vote, and may itself be one commit ahead of this stage."""
+    machine = running(at=5)
+    for step in (5, 6, 7):
+        assert machine.wants(ForwardArrived("train", step, 0, 0))
 
 
 def test_duplicates_are_dropped_before_during_and_after_their_work():
@@ -420,11 +456,13 @@ def test_side_work_of_a_state_that_is_gone_is_forgotten():
     assert not machine.wants(ForwardArrived("eval", 0, 0, FEED))
 
 
-def test_side_work_that_waits_is_bounded():
-    machine = running()
-    for index in range(MAX_SIDE_HELD):
-        assert not any(isinstance(c, Refuse) for c in machine.handle(ForwardArrived("eval", 1, index, 0)))
-    assert "beside training" in refusal(machine.handle(ForwardArrived("eval", 1, MAX_SIDE_HELD, 0)))
+def test_side_work_that_waits_is_bounded_and_takes_no_place_from_training():
+    machine = running(producers={"train": frozenset({0}), "eval": frozenset({0, FEED})})
+    for index in range(1024):
+        assert machine.handle(ForwardArrived("eval", 1, index, 0)) == []
+    assert "holds 1024 microbatches beside training" in refusal(machine.handle(ForwardArrived("eval", 1, 1024, 0)))
+    assert machine.handle(ForwardArrived("eval", 1, 7, FEED)) == [], "the other half of one that is held"
+    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
 
 
 # -------------------------------------------------------------------------------------------------------- exporting
@@ -505,6 +543,24 @@ def test_a_detach_while_busy_waits_for_the_work():
     assert machine.applied == -1
 
 
+def test_a_stage_without_a_state_has_no_sums_to_keep():
+    machine = StageMachine(shape())
+    status = ReportStatus(applied=-1, prepared=-1, retained_from=0)
+    assert machine.handle(Attached(FIRST)) == [DropSums(), DropHeld(), status]
+
+
+def test_sums_of_a_step_under_way_are_not_those_of_the_step_prepared_before_it():
+    machine = running(at=5)
+    prepare(machine, 5)
+    machine.handle(Committed(record(5), line=6))
+    done(machine, Work("apply", 5, record=record(5)))
+    forward(machine, 0, step=6)
+    done(machine, Work("forward", 6, 0))
+    assert machine.handle(Attached(SECOND)) == [DropSums(), DropHeld(), ReportStatus(6, 5, 7)]
+    machine.handle(Resumed(6, "keep", 6))
+    assert work_of(forward(machine, 0, step=6)) == Work("forward", 6, 0)
+
+
 def test_partial_sums_die_with_the_fence():
     machine = running()
     forward(machine, 0)
@@ -534,11 +590,26 @@ def test_what_was_prepared_and_not_committed_is_dropped_at_resume():
     assert prepare(machine) == [ReportPrepared(0)]
 
 
-@pytest.mark.parametrize(("committed", "given"), [(1, None), (1, 5), (2, 1), (0, None)])
-def test_a_stage_that_can_not_keep_its_state_says_where_it_is(committed: int, given: int | None):
+@pytest.mark.parametrize(
+    ("committed", "given", "prepared"),
+    [
+        (0, (), False),
+        (1, (), False),
+        (1, (0,), False),
+        (1, (5,), False),
+        (2, (1,), False),
+        (1, (), True),
+        (1, (5,), True),
+        (2, (0,), True),
+        (2, (0, 1), True),
+    ],
+)
+def test_a_stage_that_can_not_keep_its_state_says_where_it_is(committed: int, given: tuple[int, ...], prepared: bool):
     machine = running(at=0 if committed else 1)
+    if prepared:
+        prepare(machine)
     machine.handle(Attached(SECOND))
-    resumed = Resumed(committed, "keep", committed, () if given is None else (record(given),))
+    resumed = Resumed(committed, "keep", committed, tuple(record(step) for step in given))
     assert f"can't keep its state and be at {committed}" in refusal(machine.handle(resumed))
     assert machine.phase is StagePhase.ATTACHED
 
@@ -557,6 +628,31 @@ def test_initialise_makes_state_zero_and_import_takes_the_step_that_was_asked_fo
     assert machine.expects_state
     assert "expected the state of step 8, got that of step 7" in refusal(machine.handle(StateArrived(7)))
     assert machine.phase is StagePhase.ATTACHED
+
+
+def test_only_a_state_that_the_driver_gives_is_expected_from_it():
+    machine = StageMachine(shape())
+    machine.handle(Attached(FIRST))
+    machine.handle(Resumed(8, "snapshot", 8))
+    assert machine.phase is StagePhase.RESTORING
+    assert not machine.expects_state, "it lies on this machine"
+
+    machine = running()
+    prepare(machine)
+    machine.handle(Attached(SECOND))
+    machine.handle(Resumed(1, "keep", 1, (record(0),)))
+    assert machine.phase is StagePhase.RESTORING
+    assert not machine.expects_state, "it has one, and applies the last commit"
+
+
+def test_inputs_that_come_while_a_state_is_restored_are_held():
+    machine = running()
+    prepare(machine)
+    machine.handle(Attached(SECOND))
+    machine.handle(Resumed(1, "keep", 1, (record(0),)))
+    assert machine.phase is StagePhase.RESTORING
+    assert forward(machine, 0, step=1) == []
+    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("forward", 1, 0)
 
 
 def test_going_back_to_a_checkpoint_lowers_the_line_and_drops_what_was_sent_beyond_it():
@@ -715,6 +811,17 @@ def test_retained_tensors_go_to_neighbours_that_replay_and_to_nobody_else():
     assert not any(isinstance(command, SendRetained) for command in none)
 
 
+@pytest.mark.parametrize(("replaying", "dropped"), [(2, 1), (9, 3)])
+def test_the_line_of_a_resume_stops_at_what_a_neighbour_that_replays_still_needs(replaying: int, dropped: int):
+    machine = guarded()
+    for step in range(3):
+        step_done(machine, step, 0)
+    machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
+    commands = machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({replaying}), line=3))
+    assert [c for c in commands if isinstance(c, DropRetained)] == [DropRetained(dropped)]
+    assert machine.line == dropped
+
+
 def forward_and_total(machine: StageMachine, step: int) -> None:
     for microbatch in range(machine.shape.microbatches):
         forward(machine, microbatch, step)
@@ -755,6 +862,14 @@ def test_snapshots_come_on_multiples_of_the_interval():
     assert TakeSnapshot(2) in step_done(machine, 1, 0)
     assert not any(isinstance(c, TakeSnapshot) for c in step_done(machine, 2, 0))
     assert TakeSnapshot(4) in step_done(machine, 3, 2)
+
+
+@pytest.mark.parametrize(("every", "given"), [(0, []), (1, [TakeSnapshot(0)])])
+def test_a_stage_without_a_guard_gives_no_snapshot_at_a_resume(every: int, given: list[StageCommand]):
+    machine = StageMachine(shape())
+    machine.handle(Attached(FIRST, retain=True, snapshot_every=every))
+    machine.handle(Resumed(0, "import", 0, snapshot=True))
+    assert machine.handle(StateArrived(0)) == [ReportReady(0), *given]
 
 
 def test_a_stage_without_a_guard_gives_no_snapshot_even_if_it_is_asked():
@@ -898,6 +1013,13 @@ def test_after_a_failure_a_stage_stands_and_only_half_changed_states_are_forgott
     assert commands == ([] if kind == "forward" else [DropSums(), DropRetained(EVERY_STEP)])
     assert machine.handle(Attached(SECOND)) != [], "it is not busy any more"
     assert machine.accepts(SECOND)
+
+
+def test_after_a_failure_in_a_replay_a_stage_stands_too():
+    machine = replaying()
+    forward(machine, 0, 2)
+    assert machine.handle(WorkFailed(Work("forward", 2, 0))) == []
+    assert (machine.phase, machine.applied) == (StagePhase.ATTACHED, 2)
 
 
 def test_a_state_may_be_asked_for_while_the_commit_that_leads_to_it_is_applied():
