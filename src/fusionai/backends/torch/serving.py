@@ -46,8 +46,8 @@ class TorchServingProgram:
         self._options = options
         self._device = device
         self._layers = layer_shapes(graph, options)
-        check_sizes(graph, options, self._layers, memory_limit_bytes)
         joined = join_siblings(graph)
+        check_sizes(graph, joined, options, self._layers, memory_limit_bytes)
         self._running = joined.graph
         self._weights = ServingWeights(graph, joined, options.weights, device)
         self._windows = {

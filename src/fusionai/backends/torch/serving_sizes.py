@@ -15,6 +15,7 @@ from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.packed_graph import only_packed, products
 from fusionai.backends.torch.packed_linear import packed_bytes
+from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.backends.torch.paged_cache import LayerShape
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.schema import Graph
@@ -25,13 +26,13 @@ from fusionai.wire.serving import ServeOptions, WeightFormat
 
 
 def check_sizes(
-    graph: Graph, options: ServeOptions, layers: Sequence[LayerShape], memory_limit_bytes: int | None
+    graph: Graph, joined: Joined, options: ServeOptions, layers: Sequence[LayerShape], memory_limit_bytes: int | None
 ) -> None:
     """Raise `ExecutionError` when weights, caches and the largest pass exceed the limit, or when a value's size is not
     what the graph declares."""
     weights_bytes = weight_bytes(graph, options.weights)
     cache_bytes = sum(shape.nbytes(options) for shape in layers)
-    held_bytes = weights_bytes + cache_bytes + _import_bytes(graph)
+    held_bytes = weights_bytes + cache_bytes + _import_bytes(graph, joined)
     if memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
         raise ExecutionError(
             f"the stage takes {weights_bytes} bytes of weights as {options.weights} and {cache_bytes} bytes of caches, "
@@ -69,6 +70,7 @@ def weight_bytes(graph: Graph, form: WeightFormat) -> int:
     return total_bytes
 
 
-def _import_bytes(graph: Graph) -> int:
-    """The largest tensor, which is here unpacked while it is packed."""
-    return max((prod(spec.shape) * 4 for spec in graph.params.values()), default=0)
+def _import_bytes(graph: Graph, joined: Joined) -> int:
+    """The largest tensor, here unpacked while it is packed; one that is stacked of parts, besides its parts."""
+    alone = max((prod(spec.shape) * 4 for spec in graph.params.values()), default=0)
+    return max(alone, *(2 * 4 * prod(joined.graph.params[name].shape) for name in joined.parts), 0)
