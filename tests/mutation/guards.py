@@ -90,6 +90,25 @@ SUBJECTS: Final = {
 
 ACCEPTED: Final[dict[tuple[str, str], str]] = {
     (
+        "driver",
+        "DriverMachine._feed: self._fed[0] - 1  ->  self._fed[0] - 2",
+    ): "either lies below the step that would be fed next, and nothing else is asked of it",
+    (
+        "driver",
+        "DriverMachine._leaves_alone: living.items() <= dict(roles.places).items()"
+        "  ->  living.items() < dict(roles.places).items()",
+    ): "asked when somebody with a stage is lost: a plan over the same cut has one place more than there are living",
+    (
+        "driver",
+        "DriverMachine._without_guard: self._restoration and peer in self._restoration.holders.values()"
+        "  ->  peer in self._restoration.holders.values()",
+    ): "whoever loads does so by a restoration, so there is one; the type checker wants it said",
+    (
+        "driver",
+        "DriverMachine._change_plan_if_quiet: self._pending is None or busy or self.phase is not DriverPhase.RUNNING"
+        "  ->  self._pending is None or busy",
+    ): "asked only while the job runs; a decision that ends it just before had its whole step fed, so it is busy",
+    (
         "silence",
         "Silence.next_tick_s: self._now_s is None or not self._rhythms  ->  not self._rhythms",
     ): "whoever is watched was watched at a time, so the time is known; the type checker wants it said",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fusionai.coordination.driver import REPLAY_AHEAD, TABLE, DriverMachine, DriverPhase, JobShape, norms_hash
+from fusionai.coordination.driver import TABLE, DriverMachine, DriverPhase, JobShape, norms_hash
 from fusionai.coordination.driver_commands import (
     AnnounceReady,
     AskPlan,
@@ -624,14 +624,14 @@ def replaying(steps: int = 8, **changes: object) -> DriverMachine:
     enlist(machine)
     report(machine, steps, 0, s0=-1)
     commands = machine.handle(StageReady(0, 0))
-    assert fed(commands) == [(step, microbatch) for step in range(REPLAY_AHEAD) for microbatch in range(2)]
+    assert fed(commands) == [(step, microbatch) for step in range(2) for microbatch in range(2)]
     assert all(command.only == {0} for command in commands if isinstance(command, Feed))
     return machine
 
 
 def test_a_replay_is_fed_a_little_ahead_of_the_slowest_that_replays():
     machine = replaying()
-    assert fed(machine.handle(StagePrepared(0, 0, {}))) == [(REPLAY_AHEAD, 0), (REPLAY_AHEAD, 1)]
+    assert fed(machine.handle(StagePrepared(0, 0, {}))) == [(2, 0), (2, 1)]
     assert machine.handle(StagePrepared(0, 0, {})) == [], "twice"
     assert machine.handle(StagePrepared(0, 5, {})) == [], "not in turn"
     assert machine.handle(StagePrepared(1, 1, {})) == [], "it does not replay"
@@ -859,6 +859,15 @@ def test_the_base_is_saved_before_anything_is_fed():
     assert fed(machine.handle(CheckpointWritten(0))) == [(0, 0), (0, 1)]
 
 
+def test_the_base_is_saved_once():
+    machine = running(save_base=True)
+    machine.handle(CheckpointWritten(0))
+    commands = commit(machine, 0)
+    assert isinstance(commands[0], SendCommit)
+    assert not commands[0].save
+    assert WriteCheckpoint not in kinds(commands)
+
+
 def test_an_evaluation_needs_the_state_so_the_next_commit_waits():
     machine = running(evaluate_every=2)
     assert not any(isinstance(c, Evaluate) for c in commit(machine, 0))
@@ -890,6 +899,13 @@ def test_a_stop_before_any_work_ends_at_once():
     ):
         machine = in_phase(phase)
         assert machine.handle(StopAsked("enough")) == [EndJob(0, stopped="enough")]
+
+
+def test_a_stop_while_a_plan_is_waited_for_ends_at_once():
+    machine = running()
+    machine.handle(PeerLost("p1", "gone"))
+    assert machine.handle(StopAsked("enough")) == [EndJob(0, stopped="enough")]
+    assert machine.phase is DriverPhase.ENDED
 
 
 def test_a_stop_in_a_step_finishes_it_saves_and_ends():
