@@ -57,6 +57,8 @@ class Batches(RuleBasedStateMachine):
         """Of those that have not ended: prompt and what was emitted."""
         self.specs: dict[int, SessionSpec] = {}
         self.flying: list[PassPlan] = []
+        self.held: set[int] = set()
+        """For whom somebody guesses."""
         self.retries_s: list[float] = []
 
     # ----------------------------------------------------------------------------------------------------- the calls
@@ -97,6 +99,16 @@ class Batches(RuleBasedStateMachine):
     @rule(data=st.data())
     def return_one(self, data: st.DataObject) -> None:
         self._return(data, self.flying.pop(0))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def guess_late(self, data: st.DataObject) -> None:
+        """Whatever happened meanwhile, also that it is over."""
+        self.guess(data, data.draw(st.sampled_from(sorted(self.held))))
+
+    def guess(self, data: st.DataObject, number: int) -> None:
+        self.held.discard(number)
+        self.batcher.propose(number, data.draw(st.lists(st.integers(0, 1), max_size=4)))
 
     @precondition(lambda self: self.flying)
     @rule()
@@ -172,6 +184,9 @@ class Batches(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Left alone, everybody ends: nobody starves, nothing is lost."""
+        for number in getattr(self, "held", ()):
+            self.batcher.propose(number, ())
+        getattr(self, "held", set()).clear()
         for _ in range(PATIENCE):
             if not self.tokens:
                 break
@@ -198,6 +213,7 @@ class Batches(RuleBasedStateMachine):
         given = iter(plan.tokens)
         for segment in plan.segments:
             assert segment.session not in under_way or segment.session not in self.tokens
+            assert segment.session not in self.held
             spec = self.specs[segment.session]
             table = self.tables.setdefault(segment.session, [])
             table[segment.first_page :] = segment.pages
@@ -231,7 +247,10 @@ class Batches(RuleBasedStateMachine):
             if number in finished or read or (tokens and self._emitted(number) == spec.max_tokens > 0):
                 self._over(number)
             elif number in tokens and data is not None:
-                self.batcher.propose(number, data.draw(st.lists(st.integers(0, 1), max_size=4)))
+                self.batcher.hold(number)
+                self.held.add(number)
+                if data.draw(st.booleans()):
+                    self.guess(data, number)
 
     def _verified(self, plan: PassPlan, number: int) -> tuple[int, ...]:
         """The token at index n is n modulo 2: as many of the proposals as that is true of, and one more."""

@@ -191,10 +191,11 @@ class _Texts:
         if positions > draft.context_tokens or any(token >= draft.vocabulary for token in text.tokens[text.computed :]):
             return False
         if not text.is_open:
+            nothing = Match((), 0)
             most = min(draft.options.sessions, draft.options.pass_tokens)
-            if sum(one.is_open for one in self._texts.values()) >= most:
+            if sum(one.is_open for one in self._texts.values()) >= most or self._pages.lacks(nothing, positions):
                 return False
-            self._pages.admit(session, "", Match((), 0))
+            self._pages.admit(session, "", nothing)
             text.is_open = True
         return self._pages.extend(session, positions)
 
@@ -235,5 +236,5 @@ class _Texts:
         """What comes after the positions `wanted` of the pack, which are of these sessions."""
         ids = host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)
         made = self._draft.program.run(segments, {"input_ids": ids}, wanted=[LOGITS], rows=wanted)[LOGITS]
-        rows = np.frombuffer(made.data, np.float32).reshape(len(wanted), -1)[:, : self._draft.vocabulary]
+        rows = np.frombuffer(made.data, np.float32).reshape(made.shape[1:])[:, : self._draft.vocabulary]
         return dict(zip(sessions, rows, strict=True))

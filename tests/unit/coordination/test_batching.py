@@ -174,6 +174,26 @@ def test_proposals_never_exceed_what_may_be_emitted_and_must_fit_what_comes_back
         batcher.returned(plan.number, {1: (44, 45)}, (), 0.0)
 
 
+def test_a_session_waits_for_guesses_and_others_do_not() -> None:
+    batcher = limited(pages=80, in_flight=1)
+    read(batcher, session(1, 6, 20), session(2, 6, 20))
+    batcher.hold(1)
+    for _ in range(3):
+        plan = sent(batcher)
+        assert [one.session for one in plan.segments] == [2]
+        back(batcher, plan)
+    batcher.propose(1, (11,))
+    assert sent(batcher).tokens[:2] == (7, 11)
+    batcher.rewind()
+    batcher.hold(1)
+    batcher.hold(2)
+    assert batcher.next_pass(0.0) is None
+    batcher.hold(9)
+    batcher.propose(9, (1,))
+    batcher.propose(2, ())
+    assert [one.session for one in sent(batcher).segments] == [2]
+
+
 def test_the_youngest_makes_room_and_goes_on_where_it_was() -> None:
     batcher = limited(pages=8, in_flight=1, prefix=False)
     read(batcher, session(1, 7, 12), session(2, 7, 12))
