@@ -33,6 +33,8 @@ from harness.live_pool import LivePool, Process
 from harness.serving_siege_streams import CONTEXT, Ask, asked
 
 PATIENCE_S: Final = 90.0
+START_S: Final = 180.0
+"""For a killed peer's next start: on a machine where everybody computes, torch alone takes a minute to load."""
 LOOK_S: Final = 0.02
 SESSIONS: Final = 12
 NEEDS: Final = ServingNeeds(context_tokens=CONTEXT, sessions=SESSIONS, cache_tokens=SESSIONS * CONTEXT, pass_tokens=128)
@@ -257,7 +259,9 @@ class ServingSiege:
             if fallen == name:
                 await asyncio.to_thread(process.end)
         process = self.pool.start(name)
-        await asyncio.to_thread(process.wait_for, "In pool")
+        is_in = lambda: next((line for line in process.lines if "In pool" in line), None)  # noqa: E731
+        said = await asyncio.to_thread(process.wait_until, is_in, START_S)
+        assert said is not None, f"{name} did not come back within {START_S:g} s: {process.text}"
 
     # ---------------------------------------------------------------------------------------------------- the end
 

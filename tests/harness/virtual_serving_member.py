@@ -149,6 +149,13 @@ class Member:
     # -------------------------------------------------------------------------------------------------------- work
 
     def _load(self, message: Load) -> None:
+        assert self.roles is not None
+        places = self.roles.guards if message.standby else self.roles.places
+        if places.get(message.stage) != self.name:
+            why = "the round does not place it here"
+            self._tell(events.StageFailed(message.fence, self.name, message.stage, why))
+            self.world.told["misplaced"] += 1
+            return
         if message.stage not in self.weights:
             loads_s = self.world.choose.choice((0.05, 0.3, 2.0))
             self.world.network.timer(self.process, loads_s, lambda: self._loaded(message))

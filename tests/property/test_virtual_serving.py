@@ -26,6 +26,7 @@ def test_streams_survive_a_course_of_faults(part: int) -> None:
     assert told["rebuild"] > 5
     assert told["fault: peer"] > 20
     assert told["state: waiting"] > 10
+    assert told["misplaced"] == 0, "a member was to load what its round does not place there"
 
 
 def test_without_faults_there_is_one_round_and_no_rebuild() -> None:
@@ -56,3 +57,4 @@ def test_streams_survive_many_courses(any_order: bool) -> None:
         told += world.told
     struck = {fault.__name__ for fault in serving_course.EVERY_FAULT}
     assert {name for name in struck if told[name]} == struck
+    assert told["misplaced"] == 0

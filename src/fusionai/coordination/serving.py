@@ -120,6 +120,8 @@ class ServingMachine:
     """Whoever was enlisted and not dismissed since."""
     _standing: dict[str, Fence] = field(default_factory=dict[str, Fence])
     """Members brought in beside the round, with the fence they got."""
+    _standby: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    """Stages that a member was told, when it was last enlisted, to guard: it takes no others."""
     _asked_standby: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
     """In this round."""
     _warm: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
@@ -205,6 +207,8 @@ class ServingMachine:
         self.fence = Fence(self.roles.version, self.incarnation, self.attempt)
         self._void_round()
         self._members |= self.roles.members
+        for peer in self.roles.members:
+            self._tell_standby(peer, self.roles)
         state: Final = "recovering" if self._ready else "starting"
         return [TellState(state, why), BeginRound(self.fence, self.roles)]
 
@@ -212,7 +216,9 @@ class ServingMachine:
         self.batcher.rewind()
         for forgotten in self._probes.values():
             self.batcher.forget(forgotten)
-        for one in (self._enlisted, self._standing, self._asked_standby, self._loaded, self._rebuilds, self._probes):
+        for one in (self._enlisted, self._standing, self._standby, self._asked_standby):
+            one.clear()
+        for one in (self._loaded, self._rebuilds, self._probes):
             one.clear()
         self._digests.clear()
         self._moved_s = None
@@ -363,18 +369,47 @@ class ServingMachine:
         for stage, peer, roles in wanted:
             if (stage, peer) in self._warm or (stage, peer) in self._asked_standby:
                 continue
-            if peer in self._enlisted:
-                fence = self._standing.get(peer, self.fence)
+            if stage not in self._standby.get(peer, ()):
+                if self._may_enlist(peer, roles):
+                    commands.append(self._enlist_standby(peer, roles))
+            elif peer in self._enlisted:
                 self._asked_standby.add((stage, peer))
+                fence = self._standing.get(peer, self.fence)
                 commands.append(SendLoad(fence, peer, stage, standby=True, fresh=False, roles=roles))
-            elif peer not in self._standing:
-                # Its ticket is of this version, and the round's may be older.
-                self._standing[peer] = fence = Fence(roles.version, self.incarnation, self.attempt)
-                if fence == self.fence:
-                    continue  # it was told with everybody else
-                self._members.add(peer)
-                commands.append(EnlistStandby(fence, peer, roles))
         return [*commands, *self._switch_if_prepared()]
+
+    def _may_enlist(self, peer: str, roles: ServingRoles) -> bool:
+        """Beside the round: nobody who runs a stage in it, and no one twice under the same fence. Whoever has a part
+        in the round's roles goes by no later plan: the next round would be stale to it."""
+        fence = Fence(roles.version, self.incarnation, self.attempt)
+        known = self._standing.get(peer, self.fence if peer in self._members else Fence(0, 0, 0))
+        return (
+            fence > known and not self.roles.stages_of(peer) and (roles is self.roles or peer not in self.roles.members)
+        )
+
+    def _may_hold(self, peer: str, stage: int) -> bool:
+        """Whether it can be prepared for the stage before a round places it there."""
+        return peer not in self.roles.members or stage in self._standby.get(peer, ())
+
+    def _enlist_standby(self, peer: str, roles: ServingRoles) -> EnlistStandby:
+        """With all that it is to hold; its ticket is of the plan's version, which may be later than the round's."""
+        fence = Fence(roles.version, self.incarnation, self.attempt)
+        stages = roles.guarded_by(peer) if roles is self.roles else tuple(self._moved_to(peer, roles))
+        told = replace(self.roles, version=roles.version, guards={**self.roles.guards, **dict.fromkeys(stages, peer)})
+        self._standing[peer] = fence
+        self._members.add(peer)
+        self._enlisted.discard(peer)
+        self._asked_standby = {(stage, one) for stage, one in self._asked_standby if one != peer}
+        self._tell_standby(peer, told)
+        return EnlistStandby(fence, peer, told)
+
+    def _tell_standby(self, peer: str, roles: ServingRoles) -> None:
+        """It forgets what it neither runs nor guards."""
+        self._standby[peer] = kept = frozenset(roles.guarded_by(peer))
+        self._warm = {(stage, one) for stage, one in self._warm if one != peer or stage in kept}
+
+    def _moved_to(self, peer: str, roles: ServingRoles) -> list[int]:
+        return [stage for stage, one in self._moving(roles).items() if one == peer]
 
     def _moving(self, roles: ServingRoles) -> dict[int, str]:
         """Stages that would run elsewhere, and where. Of another cut nothing can be prepared: the numbers are taken."""
@@ -387,7 +422,8 @@ class ServingMachine:
         if pending is None or self.phase is not ServingPhase.RUNNING:
             return []
         ready = all(
-            peer == pending.owner or (stage, peer) in self._warm for stage, peer in self._moving(pending).items()
+            peer == pending.owner or (stage, peer) in self._warm or not self._may_hold(peer, stage)
+            for stage, peer in self._moving(pending).items()
         )
         return self._adopt(pending, "another plan") if ready else []
 
@@ -438,6 +474,7 @@ class ServingMachine:
         self._members.discard(peer)
         self._enlisted.discard(peer)
         self._standing.pop(peer, None)
+        self._standby.pop(peer, None)
         self._warm = {(stage, one) for stage, one in self._warm if one != peer}
         self._asked_standby = {(stage, one) for stage, one in self._asked_standby if one != peer}
         self.roles = replace(self.roles, guards={s: one for s, one in self.roles.guards.items() if one != peer})

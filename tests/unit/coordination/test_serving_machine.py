@@ -314,6 +314,49 @@ def test_a_plan_with_somebody_lost_since_is_void() -> None:
     assert job.machine.roles.version == 3
 
 
+def test_a_guard_that_is_given_another_stage_is_enlisted_for_both_before_it_loads() -> None:
+    """It takes no stage that it was not told to guard."""
+    job = running()
+    fence = job.fence
+    job.tell(events.PlanGiven(roles(2, guards={1: "g", 2: "g"})))
+    (anew,) = job.of(commands.EnlistStandby)
+    assert (anew.peer, anew.fence, anew.roles.guarded_by("g")) == ("g", Fence(2, 7, 0), (1, 2))
+    assert job.of(commands.SendLoad) == []
+    job.tell(events.MemberEnlisted(anew.fence, "g"))
+    assert [(load.peer, load.stage, load.fence) for load in job.of(commands.SendLoad)] == [("g", 1, anew.fence)]
+    job.tell(events.StandbyLoaded(anew.fence, "g", 1))
+    assert job.machine.is_warm(1)
+    assert job.machine.is_warm(2)
+    assert job.fence == fence
+
+
+def test_whoever_is_to_take_a_stage_over_is_told_to_guard_it_until_then() -> None:
+    job = running(roles(guards={}))
+    job.tell(events.PlanGiven(roles(2, guards={}, s2="n")))
+    (brought,) = job.of(commands.EnlistStandby)
+    assert brought.roles.guarded_by("n") == (2,)
+    assert brought.roles.places == PLACES
+
+
+def test_a_stage_that_moves_to_whoever_runs_another_moves_at_once() -> None:
+    """It can't be prepared beside the round that it takes part in."""
+    job = running(roles(guards={}))
+    job.tell(events.PlanGiven(roles(2, guards={}, s2="a")))
+    assert job.fence == Fence(2, 7, 1)
+
+
+def test_what_a_guard_was_not_told_to_keep_is_not_warm() -> None:
+    job = running(roles(guards={1: "g", 2: "g"}))
+    job.tell(events.PlanGiven(roles(2, guards={2: "g"})))
+    job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
+    job.enlist()
+    job.load()
+    assert job.phase is ServingPhase.RUNNING
+    job.tell(events.PlanGiven(roles(3, guards={1: "g", 2: "g"})))
+    assert not job.machine.is_warm(1)
+    assert job.machine.is_warm(2)
+
+
 def test_whoever_leaves_hands_over_to_its_warm_guard() -> None:
     job = running()
     job.tell(events.MemberLeaving("b"))
