@@ -619,7 +619,7 @@ class DriverMachine:
         assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
         present = {self.roles.owner, *self.roles.places.values(), *self._guards.values()}
-        if len(pair) < 2 or not pair <= present or pair & self._lost:
+        if len(pair) < 2 or not pair <= present:
             return []
         self._link_faults[pair] += 1
         if self._link_faults[pair] > 1:

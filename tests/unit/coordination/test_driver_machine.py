@@ -1042,6 +1042,12 @@ def test_the_owner_is_never_blamed_for_a_link_and_its_feed_counts():
     assert machine.handle(LinkBroken("p0", "owner", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut")
 
 
+def test_the_owner_s_feed_counts_also_when_its_machine_guards_no_more():
+    machine = running(guards={1: "owner"})
+    assert machine.handle(PeerLost("owner", "gone"))[0] == TellFault("guard", "owner", (), 0, "gone")
+    assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [TellFault, SendAttach]
+
+
 def test_who_has_trouble_with_several_is_blamed_and_else_who_is_guarded():
     three = {0: "p0", 1: "p1", 2: "p2"}
     ring = {stage: frozenset({0, 1, 2} - {stage}) for stage in range(3)}
@@ -1154,6 +1160,20 @@ def test_another_cut_goes_by_way_of_a_checkpoint():
     machine.handle(PlanGranted(plan(2, partition="other")))
     assert WriteCheckpoint(1, ask=False) in commit(machine, 0), "one is due anyway"
     assert kinds(machine.handle(CheckpointWritten(1))) == [SendAttach]
+
+
+def test_a_plan_waits_for_a_checkpoint_of_the_base():
+    machine = driver(save_base=True)
+    ready(machine)
+    assert machine.handle(PlanGranted(plan(2, guards=GUARDS))) == [], "what is being collected would be lost"
+    assert kinds(machine.handle(CheckpointWritten(0))) == [SendAttach]
+
+
+def test_a_plan_that_comes_when_nothing_may_be_fed_is_taken_at_once():
+    machine = guarded(snapshot_every=1)
+    commit(machine, 0)
+    assert fed(commit(machine, 1)) == [], "guards hold nothing newer than the state of step 0"
+    assert kinds(machine.handle(PlanGranted(plan(2, guards={0: "g0"})))) == [SendAttach]
 
 
 def test_a_plan_waits_for_an_evaluation():
