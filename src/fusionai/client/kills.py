@@ -260,7 +260,9 @@ class Striker:
         peer = "" if kill.stage == BROKER_STAGE else self._plan.stages[kill.stage].peer
         name = self._pool.names[peer] if peer else BROKER
         outcome = Outcome(kill, name, peer, self._now_s(), ())
-        together = not self._pool.lives(name) and any(other.peer == peer for other in self.outcomes)
+        dead = not self._pool.lives(name)
+        # Of one step: it may be back already where this task was late.
+        together = any(other.peer == peer and (dead or other.kill.step == kill.step) for other in self.outcomes)
         self.outcomes.append(outcome)
         self._on_event(Killed(kill, name, peer))
         if not together:

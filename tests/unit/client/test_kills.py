@@ -244,6 +244,24 @@ def test_two_stages_of_one_peer_are_one_kill(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_one_that_comes_back_before_its_second_stage_is_struck_is_not_killed_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        run = Run(tmp_path / "job", Kill(2, 0), Kill(2, 1))
+        run.see(progress.PlanChanged(plan(TOWER, TOWER), "both"))
+        first, second = Kill(2, 0), Kill(2, 1)
+        striking = asyncio.create_task(run.striker._strike(first, 0.0))
+        await run.until(Killed)
+        run.see(lost(TOWER, 0, 1))
+        run.commit(0)
+        await striking
+        await run.striker._strike(second, 0.0)
+        await run.striker.drop()
+        assert run.pool.done == ["kill tower", "start tower"]
+        run.journal.close()
+
+    asyncio.run(story())
+
+
 def test_a_peer_that_is_gone_already_is_said_not_counted_as_recovered(tmp_path: Path) -> None:
     async def story() -> None:
         run = Run(tmp_path / "job", Kill(2, 1))
