@@ -154,7 +154,7 @@ def test_peers_killed_at_random_change_no_token(
     assert differing == 0, "an answer that met a fault is another one than the undisturbed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_somebody_who_stops_without_ending_is_replaced(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]

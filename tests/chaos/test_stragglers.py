@@ -15,7 +15,7 @@ FACTOR: Final = 6.0
 PATIENCE_S: Final = 100.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_stage_moves_away_from_a_machine_that_has_become_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))

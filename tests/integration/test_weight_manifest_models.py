@@ -45,7 +45,7 @@ def as_torch(weights: ModelWeights) -> Mapping[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_a_pretrained_model_lies_in_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
