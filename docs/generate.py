@@ -24,7 +24,7 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import NODEFAULT
 
-from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, stage
+from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, serving, stage
 from fusionai.coordination.machine import START, rows
 from fusionai.wire import messages
 
@@ -210,6 +210,7 @@ def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
         yield machine.name.capitalize(), module, [(*row[:3],) for row in rows(machine)]
     yield "Driver", driver, _arrows(driver.TABLE, driver.DriverPhase.ATTACHING)
     yield "Stage", stage, _arrows(stage.TABLE, stage.StagePhase.DETACHED)
+    yield "Serving", serving, _arrows(serving.TABLE, serving.ServingPhase.ENLISTING)
 
 
 def _arrows(table: Mapping[tuple[Enum, type], Any], initial: Enum) -> list[Arrow]:

@@ -73,6 +73,8 @@ class Subject:
 
 BROKER: Final = "property/test_broker_machine.py"
 JOBS: Final = ("property/test_job_machines.py", "property/test_virtual_jobs.py")
+SERVING: Final = ("unit/coordination/test_serving*.py", "property/test_virtual_serving.py")
+BATCHES: Final = ("unit/coordination/test_batching*.py", "property/test_serving_batches.py")
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
@@ -85,6 +87,11 @@ SUBJECTS: Final = {
         Subject("membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)),
         Subject("plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")),
         Subject("machine", ("unit/coordination/test_machine.py",)),
+        Subject("serving", SERVING),
+        Subject("serving_roles", SERVING),
+        Subject("batching", (*BATCHES, *SERVING)),
+        Subject("pages", ("unit/coordination/test_pages.py", *BATCHES, *SERVING)),
+        Subject("fair_queue", ("unit/coordination/test_fair_queue.py", *BATCHES)),
     )
 }
 

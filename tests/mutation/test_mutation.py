@@ -30,7 +30,7 @@ def test_every_module_has_guards_and_tests(subject: Subject):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("module", ["stage", "driver", "restoring", "roles", "silence"])
+@pytest.mark.parametrize("module", ["stage", "driver", "restoring", "roles", "silence", "serving", "batching", "pages"])
 def test_broken_guards_are_noticed(module: str, tmp_path: Path):
     figures = tmp_path / "mutation.json"
     command = [sys.executable, str(GUARDS), "--module", module, "--quiet", "--json", str(figures)]

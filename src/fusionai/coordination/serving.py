@@ -206,6 +206,9 @@ class ServingMachine:
         self.attempt += 1
         self.fence = Fence(self.roles.version, self.incarnation, self.attempt)
         self._void_round()
+        # Whoever is not placed with a stage drops it, also when a later round gives it back before passes run.
+        same = self._sound_cut == self.roles.partition
+        self._sound = {s: one for s, one in self._sound.items() if same and self.roles.places.get(s) == one}
         self._members |= self.roles.members
         for peer in self.roles.members:
             self._tell_standby(peer, self.roles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -207,6 +208,22 @@ def test_what_a_returned_peer_says_of_its_cache_does_not_count() -> None:
     job.enlist()
     job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
     assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(1, 2)]
+
+
+@pytest.mark.parametrize("cut", ["", "another"])
+def test_a_stage_that_moved_away_and_back_before_passes_ran_has_no_cache(cut: str) -> None:
+    """Whoever a round does not place with a stage, or with a stage of another cut, drops it."""
+    job = running(roles(guards={}))
+    job.tell(events.PlanGiven(replace(roles(2, guards={}, s2="n"), partition=cut)))
+    for standing in job.of(commands.EnlistStandby):
+        job.tell(events.MemberEnlisted(standing.fence, "n"), events.StandbyLoaded(standing.fence, "n", 2))
+    assert job.machine.roles.places[2] == "n"
+    job.tell(events.MemberLost("n", "silent"), events.PlanGiven(roles(3, guards={}), frozenset({"n"})))
+    job.enlist()
+    fresh = {load.stage for load in job.of(commands.SendLoad) if load.fresh}
+    assert fresh == ({2} if cut == "" else set(PLACES))
+    job.load()
+    assert job.of(commands.SendProbe)
 
 
 def test_who_waits_is_told_for_what_and_whose_loss_it_is() -> None:
