@@ -10,7 +10,8 @@ job's whole time: an hour of faults does not need an hour without. Only steps th
 
 Faults, drawn from a printed seed: SIGKILL of a stage, of a spare, of the broker; SIGSTOP of a stage for 8 s; the
 connections between two neighbouring stages broken (Linux, by `ss -K`; left out where that does not work). Whoever was
-killed is started again after `--away` seconds, the broker at once. The driver is this process and stays.
+killed is started again after `--away` seconds, the broker at once. Every piece has a driver of its own, in a process as
+`fusion train` is one, that stays until the piece's end.
 
 Goodput is the stormy job's committed steps per second over the calm one's. Where others use the machine meanwhile, look
 at the evenness too: the part of the time that steps would have taken at the median pace of their own half minute, of
@@ -54,13 +55,14 @@ import psutil
 
 from fusionai.client.demo import DemoOptions, demo_peers, demo_recipe
 from fusionai.client.local_pool import BROKER, LocalPool
-from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.client.train import TrainOptions
 from fusionai.corpus.recipe import Recipe
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import read_commits
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
+from goodput_driver import DriverProcess, Event
 
 MANY_STEPS: Final = 1_000_000
 """The recipe's; both jobs are asked to stop long before."""
@@ -188,6 +190,7 @@ class Bench:
         self.samples: list[Sample] = []
         self.notes: list[dict[str, Any]] = []
         self.plan: Plan | None = None
+        self.driver: DriverProcess | None = None
         self.over = asyncio.Event()
         """Somebody wants the judgement now."""
         self._running: asyncio.Task[None] | None = None
@@ -248,8 +251,7 @@ class Bench:
         while self.arguments.json is not None:
             await asyncio.sleep(REPORT_S)
             if self.judgeable:
-                # On the loop: nothing changes meanwhile. It holds the driver up for as long as it takes to read two
-                # journals, which counts against the job that runs.
+                # On the loop: nothing changes meanwhile.
                 write(self, judged(self), self.arguments.json)
 
     @property
@@ -262,36 +264,42 @@ class Bench:
             return
         leg = Leg(job.name)
         job.legs.append(leg)
-        stop, started = asyncio.Event(), asyncio.Event()
+        started = asyncio.Event()
 
-        def see(event: RunEvent) -> None:
-            self._note(job, event)
+        def see(at_s: float, event: Event) -> None:
+            at_s -= self.began_s
+            self._note(job, at_s, event)
             match event:
-                case Planned(plan=plan) | progress.PlanChanged(plan=plan):
+                case Plan() as plan:
+                    self.plan = plan
+                case progress.PlanChanged(plan=plan):
                     self.plan = plan
                 case progress.StepDone(record=record, replayed=False):
-                    now_s = self.now_s()
-                    leg.commits.append((now_s, record.step))
+                    leg.commits.append((at_s, record.step))
                     job.official[record.step] = record
                     started.set()
-                    over = seconds is not None and now_s - leg.commits[0][0] >= seconds
+                    over = seconds is not None and at_s - leg.commits[0][0] >= seconds
                     if over or (reach is not None and record.step + 1 >= reach):
-                        stop.set()
+                        driver.stop()
                 case _:
                     pass
 
         async def interrupted() -> None:
             await self.over.wait()
-            stop.set()
+            driver.stop()
 
+        driver = self.driver = DriverProcess(
+            job.recipe,
+            TrainOptions(
+                home=self.directory / "owner", invitation=self.pool.invitation, device="cpu", threads=1, save_base=False
+            ),
+        )
         interruption = asyncio.create_task(interrupted())
         storm = asyncio.create_task(self._storm(started)) if job is self.stormy else None
-        options = TrainOptions(
-            home=self.directory / "owner", invitation=self.pool.invitation, device="cpu", threads=1, save_base=False
-        )
         try:
-            await train(job.recipe, options, on_event=see, stop=stop)
+            await driver.run(see)
         finally:
+            self.driver = None
             for task in [interruption, *([] if storm is None else [storm])]:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -301,8 +309,7 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------------- what is seen
 
-    def _note(self, job: Job, event: RunEvent) -> None:
-        now_s = self.now_s()
+    def _note(self, job: Job, now_s: float, event: Event) -> None:
         match event:
             case progress.StepDone(record=record, replayed=False, step_s=step_s):
                 self.notes.append({"at_s": now_s, "event": "step", "step": record.step, "step_s": step_s})
@@ -343,7 +350,9 @@ class Bench:
     def _sample_once(self) -> None:
         now_s = self.now_s()
         names = [BROKER, *(peer.name for peer in self.peers)]
-        for name, pid in [(DRIVER, os.getpid()), *((name, self.pool.pid(name)) for name in names)]:
+        driver = None if self.driver is None else self.driver.pid
+        driving = [] if driver is None else [(DRIVER, driver)]
+        for name, pid in [*driving, *((name, self.pool.pid(name)) for name in names)]:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 with process.oneshot():

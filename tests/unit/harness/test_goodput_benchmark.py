@@ -18,6 +18,7 @@ PLACE = Path(__file__).resolve().parents[3] / "benchmarks" / "goodput.py"
 
 @pytest.fixture(scope="module")
 def goodput() -> ModuleType:
+    sys.path.insert(0, str(PLACE.parent))  # as for a script: it imports its neighbour
     spec = importlib.util.spec_from_file_location("goodput_benchmark", PLACE)
     assert spec is not None
     assert spec.loader is not None
