@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Final
 
 from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import BatchLimits, SessionSpec
+from fusionai.coordination.batching import BatchLimits
 from fusionai.coordination.serving import ServingPhase
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.sessions import SessionSpec
 from harness.network import Process
 from harness.virtual_serving import OWNER, PROBE, Trigger, World
 

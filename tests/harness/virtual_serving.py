@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from fusionai.coordination import serving_commands as commands
 from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull, SessionSpec
+from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull
 from fusionai.coordination.serving import RoundLimits, ServingMachine, ServingPhase
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.sessions import SessionSpec
 from fusionai.coordination.silence import PING_S, Silence
 from fusionai.wire.base import Fence
 from harness.network import Network, Process, Stream

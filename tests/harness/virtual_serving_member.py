@@ -88,6 +88,8 @@ class Member:
         self.fails = 0
         self.skewed = False
         """It computes other values than everybody else."""
+        self._spoilt: tuple[Fence, int] | None = None
+        """A rebuild of which a part failed: whatever else comes of it may go on from what is not there."""
         self._work: deque[Callable[[], None]] = deque()
         self._busy = False
         self._silent: dict[Process, float] = {}
@@ -181,10 +183,13 @@ class Member:
     def _compute(self, message: Pass) -> None:
         stage = self.stages[message.consumer]
         stage.forget(message.forget)
+        if self._spoilt == (message.fence, message.number):
+            return
         if self.fails > 0:
             self.fails -= 1
             failed = f"stage {message.consumer} was made to fail"
             if message.rebuild >= 0:
+                self._spoilt = message.fence, message.number
                 self._tell(events.RebuildFailed(message.fence, message.number, failed))
             else:
                 self._tell(events.PassFailed(message.fence, message.number, message.consumer, failed))

@@ -12,7 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fusionai.coordination.batching import PROBE_SESSION, Batcher, BatchLimits, PassPlan, QueueFull, SessionSpec
+from fusionai.coordination.batching import PROBE_SESSION, Batcher, BatchLimits, QueueFull
+from fusionai.coordination.passes import PassPlan
+from fusionai.coordination.sessions import SessionSpec
 
 PATIENCE = 400
 """Passes within which everybody who waits must have ended."""

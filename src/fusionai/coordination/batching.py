@@ -13,8 +13,8 @@ one pass at most. After `rewind` all of them go on from their last emitted token
 Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
 that pass writes is overwritten.
 
-Never sees a tensor, never chooses a token. Neighbours: `pages`, `fair_queue`; `coordination.serving` owns it and says
-when passes may go; the serving driver submits, sends and samples.
+Never sees a tensor, never chooses a token. Neighbours: `pages`, `fair_queue`, `sessions`, `passes`;
+`coordination.serving` owns it and says when passes may go; the serving driver submits, sends and samples.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from fusionai.coordination.fair_queue import FairQueue
 from fusionai.coordination.pages import Match, Pages
+from fusionai.coordination.passes import Part, PassPlan, packed
+from fusionai.coordination.sessions import Session, SessionSpec
 from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 
 PROBE_SESSION: Final = 0
 """Has pages of its own for ever; others count from 1."""
 LONGEST_RETRY_S: Final = 60.0
-Output = Literal["logits", "hidden"]
 
 
 class QueueFull(FusionError):
@@ -72,88 +73,9 @@ class BatchLimits:
             raise ValueError(f"expected fewer than {MAX_SESSIONS} sessions and a probe of one pass, got {self}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSpec:
-    """`number`: from 1 on, ascending, never used again. `max_tokens` 0: the prompt is read, nothing is generated.
-    `all_rows`: the output of every prompt position is wanted, so none is taken from the prefix cache."""
-
-    number: int
-    scope: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    deadline_s: float | None = None
-    """On the clock that `now_s` is told from."""
-    all_rows: bool = False
-    output: Output = "logits"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassPlan:
-    """`tokens` packed in the order of `segments`. `wanted`: rows along `tokens`, ascending; `wanted_sessions`: whose
-    each is. A pass that only reads prompts may want no row at all; its return counts all the same."""
-
-    number: int
-    segments: tuple[Segment, ...]
-    tokens: tuple[int, ...]
-    wanted: tuple[int, ...]
-    wanted_sessions: tuple[int, ...]
-    forget: tuple[int, ...]
-    output: Output
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    spec: SessionSpec
-    tokens: list[int]
-    """Prompt and what was emitted."""
-    turn: int
-    """The smaller, the sooner it is its turn in a pass."""
-    admitted: bool = False
-    computed: int = 0
-    """Positions that all stages have in their caches."""
-    origin: int = 0
-    """First position computed since it was admitted."""
-    delivered: int = 0
-    """Positions whose rows have come, for `all_rows`."""
-    matched: int | None = None
-    """Prompt tokens found in the prefix cache when it was first admitted."""
-    told: int = 0
-    """Entries of its page table that the stages know."""
-    under_way: int | None = None
-    """Number of its pass."""
-    proposals: tuple[int, ...] = ()
-    held: bool = False
-    """Until somebody has guessed what follows."""
-    lacking: bool = False
-    """Its next position finds no page."""
-    failures: int = 0
-
-    @property
-    def number(self) -> int:
-        return self.spec.number
-
-    @property
-    def emitted(self) -> int:
-        return len(self.tokens) - len(self.spec.prompt)
-
-    @property
-    def decodes(self) -> bool:
-        return self.emitted > 0 and self.computed == len(self.tokens) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One session's share of a pass. `start` to `end` are tokens it has; `proposals` follow them."""
-
-    session: _Session
-    start: int
-    end: int
-    proposals: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
     forget: tuple[int, ...]
     at_s: float
 
@@ -162,7 +84,7 @@ class _Sent:
 class Batcher:
     limits: BatchLimits
     pages: Pages = field(init=False)
-    _sessions: dict[int, _Session] = field(default_factory=dict[int, _Session])
+    _sessions: dict[int, Session] = field(default_factory=dict[int, Session])
     _queue: FairQueue = field(init=False)
     _passes: dict[int, _Sent] = field(default_factory=dict[int, _Sent])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -198,7 +120,7 @@ class Batcher:
             )
         if not self._queue.has_room(spec.scope, max(0, self.limits.sessions - self.running)):
             raise QueueFull(f"{self.queued} requests wait already.", self._retry_after_s(now_s))
-        self._sessions[spec.number] = _Session(spec, list(spec.prompt), next(self._turns))
+        self._sessions[spec.number] = Session(spec, list(spec.prompt), next(self._turns))
         self._queue.push(spec.number, spec.scope)
 
     def hold(self, number: int) -> None:
@@ -251,7 +173,7 @@ class Batcher:
             return None
         forget = self._take_forgotten()
         self._passes[number] = _Sent(tuple(parts), forget, now_s)
-        return self._planned(number, parts, forget)
+        return packed(number, parts, self.pages.table, forget)
 
     def sessions_of(self, number: int) -> tuple[int, ...]:
         """Sessions for which this pass still counts: of those the driver samples. Nobody for one that is void."""
@@ -289,7 +211,7 @@ class Batcher:
             session = part.session
             if not self._counts(part, number):
                 continue
-            self._put_back(session)
+            session.put_back()
             session.failures += 1
             if session.failures > 1:
                 self._end(session.number, now_s)
@@ -308,7 +230,7 @@ class Batcher:
             if session.admitted and session.computed == session.origin:
                 self._give_up(session)
             else:
-                self._put_back(session)
+                session.put_back()
 
     @property
     def live(self) -> dict[int, int]:
@@ -415,7 +337,7 @@ class Batcher:
                 self.prompt_tokens += len(spec.prompt)
                 self.prefix_tokens += match.tokens
 
-    def _chosen(self, number: int) -> list[_Part]:
+    def _chosen(self, number: int) -> list[Part]:
         """Of those that can go together: whose turn it is and the like of it. Where these all lack pages, others."""
         ready = sorted(
             (one for one in self._sessions.values() if one.admitted and one.under_way is None and not one.held),
@@ -431,7 +353,7 @@ class Batcher:
             ready = [one for one in ready if one.admitted and one not in together]
         return []
 
-    def _composed(self, number: int, ready: Sequence[_Session]) -> list[_Part]:
+    def _composed(self, number: int, ready: Sequence[Session]) -> list[Part]:
         """Marks whom it takes as under way in pass `number`."""
         decoding = [one for one in ready if one.decodes]
         ranked = self._queue.rank((one.number, one.spec.scope) for one in ready if not one.decodes)
@@ -454,12 +376,12 @@ class Batcher:
                 break
             room -= end - session.computed
             session.under_way = number
-            parts.append(_Part(session, session.computed, end, ()))
+            parts.append(Part(session, session.computed, end, ()))
         return parts
 
-    def _decoding_parts(self, number: int, decoding: Sequence[_Session], room: int) -> list[_Part]:
+    def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[Part]:
         """About as many as make every pass in flight equal; all of them count, also those under way."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         group = -(-sum(one.admitted and one.decodes for one in self._sessions.values()) // self.limits.in_flight)
         for session in decoding:
             if len(parts) >= group or room < 1:
@@ -473,15 +395,15 @@ class Batcher:
                 proposals = ()
             session.under_way = number
             room -= 1 + len(proposals)
-            parts.append(_Part(session, session.computed, len(session.tokens), proposals))
+            parts.append(Part(session, session.computed, len(session.tokens), proposals))
             self._queue.charge(session.spec.scope, 1)
         return parts
 
-    def _proposals(self, session: _Session, room: int) -> tuple[int, ...]:
+    def _proposals(self, session: Session, room: int) -> tuple[int, ...]:
         left = session.spec.max_tokens - session.emitted - 1
         return session.proposals[: max(0, min(left, room))]
 
-    def _find_page(self, session: _Session) -> bool:
+    def _find_page(self, session: Session) -> bool:
         """For the session's next position; the youngest of those younger than it that rest give theirs up."""
         while not self.pages.extend(session.number, len(session.tokens)):
             younger = [
@@ -496,50 +418,18 @@ class Batcher:
         session.lacking = False
         return True
 
-    def _give_up(self, session: _Session) -> None:
+    def _give_up(self, session: Session) -> None:
         self.pages.release(session.number)
         self._forget.add(session.number)
         self._queue.push_back(session.number)
-        session.under_way = None
-        session.admitted = session.lacking = False
-        session.computed = session.origin = session.told = 0
-        session.proposals = ()
+        session.leave_pages()
 
-    def _chunk_end(self, session: _Session) -> int:
+    def _chunk_end(self, session: Session) -> int:
         chunk = self.limits.chunk_tokens
         done = (session.computed - session.origin) // chunk
         return min(len(session.tokens), session.origin + (done + 1) * chunk)
 
-    def _planned(self, number: int, parts: Sequence[_Part], forget: tuple[int, ...]) -> PassPlan:
-        segments: list[Segment] = []
-        tokens: list[int] = []
-        wanted: list[int] = []
-        owners: list[int] = []
-        for part in parts:
-            session = part.session
-            packed = (*session.tokens[part.start : part.end], *part.proposals)
-            table = self.pages.table(session.number)
-            segments.append(Segment(session.number, part.start, len(packed), session.told, table[session.told :]))
-            session.told = len(table)
-            first = len(packed)
-            if session.spec.all_rows and part.start < len(session.spec.prompt):
-                first = max(0, session.delivered - part.start)
-            if part.end == len(session.tokens):
-                first = min(first, part.end - 1 - part.start)
-            wanted += range(len(tokens) + first, len(tokens) + len(packed))
-            owners += [session.number] * (len(packed) - first)
-            tokens += packed
-        return PassPlan(
-            number=number,
-            segments=tuple(segments),
-            tokens=tuple(tokens),
-            wanted=tuple(wanted),
-            wanted_sessions=tuple(owners),
-            forget=forget,
-            output=parts[0].session.spec.output,
-        )
-
-    def _advance(self, part: _Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
+    def _advance(self, part: Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
         session, spec = part.session, part.session.spec
         reads_on = part.end < len(session.tokens)
         if (reads_on and emitted) or (not reads_on and spec.max_tokens and not emitted and not finished):
@@ -558,14 +448,9 @@ class Batcher:
         if finished or (not reads_on and session.emitted >= spec.max_tokens):
             self._end(spec.number, now_s)
 
-    def _counts(self, part: _Part, number: int) -> bool:
+    def _counts(self, part: Part, number: int) -> bool:
         session = part.session
         return self._sessions.get(session.number) is session and session.under_way == number
-
-    def _put_back(self, session: _Session) -> None:
-        session.under_way = None
-        session.told = 0
-        session.proposals = ()
 
     def _end(self, number: int, now_s: float) -> None:
         self.cancel(number)

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Literal
 
-from fusionai.coordination.batching import PROBE_SESSION, Batcher, PassPlan
+from fusionai.coordination.batching import PROBE_SESSION, Batcher
+from fusionai.coordination.passes import PassPlan
 from fusionai.coordination.serving_commands import (
     AskPlan,
     BeginRound,

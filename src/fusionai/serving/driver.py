@@ -21,7 +21,7 @@ import numpy as np
 
 from fusionai.coordination import serving_commands as commands
 from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import PassPlan
+from fusionai.coordination.passes import PassPlan
 from fusionai.coordination.serving import ServingMachine
 from fusionai.coordination.serving_commands import EndJob, ServingCommand
 from fusionai.coordination.serving_events import ServingEvent
@@ -511,12 +511,20 @@ class ServingDriver:
         known = self.resident_bytes.get((message.stage, peer))
         self.resident_bytes[message.stage, peer] = message.resident_bytes
         self.loading.pop(message.stage, None)
+        if message.standby:
+            self._dial_guard(peer, message.fence)
         if known is None or message.fetched_bytes:
             self._on_progress(
                 progress.StageLoaded(
                     message.stage, peer, message.standby, message.resident_bytes, message.fetched_bytes
                 )
             )
+
+    def _dial_guard(self, peer: PeerId, fence: Fence) -> None:
+        """Now, and not when it takes over and streams wait."""
+        deployment = self._deployments[fence.plan_version]
+        addresses = self._newest_deployment.members.get(peer, ())
+        self._member.dial_guard(peer, addresses, fence, deployment.tickets.get(self._host.peer, b""))
 
     def _on_link_lost(self, peer: PeerId, reason: str) -> None:
         self._start(self._suspect_link(self._host.peer, peer, reason))

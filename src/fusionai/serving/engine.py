@@ -20,10 +20,11 @@ from typing import Final, Literal
 import numpy as np
 
 from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull, SessionSpec, TooLong
+from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving import ServingMachine, ServingPhase
 from fusionai.coordination.serving_commands import ServingState
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.sessions import SessionSpec
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from fusionai.coordination.batching import Batcher, BatchLimits, PassPlan, QueueFull, SessionSpec, TooLong
+from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull, TooLong
+from fusionai.coordination.passes import PassPlan
+from fusionai.coordination.sessions import SessionSpec
 from fusionai.wire.serving import Segment
 
 LIMITS = BatchLimits(

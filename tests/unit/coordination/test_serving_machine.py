@@ -10,9 +10,10 @@ import pytest
 
 from fusionai.coordination import serving_commands as commands
 from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import Batcher, BatchLimits, SessionSpec
+from fusionai.coordination.batching import Batcher, BatchLimits
 from fusionai.coordination.serving import ServingMachine, ServingPhase
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.sessions import SessionSpec
 from fusionai.wire.base import Fence
 
 PLACES = {0: "me", 1: "a", 2: "b", 3: "c", 4: "me"}

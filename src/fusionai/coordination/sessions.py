@@ -1,0 +1,78 @@
+"""One session of a served model: what was asked for, and how far it is. Decides nothing.
+
+Neighbours: `coordination.batching` moves it on, `coordination.passes` packs its share of a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Output = Literal["logits", "hidden"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """`number`: from 1 on, ascending, never used again. `max_tokens` 0: the prompt is read, nothing is generated.
+    `all_rows`: the output of every prompt position is wanted, so none is taken from the prefix cache."""
+
+    number: int
+    scope: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    deadline_s: float | None = None
+    """On the clock that `now_s` is told from."""
+    all_rows: bool = False
+    output: Output = "logits"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    spec: SessionSpec
+    tokens: list[int]
+    """Prompt and what was emitted."""
+    turn: int
+    """The smaller, the sooner it is its turn in a pass."""
+    admitted: bool = False
+    computed: int = 0
+    """Positions that all stages have in their caches."""
+    origin: int = 0
+    """First position computed since it was admitted."""
+    delivered: int = 0
+    """Positions whose rows have come, for `all_rows`."""
+    matched: int | None = None
+    """Prompt tokens found in the prefix cache when it was first admitted."""
+    told: int = 0
+    """Entries of its page table that the stages know."""
+    under_way: int | None = None
+    """Number of its pass."""
+    proposals: tuple[int, ...] = ()
+    held: bool = False
+    """Until somebody has guessed what follows."""
+    lacking: bool = False
+    """Its next position finds no page."""
+    failures: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.spec.number
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - len(self.spec.prompt)
+
+    @property
+    def decodes(self) -> bool:
+        return self.emitted > 0 and self.computed == len(self.tokens) - 1
+
+    def put_back(self) -> None:
+        """Its pass is void: it goes on from what is computed, and stages are told its whole page table."""
+        self.under_way = None
+        self.told = 0
+        self.proposals = ()
+
+    def leave_pages(self) -> None:
+        """It waits as if it had never been admitted; what was emitted stays."""
+        self.put_back()
+        self.admitted = self.lacking = False
+        self.computed = self.origin = 0
