@@ -14,12 +14,15 @@ import click
 
 from fusionai.scheduling.types import ServingNeeds
 from fusionai.serving.speculating import MOST_FIXED
+from fusionai.wire.serving import MAX_SESSIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 CONTEXT_TOKENS: Final = 4096
 """Without a word from user or model."""
 SESSIONS: Final = 16
+MOST_SESSIONS: Final = MAX_SESSIONS - 1
+"""The probe is one more."""
 CACHED_CONTEXTS: Final = 4
 """There should be room for so many whole contexts; sessions are usually shorter."""
 PASS_TOKENS: Final = 512
@@ -86,7 +89,11 @@ def serving_options(function: _Function) -> _Function:
         help=f"Longest prompt plus answer in tokens.  [default: the model's, at most {CONTEXT_TOKENS}]",
     )
     @click.option(
-        "--sessions", type=click.IntRange(1, 4096), default=SESSIONS, show_default=True, help="So many at a time."
+        "--sessions",
+        type=click.IntRange(1, MOST_SESSIONS),
+        default=SESSIONS,
+        show_default=True,
+        help="So many at a time.",
     )
     @click.option(
         "--ends",

@@ -32,6 +32,7 @@ from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.replanning import PoolReplanner
 from fusionai.client.serving_draft import DraftModel, draft_proposer, open_draft
+from fusionai.client.serving_leftovers import ServedNote, end_leftovers
 from fusionai.client.serving_model import ServedModel, find_model, hash_weights, job_name, open_model
 from fusionai.client.serving_problem import Ends, serving_problem
 from fusionai.client.serving_watch import ServingWatch
@@ -162,6 +163,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         pool = await stack.enter_async_context(
             PoolSession(membership, on_stop=lambda _job: stopped.set(), on_members=met)
         )
+        for left in await end_leftovers(pool, home):
+            on_event(Noted(f"the server of {left} was killed; its peers are free again"))
         if not (members := await pool.pool()):
             raise nobody(membership.pool, members)
         compute = ComputeThread()
@@ -207,7 +210,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         )
         on_event(Noted("planning"))
         deployment = await _begin(replanner, membership.pool, on_event, is_local=request.local is not None)
-        stack.push_async_callback(_report, pool, job, "done", "the server has ended")
+        stack.push_async_callback(_ended, pool, job, ServedNote(home, job))
         on_event(ServePlanned(job, deployment.plan, dict(names), model))
         served_job = _serving_job(model, job, membership.peer, deployment.plan, weights, request.speculate)
         engine = ServingEngine(
@@ -337,7 +340,7 @@ def _serving_job(
             cache=sizes.cache,
             page_tokens=sizes.page_tokens,
             pages=sizes.pages,
-            sessions=sizes.sessions,
+            sessions=sizes.sessions + 1,  # the probe is one
             pass_tokens=sizes.pass_tokens,
         ),
         weights=weights,
@@ -384,11 +387,17 @@ async def _tell(engine: ServingEngine, pool: PoolSession, job: JobId) -> None:
         await asyncio.sleep(REPORT_S)
 
 
-async def _report(pool: PoolSession, job: JobId, state: Literal["running", "done", "failed"], detail: str) -> None:
-    """A broker that does not answer learns it from the members' leases."""
+async def _ended(pool: PoolSession, job: JobId, note: ServedNote) -> None:
+    note.close(told=await _report(pool, job, "done", "the server has ended"))
+
+
+async def _report(pool: PoolSession, job: JobId, state: Literal["running", "done", "failed"], detail: str) -> bool:
+    """False where the broker does not answer: it learns it from the members' leases."""
     with suppress(FusionError, TimeoutError):
         async with asyncio.timeout(LAST_WORD_S):
             await pool.report(wire.JobReport(job=job, state=state, step=0, detail=detail))
+            return True
+    return False
 
 
 def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, taken_bytes: int) -> PeerProfile:

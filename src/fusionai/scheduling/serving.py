@@ -2,9 +2,9 @@
 
 The fastest line within memory is searched with proof (`serving_search`). Memory must hold the wanted cache, or, where
 it is short, half of it, a quarter and so on down to one whole context; most of what then stays free becomes further
-pages, up to every session's whole context. The first block (embedding) and the last (final norm, head) are the job
-owner's when the roles `feed` and `loss` are placed there, which is the default: then tokens and logits never leave that
-process.
+pages, up to every session's whole context. One page besides is the probe's, for ever. The first block (embedding) and
+the last (final norm, head) are the job owner's when the roles `feed` and `loss` are placed there, which is the default:
+then tokens and logits never leave that process.
 
 Where many sessions are to be served, cuts are then evened out at a small cost for one (`serving_evening`).
 
@@ -26,7 +26,7 @@ from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.serving_evening import evened
-from fusionai.scheduling.serving_line import ServingLine, block_s, retained_bytes, stage_bytes, token_bytes
+from fusionai.scheduling.serving_line import ServingLine, block_s, retained_bytes, ring_bytes, stage_bytes, token_bytes
 from fusionai.scheduling.serving_prediction import predict_serving, together
 from fusionai.scheduling.serving_search import FoundLine, Line, LineLimits, fastest_line
 from fusionai.scheduling.stage_costs import StageCosts
@@ -123,15 +123,16 @@ def serving_plan(problem: Problem) -> Plan:
 
 def _found(problem: Problem, line: ServingLine, needs: ServingNeeds) -> tuple[FoundLine, int]:
     """The fastest line with room for as much of the wanted cache as there can be, and how much that is."""
-    cache_tokens = max(needs.cache_tokens, needs.context_tokens)
+    least_tokens = _context_pages(needs) * needs.page_tokens + needs.page_tokens
+    cache_tokens = max(needs.cache_tokens + needs.page_tokens, least_tokens)
     limits = _limits(problem, line, cache_tokens)
     while True:
         found = fastest_line(line, limits, budget=SEARCH_BUDGET)
         if found.best is not None:
             return found, limits.cache_tokens
-        if limits.cache_tokens <= needs.context_tokens:
+        if limits.cache_tokens <= least_tokens:
             raise _infeasible(line, limits)
-        limits = _limits(problem, line, max(limits.cache_tokens // 2, needs.context_tokens))
+        limits = _limits(problem, line, max(limits.cache_tokens // 2, least_tokens))
 
 
 def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimits:
@@ -162,7 +163,7 @@ def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimit
 def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> int:
     """What the line was found with, and of the room that every machine has beyond it, the job owner's included, a part,
     up to all sessions' whole contexts."""
-    pages = min(needs.sessions * -(-needs.context_tokens // needs.page_tokens), MOST_PAGES)
+    pages = min(needs.sessions * _context_pages(needs) + 1, MOST_PAGES)
     rooms = [(line.lent_bytes(peer, 0) - line.bytes(a, b, 0), line.token_bytes(a, b)) for peer, a, b in _placed(best)]
     if line.owner is not None:
         free_bytes = line.owner.memory_bytes - line.owner_bytes(0)
@@ -174,6 +175,10 @@ def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int
     most = min([pages, *(room // (each * needs.page_tokens) for room, each in rooms if each)])
     sure = min(cache_tokens // needs.page_tokens, most)
     return sure + int((most - sure) * FILLED)
+
+
+def _context_pages(needs: ServingNeeds) -> int:
+    return -(-needs.context_tokens // needs.page_tokens)
 
 
 def _placed(best: Line) -> list[tuple[int, int, int]]:
@@ -224,8 +229,7 @@ def _stage(
         memory_bytes=stage_bytes(blocks, needs, sent, cache_tokens),
         memory_limit_bytes=profile.memory_bytes,
         weight_bytes=sum(block.parameter_bytes for block in blocks),
-        cache_bytes=cache_tokens * token_bytes(blocks, sent)
-        + needs.sessions * sum(block.cache_session_bytes for block in blocks),
+        cache_bytes=cache_tokens * token_bytes(blocks, sent) + ring_bytes(blocks, needs),
         fingerprint=profile.fingerprint,
     )
 
@@ -253,7 +257,7 @@ def _warnings(
 ) -> list[str]:
     warnings: list[str] = []
     if cache_tokens < needs.cache_tokens:
-        held = pages * needs.page_tokens
+        held = (pages - 1) * needs.page_tokens
         warnings.append(
             f"Memory is short: the cache holds {held} tokens of the {needs.cache_tokens} wanted, "
             f"{held // needs.context_tokens} whole contexts of {needs.context_tokens} at a time."

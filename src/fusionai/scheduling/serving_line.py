@@ -3,7 +3,8 @@
     token = first block's seconds + sum over stages (compute + hop into it) + hop to the head + the head's seconds
     compute = sum over blocks of max(operations / speed, streamed weight bytes / memory bandwidth)
     hop     = boundary bytes of one position / link + latency, one way; the result goes back to the job owner
-    memory  = weights as kept + cached tokens * (keys, values, retained boundary) + rings of all sessions + workspace
+    memory  = weights as kept + cached tokens * (keys, values, retained boundary) + rings of all sessions and of the
+              probe + workspace
 
 The first block and the head are the job owner's or belong to the chain. Predictions are for short contexts: reading the
 cache is not counted. Neighbours: `serving_search` grows lines of stages, `serving` writes the plan.
@@ -30,14 +31,18 @@ def block_s(block: BlockCost, profile: PeerProfile, positions: int = 1) -> float
 def stage_bytes(blocks: Sequence[BlockCost], needs: ServingNeeds, sent_bytes: int, cache_tokens: int) -> int:
     """What a stage of these blocks takes; `sent_bytes`: retained per token, 0 where nobody would ask for it."""
     weights = sum(block.parameter_bytes for block in blocks)
-    rings = needs.sessions * sum(block.cache_session_bytes for block in blocks)
     workspace = max(block.workspace_bytes for block in blocks)
-    return weights + rings + workspace + cache_tokens * token_bytes(blocks, sent_bytes)
+    return weights + ring_bytes(blocks, needs) + workspace + cache_tokens * token_bytes(blocks, sent_bytes)
 
 
 def token_bytes(blocks: Sequence[BlockCost], sent_bytes: int) -> int:
     """Of the cache and of what is retained, per token."""
     return sent_bytes + sum(block.cache_token_bytes for block in blocks)
+
+
+def ring_bytes(blocks: Sequence[BlockCost], needs: ServingNeeds) -> int:
+    """Of the layers that keep a window: for every session, and for the probe that is none of them."""
+    return (needs.sessions + 1) * sum(block.cache_session_bytes for block in blocks)
 
 
 def retained_bytes(blocks: Sequence[BlockCost], end: int, needs: ServingNeeds) -> int:

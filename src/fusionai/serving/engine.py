@@ -440,6 +440,7 @@ class ServingEngine:
                 "passes_under_way": float(batcher.under_way),
                 "proposed_tokens": float(self._proposed),
                 "accepted_tokens": float(self._accepted),
+                **({} if self._speculation is None else self._speculation.figures),
             },
         )
 

@@ -114,12 +114,16 @@ class Acceptance:
         """`expected`: before anything is known."""
         self._held = expected * _PRIOR_TRIALS
         self._trials = _PRIOR_TRIALS
+        self.tried, self.held = 0, 0
+        """Of all so far: guesses that were looked at, those that held."""
 
     def observe(self, proposals: Sequence[int], emitted: Sequence[int]) -> None:
         """Guesses and what came in their place; of either may be more."""
         for guess, token in zip(proposals, emitted, strict=False):
             self._held = self._held * _MEMORY + (guess == token)
             self._trials = self._trials * _MEMORY + 1
+            self.tried += 1
+            self.held += guess == token
             if guess != token:
                 break
 
@@ -156,7 +160,7 @@ class PassTimes:
         return max(mean_s + slope * (rows - mean_rows), mean_s * 0.01)
 
 
-def expected_tokens(rate: float, count: int) -> float:
+def expected_tokens(rate: float, count: float) -> float:
     """Per pass with `count` guesses of which each holds with probability `rate` (Leviathan et al. 2023, equation 1)."""
     return count + 1.0 if rate >= 1 else (1 - rate ** (count + 1)) / (1 - rate)
 

@@ -114,6 +114,19 @@ class Speculation:
         else:
             take(guesses)
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """What counts are decided by, for whoever watches: `pass_seconds` of a pass of one row, `row_seconds` for each
+        row more, `guess_seconds` for making one guess; guesses looked at so far and those of them that held."""
+        pass_s, two_s = self._times.predict(1) or 0.0, self._times.predict(2) or 0.0
+        return {
+            "guesses_tried": float(self._overall.tried),
+            "guesses_held": float(self._overall.held),
+            "guess_seconds": self._guess_s,
+            "pass_seconds": pass_s,
+            "row_seconds": two_s - pass_s,
+        }
+
     def end(self, number: int) -> None:
         if self._followed.pop(number, None) is not None:
             self._proposer.end(number)

@@ -96,10 +96,10 @@ def test_memory_counts_weights_pages_rings_and_what_is_retained() -> None:
     rings = tuple(block(n, cache_token_bytes=0, cache_session_bytes=5000, workspace_bytes=70) for n in (1, 2))
     blocks = (*problem().blocks[:1], *rings, *problem().blocks[3:])
     owner, first, second, head = plan(problem(blocks=blocks, stages=2, required=("ada", "bob"))).stages
-    tokens = 3500
+    tokens = 3510
     assert owner.memory_bytes == 4_000_000 + tokens * 1000
     assert (first.blocks, second.blocks) == ((1, 4), (4, 7))
-    assert first.memory_bytes == 12_000_000 + 2 * 4 * 5000 + 70 + tokens * (1000 + 100)
+    assert first.memory_bytes == 12_000_000 + 2 * (4 + 1) * 5000 + 70 + tokens * (1000 + 100)
     assert (second.weight_bytes, second.memory_bytes) == (12_000_000, 12_000_000 + second.cache_bytes)
     # Behind the last layers no cache lies: nothing is retained for the head.
     assert second.cache_bytes == tokens * 3 * 100
@@ -109,12 +109,12 @@ def test_memory_counts_weights_pages_rings_and_what_is_retained() -> None:
 def test_pages_fill_what_memory_is_left_up_to_every_sessions_context() -> None:
     whole = plan(problem())
     assert whole.serving is not None
-    assert whole.serving.pages == 200 + 200 * 3 // 4
+    assert whole.serving.pages == 201 + 200 * 3 // 4
     # Room for 24 MB of weights and 250 pages of 6 layers * 100 bytes * 10 tokens; 200 pages are wanted.
     tight = tuple(peer(name, memory_bytes=24_000_000 + 250 * 6000 + 5999) for name in ("ada", "bob"))
     found = plan(problem(*tight, stages=1))
     assert found.serving is not None
-    assert found.serving.pages == 200 + 37
+    assert found.serving.pages == 201 + 36
     assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in found.stages)
 
 
@@ -122,10 +122,10 @@ def test_a_short_memory_holds_fewer_tokens_and_says_so() -> None:
     small = tuple(peer(name, memory_bytes=24_000_000 + 120 * 6000) for name in ("ada", "bob"))
     found = plan(problem(*small, stages=1))
     assert found.serving is not None
-    assert found.serving.pages == 100 + 15
-    assert any("the cache holds 1150 tokens of the 2000 wanted, 1 whole contexts" in text for text in found.warnings)
-    with pytest.raises(PlanError, match="with a cache of 1000 tokens"):
-        plan(problem(*(peer(name, memory_bytes=24_000_000 + 99 * 6000) for name in ("ada", "bob")), stages=1))
+    assert found.serving.pages == 101 + 14
+    assert any("the cache holds 1140 tokens of the 2000 wanted, 1 whole contexts" in text for text in found.warnings)
+    with pytest.raises(PlanError, match="with a cache of 1010 tokens"):
+        plan(problem(*(peer(name, memory_bytes=24_000_000 + 100 * 6000) for name in ("ada", "bob")), stages=1))
 
 
 def test_with_the_ends_in_the_pool_the_owner_computes_nothing() -> None:
@@ -206,10 +206,10 @@ def test_a_lost_stage_goes_to_its_guard_and_the_others_stay() -> None:
 
 
 def test_the_owners_own_machine_may_hold_layers_too() -> None:
-    owner = peer("ada", memory_bytes=8_000_000 + 24_000_000 + 2000 * (1000 + 600) + 9)
+    owner = peer("ada", memory_bytes=8_000_000 + 24_000_000 + 2010 * (1000 + 600) + 9)
     found = plan(problem(owner, owner=owner))
     assert found.serving is not None
-    assert found.serving.pages == 200
+    assert found.serving.pages == 201
     assert sum(stage.memory_bytes for stage in found.stages) <= owner.memory_bytes
 
 

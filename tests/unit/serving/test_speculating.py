@@ -140,3 +140,15 @@ def test_a_text_that_repeats_itself_is_guessed(count: int) -> None:
     speculation.begin(1, [5, 6, 7, 5], Sampling())
     speculation.emitted(1, [6])
     assert asked(speculation) == (7, 5, 6, 7, 5)[:count]
+
+
+def test_what_counts_are_decided_by_is_told() -> None:
+    proposer = Told(lambda count: (7,) * count, takes_s=0.01)
+    speculation = following(proposer, 2)
+    assert set(speculation.figures.values()) == {0.0}
+    rounds(speculation, proposer, [7, 8, 9], 0.005, 5)
+    told = speculation.figures
+    # The first guess of each pass held, the second did not.
+    assert (told["guesses_tried"], told["guesses_held"]) == (10, 5)
+    assert (told["pass_seconds"], told["row_seconds"]) == (pytest.approx(0.11), 0.0), "only one size was seen"
+    assert 0 < told["guess_seconds"] < 0.01

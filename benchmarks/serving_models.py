@@ -1,0 +1,155 @@
+"""Models for `serving.py`: the 134M Llama type with random weights, and a pair that is trained for real.
+
+Trained ones are kept under the folder given, by all that went into them. Neighbours: `serving_speculation` has the pair
+trained, `serving` the rest made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fusionai.corpus import python_library
+from fusionai.corpus.tokenizer import Tokenizer, train_tokenizer
+
+LLAMA_134M: Final = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 2048,
+}
+SMALL: Final = LLAMA_134M | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 14, "vocab_size": 2048,
+                             "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
+"""For the hops: there the way counts, not the work."""
+TRAINED: Final = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}
+DRAFT: Final = TRAINED | {"num_hidden_layers": 1}
+CORPUS_BYTES: Final = 3_000_000
+PIECE: Final = 20_000
+"""Characters: of the text every tenth piece of so many is held out."""
+ROWS: Final = 16
+ROW_TOKENS: Final = 128
+WARMUP_STEPS: Final = 30
+PEAK_RATE: Final = 3e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """`held_out`: tokens of the text that neither model saw. `facts`: how they were trained and how well they do."""
+
+    model: Path
+    draft: Path
+    held_out: tuple[int, ...]
+    facts: dict[str, Any]
+
+
+def make_model(directory: Path, sizes: dict[str, Any]) -> Path:
+    """Random weights, and a tokenizer nobody reads from: serving wants one."""
+    import torch
+    import transformers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False, eos_token_id=0, bos_token_id=0)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    _put(train_tokenizer(iter([Path(__file__).read_text(encoding="utf-8")]), 300), directory)
+    return directory
+
+
+def trained_pair(work: Path, text: Path | None, steps: int, say: Any) -> Trained:
+    """A model and a smaller one that guesses for it, trained on the same text: `text`, else the library of Python."""
+    content = _text(text)
+    asked = {
+        "model": TRAINED,
+        "draft": DRAFT,
+        "steps": steps,
+        "rows": ROWS,
+        "row_tokens": ROW_TOKENS,
+        "rate": PEAK_RATE,
+    }
+    named = json.dumps(asked, sort_keys=True) + hashlib.sha256(content.encode()).hexdigest()
+    folder = work / f"trained-{hashlib.sha256(named.encode()).hexdigest()[:12]}"
+    pieces = [content[at : at + PIECE] for at in range(0, len(content), PIECE)]
+    seen = [piece for number, piece in enumerate(pieces) if number % 10 != 9]
+    hidden = [piece for number, piece in enumerate(pieces) if number % 10 == 9]
+    tokenizer = train_tokenizer(iter(seen), TRAINED["vocab_size"])
+    held_out = [token for piece in hidden for token in tokenizer.encode(piece)]
+    facts_path = folder / "facts.json"
+    if not facts_path.is_file():
+        tokens = [token for piece in seen for token in tokenizer.encode(piece)]
+        say(f"training on {len(tokens)} tokens of {text or 'the Python library'}, {len(held_out)} are held out")
+        facts: dict[str, Any] = {"text": text.name if text else "Python library", "tokens": len(tokens), "steps": steps}
+        for name, sizes in (("model", TRAINED), ("draft", DRAFT)):
+            facts[name] = _train(
+                folder / name, sizes, tokens, held_out, steps, lambda line, name=name: say(name + line)
+            )
+            _put(tokenizer, folder / name)
+        facts_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return Trained(folder / "model", folder / "draft", tuple(held_out), json.loads(facts_path.read_text("utf-8")))
+
+
+def _text(path: Path | None) -> str:
+    if path is not None:
+        return path.read_text(encoding="utf-8")
+    return "\n".join(file.read_text(encoding="utf-8") for file in python_library.select(CORPUS_BYTES).files)
+
+
+def _train(
+    directory: Path, sizes: dict[str, Any], tokens: list[int], held_out: list[int], steps: int, say: Any
+) -> dict[str, Any]:
+    """AdamW, one-cycle, bfloat16 products: plain training of a small model in minutes of one core."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False, eos_token_id=0, bos_token_id=0)
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    rate = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, PEAK_RATE, total_steps=steps, pct_start=WARMUP_STEPS / max(steps, 2 * WARMUP_STEPS)
+    )
+    data = torch.tensor(tokens)
+    draw = torch.Generator().manual_seed(0)
+    began_s = time.process_time()
+    for step in range(steps):
+        starts = torch.randint(0, len(data) - ROW_TOKENS, (ROWS,), generator=draw)
+        rows = torch.stack([data[start : start + ROW_TOKENS] for start in starts.tolist()])
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        optimizer.zero_grad()
+        if (step + 1) % 100 == 0:
+            say(f": step {step + 1} of {steps}, loss {loss.item():.3f}, {time.process_time() - began_s:.0f} s of CPU")
+    model.eval()
+    rows = torch.tensor(held_out[: 64 * ROW_TOKENS]).reshape(-1, ROW_TOKENS)
+    with torch.inference_mode():
+        held_out_loss = model(input_ids=rows, labels=rows).loss.item()
+    model.save_pretrained(directory)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "held_out_loss": held_out_loss,
+        "cpu_s": time.process_time() - began_s,
+    }
+
+
+def _put(tokenizer: Tokenizer, directory: Path) -> None:
+    for file, content in tokenizer.files.items():
+        (directory / file).write_bytes(content)
