@@ -12,10 +12,12 @@ from torch import nn
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
+from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, Held, Sampling
-from harness.pool import peer_id
+from fusionai.wire import messages as wire
+from harness.pool import OWNER, peer_id
 from harness.serving_pool import model_weights, served, tokens_of
 
 pytestmark = pytest.mark.slow
@@ -150,6 +152,42 @@ def test_without_anybody_to_take_over_streams_wait_and_go_on(llama: Captured, tm
     assert tokens == expected(llama, tmp_path / "owner", prompts(1), 16)[0]
     assert states[0] == "waiting"
     assert states[-1] == "running"
+
+
+def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Path):
+    """Nobody opens a connection to it, or it to anybody, while streams wait."""
+    guard = Guard(stage=2, peer=peer_id(3))
+    opened: list[tuple[PeerId, PeerId]] = []
+
+    def see(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        if isinstance(message, wire.OpenJob):
+            opened.append((sender, receiver))
+
+    async def story() -> list[int]:
+        async with served(
+            llama, tmp_path, THREE_PEERS, guards=[guard], spares=1, vocabulary=VOCABULARY, on_message=see
+        ) as job:
+            heir, first, third = peer_id(3), peer_id(0), peer_id(2)
+            # From the owner control, weights and, once it has them, tensors.
+            await until(lambda: opened.count((OWNER, heir)) == 3 and {(heir, first), (heir, third)} <= {*opened})
+            tokens: list[int] = []
+            async for event in job.engine.submit(Generation(prompt=prompts(1)[0], max_tokens=20, sampling=GREEDY)):
+                match event:
+                    case Emitted(token=token):
+                        tokens.append(token)
+                        if len(tokens) == 4:
+                            opened.clear()
+                            job.pool.kill(peer_id(1))
+                    case Finished(reason=reason, detail=detail):
+                        assert reason == "length", detail
+                    case _:
+                        pass
+            assert [stage.name for stage in job.engine.status.stages][2] == f"peer {heir[0]}"
+            return tokens
+
+    tokens = asyncio.run(story())
+    assert tokens == expected(llama, tmp_path / "owner", prompts(1), 20)[0]
+    assert opened == []
 
 
 async def until(condition: Callable[[], bool]) -> None:

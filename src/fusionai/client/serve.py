@@ -41,7 +41,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.clock import SystemClock
-from fusionai.primitives.errors import FusionError, PlanError, UsageError
+from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan as planned
@@ -209,8 +209,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             clock=clock,
         )
         on_event(Noted("planning"))
-        deployment = await _begin(replanner, membership.pool, on_event, is_local=request.local is not None)
         stack.push_async_callback(_ended, pool, job, ServedNote(home, job))
+        deployment = await _begin(replanner, membership.pool, on_event, is_local=request.local is not None)
         on_event(ServePlanned(job, deployment.plan, dict(names), model))
         served_job = _serving_job(model, job, membership.peer, deployment.plan, weights, request.speculate)
         engine = ServingEngine(
@@ -393,11 +393,14 @@ async def _ended(pool: PoolSession, job: JobId, note: ServedNote) -> None:
 
 async def _report(pool: PoolSession, job: JobId, state: Literal["running", "done", "failed"], detail: str) -> bool:
     """False where the broker does not answer: it learns it from the members' leases."""
-    with suppress(FusionError, TimeoutError):
+    try:
         async with asyncio.timeout(LAST_WORD_S):
             await pool.report(wire.JobReport(job=job, state=state, step=0, detail=detail))
-            return True
-    return False
+    except RefusedError:
+        pass  # it knows of no such job, or that it is over
+    except (FusionError, TimeoutError):
+        return False
+    return True
 
 
 def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, taken_bytes: int) -> PeerProfile:

@@ -79,6 +79,8 @@ class ServingMember:
         self._loading = asyncio.Lock()
         self._failed: dict[int, Fence] = {}
         self._links_told: set[tuple[Fence, PeerId]] = set()
+        self._visitors: set[PeerId] = set()
+        """Linked without a stage: guards."""
         self._tasks: set[asyncio.Task[object]] = set()
         self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
         self._driver: Outbox | None = None
@@ -167,7 +169,9 @@ class ServingMember:
             await self._weights.to_other(peer, channel)
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """A neighbour dialled this machine."""
+        """A neighbour dialled this machine, or whoever will be one when it takes a stage over."""
+        if peer not in self._placement.peers:
+            self._visitors.add(peer)
         with self._served():
             await self._links.serve(peer, channel)
 
@@ -235,29 +239,42 @@ class ServingMember:
             self._enlisted = True
             self._start(self._beat())
         self._keep_only(self._own | self._placement.guards)
-        # Who runs nothing exchanges no tensors: others drop their ends too, and that is no loss to tell of.
-        linked = bool(self._own) or self.owner == self._host.peer
-        self._links.begin_round(self._placement.peers if linked else frozenset())
+        # Others drop their ends too, and that is no loss to tell of.
+        linked = self._placement.peers if self._exchanges else {PeerId(one.peer) for one in self._linked()}
+        self._links.begin_round({*linked, self.owner} | self._visitors)
         for neighbour in self._linked():
             self._dial(neighbour)
         return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint)
 
+    @property
+    def _exchanges(self) -> bool:
+        """Whether this machine has a part in passes; a guard has none."""
+        return bool(self._own) or self.owner == self._host.peer
+
     def _linked(self) -> list[wire.Neighbour]:
-        """Whom this machine exchanges tensors with: the stages before and after its own; the driver's with all."""
+        """Whom this machine exchanges tensors with: the stages before and after its own; the driver's with all. A
+        guard that runs nothing has these links before it takes over."""
         neighbours = self._placement.neighbours
         if self.owner == self._host.peer:
             return list(neighbours.values())
-        near = {stage + step for stage in self._own for step in (-1, 1)}
+        near = {stage + step for stage in self._own or self._placement.guards for step in (-1, 1)}
         return [neighbours[stage] for stage in sorted(near & neighbours.keys())]
 
     def _dial(self, neighbour: wire.Neighbour) -> None:
-        """Open the link to a neighbour if it is this side's turn to, and it is not there."""
+        """Open the link to a neighbour if it is this side's turn to, and it is not there. That of a guard always is: to
+        the others it has no stage. Only the driver's machine, which may listen to nobody, dials guards itself."""
         other = PeerId(neighbour.peer)
-        if other != self._host.peer and dials(self._host.peer, other, self.owner):
+        turn = dials(self._host.peer, other, self.owner) if self._exchanges else other != self.owner
+        if other != self._host.peer and turn:
             opening = wire.OpenJob(
                 job=self.job, fence=self._placement.fence, ticket=self._placement.ticket, task=self.task
             )
             self._links.dial(other, neighbour.addresses, opening)
+
+    def dial_guard(self, peer: PeerId, addresses: Sequence[str], fence: Fence, ticket: bytes) -> None:
+        """The driver's: it will exchange tensors with this guard once that takes over."""
+        self._visitors.add(peer)
+        self._links.dial(peer, addresses, wire.OpenJob(job=self.job, fence=fence, ticket=ticket, task=self.task))
 
     async def _load(self, load: wire.Load, tensors: Mapping[str, HostTensor]) -> None:
         """Later rounds may come meanwhile: what was fetched and converted stays of use to them."""
@@ -347,13 +364,11 @@ class ServingMember:
         return stage, fetched_bytes
 
     async def _answer(self, load: wire.Load, stage: ServingStage, fetched_bytes: Mapping[PeerId, int]) -> None:
+        cached: tuple[tuple[int, int], ...] = ()
         if not load.standby:
-            if load.fresh:
-                await stage.renew()
-            await stage.allocate()
-            if not await self._are_linked(load.fence):
+            cached, linked = await asyncio.gather(stage.begin(fresh=load.fresh), self._are_linked(load.fence))
+            if not linked:
                 return
-        cached = () if load.standby else await stage.cached()
         self.to_driver(
             wire.Loaded(
                 fence=load.fence,
@@ -369,7 +384,7 @@ class ServingMember:
     async def _are_linked(self, fence: Fence) -> bool:
         """Whether all that this machine exchanges tensors with can be reached; if not, the driver has been told."""
         peers = {PeerId(neighbour.peer) for neighbour in self._linked()} | {self.owner}
-        return all([await self._is_linked(peer, fence) for peer in sorted(peers - {self._host.peer})])
+        return all(await asyncio.gather(*(self._is_linked(peer, fence) for peer in peers - {self._host.peer})))
 
     async def _is_linked(self, peer: PeerId, fence: Fence) -> bool:
         try:
@@ -444,7 +459,9 @@ class ServingMember:
     def _link_lost(self, peer: PeerId, reason: str) -> None:
         """Told once per round and peer; no stage fails for it."""
         fence = self._placement.fence
-        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
+        self._visitors.discard(peer)
+        missed = self._exchanges and peer in self._placement.peers
+        if self._closed or not missed or (fence, peer) in self._links_told:
             return
         self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
         log.info("link to peer %s lost: %s", short(peer), reason)

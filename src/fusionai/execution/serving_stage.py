@@ -127,20 +127,22 @@ class ServingStage:
         """With what will be retained once all pages are in use."""
         return self._program.resident_bytes + retained_bytes(self._boundary, self.identity)
 
-    async def allocate(self) -> None:
-        await self._compute.run(self._program.allocate)
-        self.allocated = True
-
-    async def cached(self) -> tuple[tuple[int, int], ...]:
-        """(session, positions), after everything that was under way."""
-        found, _ = await self._compute.run(lambda: dict(self._program.cached))
-        return tuple(sorted(found.items()))
-
-    async def renew(self) -> None:
-        """Nothing of what was computed and kept is of use any more."""
-        if self._retained is not None:
+    async def begin(self, *, fresh: bool) -> tuple[tuple[int, int], ...]:
+        """Take part in passes from now on. `fresh`: nothing of what was computed and kept is of use any more. Gives
+        (session, positions) of what is cached, after everything that was under way."""
+        if fresh and self._retained is not None:
             self._retained.clear()
-        await self._compute.run(self._program.forget_all)
+
+        def ready() -> dict[int, int]:
+            # One piece of work: each waits for its turn, and somebody waits for all of them.
+            if fresh:
+                self._program.forget_all()
+            self._program.allocate()
+            return dict(self._program.cached)
+
+        found, _ = await self._compute.run(ready)
+        self.allocated = True
+        return tuple(sorted(found.items()))
 
     # ---------------------------------------------------------------------------------------------------- passes
 
