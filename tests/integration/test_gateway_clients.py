@@ -12,9 +12,13 @@ import pytest
 
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.keys import KeyRing
+from fusionai.serving.model_text import ModelText
+from fusionai.serving.tools import ToolForm
 from harness.gateway_stand import Stand, gateway_stand, until
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
+
+pytestmark = pytest.mark.slow
 
 openai = pytest.importorskip("openai")
 ROOT = Path(__file__).parents[2]
@@ -59,7 +63,6 @@ def calls_weather(prompt: str, generation: Any) -> str:
     return 'Let me look. <tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
-@pytest.mark.slow
 def test_openai_chat_whole_and_streamed_say_the_same(engine: ScriptedEngine):
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as api:
@@ -91,7 +94,6 @@ def test_openai_chat_whole_and_streamed_say_the_same(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 def test_openai_completions_echo_and_stop_strings(engine: ScriptedEngine):
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as api:
@@ -120,7 +122,6 @@ def test_openai_completions_echo_and_stop_strings(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 def test_openai_embeddings_as_numbers_and_as_base64(engine: ScriptedEngine):
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as api:
@@ -136,7 +137,79 @@ def test_openai_embeddings_as_numbers_and_as_base64(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+XML_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{%- for tool in tools %}
+<function>{{ tool.function.name }}</function>
+{%- endfor %}
+Call with <tool_call> <function=name> <parameter=x> ...<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls %}
+<tool_call>
+<function={{ call.function.name }}>
+{%- for name, value in call.function.arguments|items %}
+<parameter={{ name }}>
+{{ value | tojson if value is mapping or value is sequence and value is not string else value | string }}
+</parameter>
+{%- endfor %}
+</function>
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+WRITE: Any = {
+    "type": "function",
+    "function": {
+        "name": "write",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "lines": {"type": "integer"}},
+            "required": ["text"],
+        },
+    },
+}
+CODE = 'def sums(a, b):\n    """Adds."""\n    return a < b\n'
+
+
+def test_openai_calls_in_tags_come_while_they_are_written(tmp_path: Path):
+    write_tiny_text(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": XML_TEMPLATE}))
+    text = ModelText.load(tmp_path)
+    assert text.tool_form is ToolForm.QWEN_XML
+    engine = ScriptedEngine(text, context_tokens=2048)
+    said = f"<parameter=text>\n{CODE}\n</parameter>\n<parameter=lines>\n3\n</parameter>\n"
+    engine.script = lambda prompt, generation: f"Well.\n<tool_call>\n<function=write>\n{said}</function>\n</tool_call>"
+
+    async def scenario() -> None:
+        async with gateway_stand(engine) as stand, client(stand) as api:
+            asked = {"model": "tiny", "messages": HELLO, "tools": [WRITE], "temperature": 0}
+            whole = (await api.chat.completions.create(**asked)).choices[0]
+            (call,) = whole.message.tool_calls
+            assert (whole.finish_reason, whole.message.content.strip()) == ("tool_calls", "Well.")
+            assert json.loads(call.function.arguments) == {"text": CODE, "lines": 3}
+            deltas = [
+                delta
+                async for chunk in await api.chat.completions.create(**asked, stream=True)
+                for delta in chunk.choices[0].delta.tool_calls or ()
+            ]
+            assert (deltas[0].function.name, deltas[0].type, deltas[0].index) == ("write", "function", 0)
+            assert {(delta.id, delta.function.name, delta.index) for delta in deltas[1:]} == {(None, None, 0)}
+            assert len(deltas) > 10, "piece by piece"
+            assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+            # What was called before is put as the template has it.
+            answered = [*HELLO, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+            await api.chat.completions.create(model="tiny", messages=answered, tools=[WRITE])
+            prompt = text.tokenizer.decode(engine.given[-1].prompt, special=True)
+            assert f"<parameter=text>\n{CODE}" in prompt
+            assert "<parameter=lines>\n3\n</parameter>" in prompt
+
+    asyncio.run(scenario())
+
+
 def test_openai_tools_chosen_forced_and_streamed(engine: ScriptedEngine):
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as api:
@@ -152,7 +225,8 @@ def test_openai_tools_chosen_forced_and_streamed(engine: ScriptedEngine):
                 async for chunk in await api.chat.completions.create(**asked, stream=True)
                 for delta in chunk.choices[0].delta.tool_calls or ()
             ]
-            assert [(delta.index, delta.function.name) for delta in streamed] == [(0, "weather")]
+            assert [(delta.index, delta.function.name) for delta in streamed[:2]] == [(0, "weather"), (0, None)]
+            assert json.loads("".join(delta.function.arguments for delta in streamed)) == {"city": "Paris"}
             choice: Any = {"type": "function", "function": {"name": "weather"}}
             for forced in ("required", choice):
                 made = (await api.chat.completions.create(**asked, tool_choice=forced, max_tokens=200)).choices[0]
@@ -172,7 +246,6 @@ def test_openai_tools_chosen_forced_and_streamed(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 def test_openai_answers_of_a_schema(engine: ScriptedEngine):
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as api:
@@ -190,7 +263,6 @@ def test_openai_answers_of_a_schema(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 def test_openai_errors_are_its_own_exceptions(engine: ScriptedEngine, tmp_path: Path):
     (tmp_path / "keys").write_text("alice = a-good-long-key-of-hers\nbob = a-good-long-key-of-his\n")
     config = GatewayConfig("tiny", keys=KeyRing.load(tmp_path / "keys"))
@@ -236,7 +308,6 @@ def test_openai_errors_are_its_own_exceptions(engine: ScriptedEngine, tmp_path: 
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_openai_leaving_cancels_the_generation(engine: ScriptedEngine, is_stream: bool):
     async def scenario() -> None:
@@ -257,7 +328,6 @@ def test_openai_leaving_cancels_the_generation(engine: ScriptedEngine, is_stream
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 def test_langchain_streams_calls_tools_and_gets_schemas(engine: ScriptedEngine):
     langchain = pytest.importorskip("langchain_openai")
 
@@ -302,7 +372,6 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not CLIENTS.exists(), reason="litellm needs an environment of its own: make clients")
 def test_litellm_streams_calls_tools_and_reads_errors(engine: ScriptedEngine):
     async def scenario() -> None:

@@ -123,7 +123,7 @@ def test_a_deadline_ends_one_generation_and_says_so(tmp_path: Path):
             events, other = await asyncio.gather(
                 collect(job.engine.submit(late)), answers(job.engine, prompts(2)[1:], 5)
             )
-            assert ended(events).reason == "failed"
+            assert ended(events).reason == "deadline"
             assert "deadline of 0 s" in ended(events).detail
             assert len(other[0]) == 5
             assert job.engine.status.running == 0

@@ -101,13 +101,20 @@ class ToolCallAnswer(Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
+class FunctionDelta(Struct, frozen=True):
+    """`arguments`: what follows those of the chunks before. `name`: in a call's first chunk."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
 class ToolCallDelta(Struct, frozen=True):
-    """The same within a stream; a call comes whole."""
+    """The same within a stream, where a call comes piece by piece; `id` and `type` in its first chunk."""
 
     index: int
-    id: str
-    function: FunctionCall
-    type: Literal["function"] = "function"
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class AnswerMessage(Struct, frozen=True):

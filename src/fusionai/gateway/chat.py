@@ -5,8 +5,9 @@ Neighbours: `requests.ChatRequest` comes in, `answers.ChatCompletion` or a strea
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET
@@ -23,6 +24,7 @@ from fusionai.gateway.answers import (
     ChatLogprobs,
     FinishWord,
     FunctionCall,
+    FunctionDelta,
     MessageDelta,
     TokenLogprobs,
     ToolCallAnswer,
@@ -47,8 +49,9 @@ from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema
 from fusionai.serving.interface import Constraint, Generation, Held
 from fusionai.serving.text import Tokenizer
-from fusionai.serving.tool_grammar import Tool, call_grammar
-from fusionai.serving.tools import ToolReader
+from fusionai.serving.tool_grammar import call_grammar
+from fusionai.serving.tool_reading import ToolReader
+from fusionai.serving.tools import CallPiece, Tool, calls_of
 
 
 class ChatEndpoint:
@@ -116,7 +119,7 @@ class ChatEndpoint:
                     prompt=0,
                     generation=generation,
                     decoder=text.decoder(stops=stops, tools=bool(tools)),
-                    tools=ToolReader(text.tool_form) if tools and text.tool_form is not None else None,
+                    tools=ToolReader(text.tool_form, tools) if tools and text.tool_form is not None else None,
                     one_call=body.parallel_tool_calls is False,
                     keeps=None if room else 0,
                 )
@@ -156,7 +159,7 @@ class ChatEndpoint:
 
     async def _whole(self, generating: Generating, heading: Heading, count: int) -> ChatCompletion:
         texts: list[list[str]] = [[] for _ in range(count)]
-        calls: list[list[ToolCallAnswer]] = [[] for _ in range(count)]
+        called: list[list[CallPiece]] = [[] for _ in range(count)]
         said: list[list[Said]] = [[] for _ in range(count)]
         finish: list[FinishWord] = ["stop"] * count
         with_logprobs = heading.with_logprobs
@@ -166,10 +169,12 @@ class ChatEndpoint:
             at = happening.index
             texts[at].append(happening.text)
             said[at].extend(happening.said)
-            calls[at].extend(
-                ToolCallAnswer(call.call_id, FunctionCall(call.name, call.arguments)) for call in happening.calls
-            )
+            called[at].extend(happening.calls)
             finish[at] = happening.finish or finish[at]
+        calls = [
+            [ToolCallAnswer(call.call_id, FunctionCall(call.name, call.arguments)) for call in calls_of(pieces)]
+            for pieces in called
+        ]
         choices = [
             ChatChoice(
                 at,
@@ -189,7 +194,6 @@ class ChatEndpoint:
         )
 
     async def _chunks(self, generating: Generating, heading: Heading, count: int) -> AsyncGenerator[bytes, None]:
-        called = [0] * count
         usage = None if heading.with_usage else UNSET
 
         def chunk(choice: ChatChunkChoice) -> bytes:
@@ -206,10 +210,7 @@ class ChatEndpoint:
                     logprobs = self._logprobs(list(happening.said)) if happening.said else None
                     if happening.text or logprobs is not None:
                         yield chunk(ChatChunkChoice(at, MessageDelta(content=happening.text), logprobs=logprobs))
-                    for call in happening.calls:
-                        function = FunctionCall(call.name, call.arguments)
-                        delta = ToolCallDelta(called[at], call.call_id, function)
-                        called[at] += 1
+                    for delta in _call_deltas(happening.calls):
                         yield chunk(ChatChunkChoice(at, MessageDelta(tool_calls=[delta])))
                     if happening.finish is not None:
                         unfinished -= 1
@@ -246,6 +247,18 @@ class ChatEndpoint:
     @property
     def _tokenizer(self) -> Tokenizer:
         return self._desk.text.tokenizer
+
+
+def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[ToolCallDelta]:
+    """One for each call that there is more of. What begins a call has its id and name, all else arguments alone."""
+    for index, of_call in itertools.groupby(pieces, lambda piece: piece.index):
+        first, *others = of_call
+        arguments = "".join((first.arguments, *(piece.arguments for piece in others)))
+        if first.name is not None:
+            function = FunctionDelta(arguments, first.name)
+            yield ToolCallDelta(index, function, first.call_id or UNSET, "function")
+        elif arguments:
+            yield ToolCallDelta(index, FunctionDelta(arguments))
 
 
 def _tools(body: ChatRequest) -> list[Tool]:

@@ -11,7 +11,8 @@ from typing import Literal
 from fusionai.gateway.answers import FinishWord
 from fusionai.serving.decoding import Decoder, Piece
 from fusionai.serving.interface import Emitted, Generation, TokenLogprob
-from fusionai.serving.tools import Read, ToolCall, ToolReader
+from fusionai.serving.tool_reading import Read, ToolReader
+from fusionai.serving.tools import CallPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Delta:
 
     index: int
     text: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallPiece, ...] = ()
     said: tuple[Said, ...] = ()
     finish: FinishWord | None = None
 
@@ -74,11 +75,11 @@ class Choice:
         read = self.tools.feed(piece.text)
         if finish is not None:
             rest = self.tools.finish()
-            read = Read(read.text + rest.text, read.calls + rest.calls)
-        calls = read.calls
-        if self.one_call and self.tools.calls:
-            before = self.tools.calls - len(calls)
-            calls, finish = (calls[:1] if before == 0 else ()), "stop"
+            read = Read(read.text + rest.text, read.pieces + rest.pieces)
+        pieces = read.pieces
+        if self.one_call:
+            pieces = tuple(piece for piece in pieces if piece.index == 0)
+            finish = "stop" if self.tools.whole else finish
         self.is_over = finish is not None
         called = self.tools.calls and finish == "stop"
-        return Delta(self.index, read.text, calls, said, "tool_calls" if called else finish)
+        return Delta(self.index, read.text, pieces, said, "tool_calls" if called else finish)

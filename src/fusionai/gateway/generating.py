@@ -138,8 +138,11 @@ class Generating:
 
 def _failed(event: Finished) -> ApiError:
     detail = event.detail or "no reason given"
-    if event.reason == "cancelled":
-        return ApiError(503, f"The generation was cancelled: {detail}", code="generation_cancelled", retry_after_s=1.0)
-    if "deadline" in detail:
-        return ApiError(504, f"The generation took too long: {detail}", code="deadline_exceeded")
-    return ApiError(503, f"The generation failed: {detail}", code="generation_failed", retry_after_s=1.0)
+    match event.reason:
+        case "cancelled":
+            message = f"The generation was cancelled: {detail}"
+            return ApiError(503, message, code="generation_cancelled", retry_after_s=1.0)
+        case "deadline":
+            return ApiError(504, f"The generation took too long: {detail}", code="deadline_exceeded")
+        case _:
+            return ApiError(503, f"The generation failed: {detail}", code="generation_failed", retry_after_s=1.0)

@@ -385,7 +385,7 @@ class ServingEngine:
         for number in self._batcher.expire(now_s):
             generating = self._generations.get(number)
             if generating is not None:
-                generating.finish("failed", f"its deadline of {generating.generation.deadline_s:g} s has passed")
+                generating.finish("deadline", f"its deadline of {generating.generation.deadline_s:g} s has passed")
                 self._forget(number)
 
     # ------------------------------------------------------------------------------------------------- what is so
@@ -394,6 +394,11 @@ class ServingEngine:
     def deployment(self) -> Deployment:
         """In force, guards that took over in their places."""
         return self._driver.deployment
+
+    @property
+    def plan(self) -> Plan:
+        """In force, less the guards that are lost."""
+        return self._driver.deployment.plan
 
     @property
     def is_waiting(self) -> bool:

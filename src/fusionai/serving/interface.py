@@ -12,8 +12,9 @@ from typing import Literal, Protocol
 
 from fusionai.primitives.errors import FusionError
 
-FinishReason = Literal["stop", "length", "cancelled", "failed"]
-"""`stop`: a stop token or the end of a constraint; `failed`: deadline or an error, said in `Finished.detail`."""
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
+"""`stop`: a stop token or the end of a constraint; `deadline`: `Generation.deadline_s` has passed; `failed`: an error,
+said in `Finished.detail`."""
 
 
 class EngineBusy(FusionError):

@@ -8,20 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from fusionai.serving.constraint import WHITESPACE, ConstraintError, ConstraintLimits, Grammar, is_deeper
 from fusionai.serving.text import Tokenizer
-from fusionai.serving.tools import ToolForm
+from fusionai.serving.tool_xml import is_key, schema_of, types_of
+from fusionai.serving.tools import Tool, ToolForm
 
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """`parameters`: JSON schema of an object; None: whatever the model likes."""
-
-    name: str
-    parameters: Mapping[str, Any] | None = None
+_TEXT_RULE: Final = "text[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/"
+"""Anything up to the first closing tag on a line of its own."""
 
 
 def call_grammar(
@@ -48,6 +43,10 @@ def call_grammar(
             rules.append(f'call: {opener} "\\n" body "\\n" {others[0]}')
             rules.append('start: call ("\\n" call)*' if several else "start: call")
             rules.extend(_bodies(tools, "arguments"))
+        case ToolForm.QWEN_XML:
+            rules.append(f'call: {opener} "\\n" body "\\n" {others[0]}')
+            rules.append('start: call ("\\n" call)*' if several else "start: call")
+            rules.extend(_functions(tools))
         case ToolForm.LLAMA:
             rules.append('start: body ("; " body)*' if several else "start: body")
             rules.extend(_bodies(tools, "parameters"))
@@ -79,6 +78,41 @@ def _bodies(tools: Sequence[Tool], arguments: str) -> list[str]:
                 schema[keyword] = tool.parameters[keyword]
         rules.append(f"{name}: %json {_schema(schema)}")
     return rules
+
+
+def _functions(tools: Sequence[Tool]) -> list[str]:
+    """As `tool_xml` reads them. Strings end with the first closing tag; of their schemas only what they may be in all
+    (`enum`, `const`) is kept to."""
+    rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), _TEXT_RULE]
+    for number, tool in enumerate(tools):
+        parameters = tool.parameters or {}
+        properties = {key: schema_of(tool, key) for key in parameters.get("properties", {})}
+        required = [str(key) for key in parameters.get("required", ())]
+        properties |= {key: {} for key in required if key not in properties}
+        parts: list[str] = []
+        for place, (key, schema) in enumerate(properties.items()):
+            if not is_key(key):
+                raise ConstraintError(f"tool {tool.name}: the name {key[:50]!r} of a parameter can't be written here.")
+            value = f"value{number}_{place}"
+            rules.append(f"{value}: {_written_value(schema, parameters)}")
+            written = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}"
+            parts.append(written if key in required else f"({written})?")
+        head = json.dumps(f"<function={tool.name}>\n")
+        rules.append(f'body{number}: {" ".join([head, *parts])} "</function>"')
+    return rules
+
+
+def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """With the closing tag and the line's end."""
+    end = json.dumps("\n</parameter>\n")
+    types = types_of(schema)
+    if "string" not in types:
+        definitions = {keyword: whole[keyword] for keyword in ("$defs", "definitions") if keyword in whole}
+        return f"%json {_schema({**schema, **definitions})} {end}"
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if types == {"string"} and isinstance(choices, list) and all(isinstance(one, str) for one in choices):
+        return "(" + " | ".join(json.dumps(one) for one in choices) + f") {end}"
+    return "text"
 
 
 def _schema(schema: Mapping[str, Any] | None) -> str:

@@ -28,8 +28,9 @@ from fusionai.serving.history import History
 from fusionai.serving.interface import Sampling
 from fusionai.serving.sampling import choose
 from fusionai.serving.text import Tokenizer
-from fusionai.serving.tool_grammar import Tool, call_grammar
-from fusionai.serving.tools import ToolForm, ToolReader
+from fusionai.serving.tool_grammar import call_grammar
+from fusionai.serving.tool_reading import ToolReader
+from fusionai.serving.tools import Tool, ToolForm, calls_of
 
 TEXTS = ['{"name": "fox", "city": "Zürich"}', "quick brown foxes", "[1, 2, 30, 4.5, true, false, null]"] * 3
 PADDING = 13
@@ -276,9 +277,9 @@ def test_a_wanted_call_is_one(form: ToolForm, several: bool, seed: int) -> None:
     grammar = call_grammar(form, TOOLS, tokenizer("byte_level"), several=several)
     text = drawn(grammar, seed, most=3000, special=True)
     assert text is not None
-    reader = ToolReader(form)
+    reader = ToolReader(form, TOOLS)
     read, rest = reader.feed(text), reader.finish()
-    calls = [*read.calls, *rest.calls]
+    calls = calls_of((*read.pieces, *rest.pieces))
     assert read.text + rest.text == ""
     assert len(calls) == 1 if not several else len(calls) >= 1
     for call in calls:
@@ -288,6 +289,49 @@ def test_a_wanted_call_is_one(form: ToolForm, several: bool, seed: int) -> None:
         else:
             assert call.name == "look_up"
             assert arguments["x"] in {"a", "b"}
+
+
+WRITE = Tool(
+    "write",
+    {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "flag": {"type": "boolean"}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+)
+HEAD = "<tool_call>\n<function=write>\n"
+TEXT = "<parameter=text>\nif a < b:\n    </p>\n</parameter>\n"
+FLAG = "<parameter=flag>\ntrue\n</parameter>\n"
+TAIL = "</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("said", "fits"),
+    [
+        (HEAD + TEXT + TAIL, True),
+        (HEAD + TEXT + FLAG + TAIL, True),
+        (HEAD + FLAG + TAIL, False),
+        (HEAD + TEXT + FLAG.replace("true", "maybe") + TAIL, False),
+        (HEAD + TEXT + FLAG.replace("flag", "flags") + TAIL, False),
+        (HEAD.replace("write", "read") + TEXT + TAIL, False),
+    ],
+)
+def test_texts_in_tags_are_free_and_other_values_are_of_their_schema(said: str, fits: bool) -> None:
+    model = tokenizer("byte_level")
+    constraint = compiler().compile_now(call_grammar(ToolForm.QWEN_XML, [WRITE], model))
+
+    def goes_through() -> bool:
+        for token in model.encode(said, framed=False):
+            if (
+                constraint.finished
+                or not np.asarray(constraint.allowed()).view(np.uint32)[token // 32] >> token % 32 & 1
+            ):
+                return False
+            constraint.accept(token)
+        return constraint.finished
+
+    assert goes_through() is fits
 
 
 def test_tools_that_cannot_be_wanted() -> None:
@@ -302,5 +346,7 @@ def test_tools_that_cannot_be_wanted() -> None:
     ]:
         with pytest.raises(ConstraintError, match=reason):
             call_grammar(ToolForm.HERMES, tools, model)
+    with pytest.raises(ConstraintError, match="of a parameter"):
+        call_grammar(ToolForm.QWEN_XML, [Tool("f", {"type": "object", "properties": {"a>": {}}})], model)
     with pytest.raises(ConstraintError, match="wat"):
         compiler().compile_now(call_grammar(ToolForm.HERMES, [Tool("f", {"type": "wat"})], model))

@@ -4,27 +4,56 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.serving.tools import Read, ToolForm, ToolReader, for_template, tool_form
+from fusionai.serving.tool_reading import Read, ToolReader
+from fusionai.serving.tools import CallPiece, Tool, ToolForm, calls_of, for_template, tool_form
 
-Told = tuple[str, list[tuple[str, dict[str, object]]]]
+Told = tuple[str, list[tuple[str, Any]]]
+TOOLS = [
+    Tool(
+        "f",
+        {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer"},
+                "s": {"type": "string"},
+                "b": {"type": "boolean"},
+                "o": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                "l": {"$ref": "#/$defs/list"},
+                "m": {"type": ["number", "string"]},
+            },
+            "$defs": {"list": {"type": "array"}},
+        },
+    )
+]
 
 
 def read(form: ToolForm, answer: str, cuts: tuple[int, ...] = ()) -> Told:
-    reader = ToolReader(form)
+    reader = ToolReader(form, TOOLS)
     text = ""
-    calls: list[tuple[str, dict[str, object]]] = []
+    pieces: list[CallPiece] = []
     places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
     parts = [reader.feed(answer[start:end]) for start, end in pairwise(places)]
     for part in [*parts, reader.finish()]:
         text += part.text
-        calls += [(call.name, json.loads(call.arguments)) for call in part.calls]
+        pieces += part.pieces
+    calls = calls_of(pieces)
     assert reader.calls == len(calls)
-    return text, calls
+    assert all(call.call_id and call.name for call in calls)
+    return text, [(call.name, _arguments(call.arguments)) for call in calls]
+
+
+def _arguments(text: str) -> Any:
+    """The object, or the text where the answer ended within it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 F = ("f", {"a": 1, "s": "</tool_call> ] ; } é"})
@@ -37,6 +66,18 @@ MISTRAL_FG = (
     '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1, "s": "</tool_call> ] ; } é"}}, {"name": "g", "arguments": {}}]'
 )
 ARGS_FG = '[TOOL_CALLS]f[ARGS]{"a": 1, "s": "</tool_call> ] ; } é"}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}'
+XML_F = (
+    "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=s>\n</tool_call> ] ; } é\n</parameter>\n</function>\n</tool_call>"
+)
+XML_G = "<tool_call><function=g></function></tool_call>"
+XML_CODE = (
+    "<tool_call>\n<function=f>\n<parameter=s>\nif a < b:\n    x = '</para'\n\n</parameter>\n"
+    '<parameter=b>\nTrue\n</parameter>\n<parameter=o>\n{"k": [1]}\n</parameter>\n'
+    "<parameter=l>\n[1, 2]\n</parameter>\n<parameter=m>\nten\n</parameter>\n<parameter=new>\n5\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+CODE = {"s": "if a < b:\n    x = '</para'\n", "b": True, "o": {"k": [1]}, "l": [1, 2], "m": "ten", "new": "5"}
 
 ANSWERS: list[tuple[ToolForm, str, Told]] = [
     (ToolForm.HERMES, HERMES_F, ("", [F])),
@@ -50,6 +91,39 @@ ANSWERS: list[tuple[ToolForm, str, Told]] = [
     (ToolForm.HERMES, '<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', [])),
     (ToolForm.HERMES, '<tool_call>{"name": "g"}junk' + HERMES_G, ('<tool_call>{"name": "g"}junk', [G])),
     (ToolForm.HERMES, "", ("", [])),
+    (ToolForm.HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>.', (".", [("f", {"a": 1})])),
+    (
+        ToolForm.HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call>',
+        ("", [("f", {"a": 1})]),
+    ),
+    (ToolForm.HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b', ("", [("f", '{"a": "b')])),
+    (ToolForm.HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1} so', ("so", [("f", {"a": 1})])),
+    (ToolForm.HERMES, '<tool_call>{"name": "f", "arguments": {}} and </tool_call>', ("and </tool_call>", [("f", {})])),
+    (ToolForm.HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("f", {"a": 1})])),
+    (ToolForm.QWEN_XML, XML_F, ("", [F])),
+    (ToolForm.QWEN_XML, f"I look.\n{XML_F}\n{XML_G}\n", ("I look.\n", [F, G])),
+    (ToolForm.QWEN_XML, XML_CODE, ("", [("f", CODE)])),
+    (ToolForm.QWEN_XML, XML_F.removeprefix("<tool_call>\n") + " and", ("and", [F])),
+    (ToolForm.QWEN_XML, XML_F.removesuffix("\n</tool_call>"), ("", [F])),
+    (ToolForm.QWEN_XML, XML_F.removesuffix("\n</function>\n</tool_call>"), ("", [F])),
+    (ToolForm.QWEN_XML, "<tool_call>\n<function=f>\n<parameter=s>\nhalf", ("", [("f", '{"s": "half')])),
+    (
+        ToolForm.QWEN_XML,
+        "<tool_call>\n<function=f>\n<parameter=a>\nno number\n</parameter></function>",
+        ("", [("f", {"a": "no number"})]),
+    ),
+    (
+        ToolForm.QWEN_XML,
+        "<function=f><parameter=s>x</parameter> well </function>",
+        ("well </function>", [("f", {"s": "x"})]),
+    ),
+    (
+        ToolForm.QWEN_XML,
+        "<tool_call>nonsense</tool_call> a < b <func",
+        ("<tool_call>nonsense</tool_call> a < b <func", []),
+    ),
+    (ToolForm.QWEN_XML, "<function=f <tool_call><function=", ("<function=f <tool_call><function=", [])),
     (ToolForm.LLAMA, LLAMA_F, ("", [F])),
     (ToolForm.LLAMA, f" <|python_tag|>{LLAMA_F}; {LLAMA_G}", ("", [F, G])),
     (ToolForm.LLAMA, "Hello {you}", ("Hello {you}", [])),
@@ -106,6 +180,12 @@ def test_how_an_answer_is_cut_makes_no_difference(case: tuple[ToolForm, str, Tol
                 '"',
                 "\n",
                 "f",
+                "<function=f>",
+                "</function>",
+                "<parameter=s>",
+                "<parameter=a>",
+                "</parameter>",
+                "<fun",
             ]
         ),
         max_size=12,
@@ -138,18 +218,32 @@ def test_only_what_may_be_a_call_waits(form: ToolForm, fresh: str, text: str) ->
 
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:
     reader = ToolReader(ToolForm.HERMES)
-    assert not reader.feed(HERMES_G[:-1]).calls
-    assert [call.name for call in reader.feed(">").calls] == ["g"]
+    assert reader.feed('<tool_call>{"name": "g", "argum') == Read()
+    (begun,) = reader.feed('ents": {"a": ').pieces[:1]
+    assert (begun.name, begun.arguments) == ("g", "")
+    assert reader.feed('"long te').pieces == (CallPiece(0, '"long te'),)
+    assert reader.whole == 0
+    assert reader.feed('xt"}').pieces == (CallPiece(0, 'xt"}'),)
+    assert reader.whole == 1
+    assert reader.feed("}</tool_call>") == Read()
+
+
+def test_text_in_a_parameter_is_given_on_while_it_is_written() -> None:
+    reader = ToolReader(ToolForm.QWEN_XML, TOOLS)
+    assert reader.feed("<tool_call>\n<function=f>\n<parameter=s").pieces[0].name == "f"
+    assert reader.feed(">\nline 1").pieces == (CallPiece(0, '{"s": "'), CallPiece(0, "line 1"))
+    assert reader.feed("\n").pieces == (), "it may be the last line's end"
+    assert reader.feed('"2"').pieces == (CallPiece(0, '\\n\\"2\\"'),)
 
 
 def test_ids_are_as_the_form_wants_them() -> None:
-    (hermes,) = ToolReader(ToolForm.HERMES).feed(HERMES_G).calls
+    (hermes,) = calls_of(ToolReader(ToolForm.HERMES).feed(HERMES_G).pieces)
     assert hermes.call_id.startswith("call_")
-    first, second = ToolReader(ToolForm.MISTRAL).feed(MISTRAL_FG).calls
+    first, second = calls_of(ToolReader(ToolForm.MISTRAL).feed(MISTRAL_FG).pieces)
     assert len(first.call_id) == len(second.call_id) == 9
     assert first.call_id != second.call_id
     reader = ToolReader(ToolForm.MISTRAL_ARGS)
-    calls = [*reader.feed(ARGS_FG).calls, *reader.finish().calls]
+    calls = calls_of((*reader.feed(ARGS_FG).pieces, *reader.finish().pieces))
     assert calls[1].call_id == "123456789"
 
 
@@ -158,6 +252,7 @@ def test_ids_are_as_the_form_wants_them() -> None:
     [
         ("{% if tools %}<tool_call>{% endif %}", ToolForm.HERMES),
         ("{{ tools }}<tool_call><function=", None),
+        ("{{ tools }}<tool_call><function=f><parameter=", ToolForm.QWEN_XML),
         ('{{ tools }}"parameters": ', ToolForm.LLAMA),
         ("{{ tools }}<|python_tag|>", ToolForm.LLAMA),
         ("{{ tools }}[TOOL_CALLS] [", ToolForm.MISTRAL),

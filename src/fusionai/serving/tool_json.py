@@ -1,0 +1,255 @@
+"""Tool calls written as JSON objects, piece by piece. Decides where a call's arguments begin and end.
+
+An object that names the tool first and then its arguments (as templates ask for it) is given on while it is written;
+any other order is read once it is whole. Neighbours: `tool_reading` finds the announcement, `tools` has the forms.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from fusionai.serving.tool_bodies import Given, Outcome
+from fusionai.serving.tools import CallPiece, ToolForm
+
+_DECODER: Final = json.JSONDecoder()
+_CALL_KEYS: Final = ("name", "parameters", "arguments", "type", "function", "id")
+_LONGEST_LITERAL: Final = len("-Infinity")
+_STRING: Final = r'"(?:[^"\\\x00-\x1f]|\\.)*"'
+_BEFORE_ARGUMENTS: Final = (
+    rf'\{{\s*(?:"type"\s*:\s*{_STRING}\s*,\s*)?(?:"id"\s*:\s*(?P<id>{_STRING})\s*,\s*)?'
+    rf'"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+_HEADS: Final = {
+    ToolForm.HERMES: re.compile(rf"\s*{_BEFORE_ARGUMENTS}"),
+    ToolForm.LLAMA: re.compile(rf"\s*{_BEFORE_ARGUMENTS}"),
+    ToolForm.MISTRAL: re.compile(rf"\s*(?P<list>\[\s*)?{_BEFORE_ARGUMENTS}"),
+    ToolForm.MISTRAL_ARGS: re.compile(r"\s*(?P<plain>[\w.-]+)(?:\[CALL_ID\](?P<plain_id>\w+))?\[ARGS\]\s*(?=\{)"),
+}
+_NEXT_OF_LIST: Final = re.compile(rf"\s*,\s*{_BEFORE_ARGUMENTS}")
+
+
+class JsonBody:
+    """See `tool_bodies.Body`."""
+
+    def __init__(self, form: ToolForm) -> None:
+        self._form = form
+        self._at = _At.HEAD
+        self._scan = _Scan()
+        self._in_list = False
+
+    @property
+    def begun(self) -> bool:
+        return self._at is not _At.HEAD
+
+    def take(self, rest: str, *, final: bool) -> Given:
+        pieces: list[CallPiece] = []
+        whole = 0
+        while True:
+            match self._at:
+                case _At.HEAD:
+                    head = _HEADS[self._form].match(rest)
+                    if head is None:
+                        return _all_at_once(rest, self._form, final=final)
+                    self._in_list = bool(head.groupdict().get("list"))
+                    piece, rest = self._begin(head, rest)
+                    pieces.append(piece)
+                case _At.ARGUMENTS:
+                    taken = self._scan.object_end(rest)
+                    if taken or rest:
+                        pieces.append(CallPiece(0, rest[:taken]))
+                    rest = rest[taken:]
+                    if self._scan.depth:
+                        return Given(Outcome.DONE if final else Outcome.MORE, rest, tuple(pieces), whole)
+                    whole += 1
+                    self._at = _At.BEHIND if self._form is ToolForm.MISTRAL_ARGS else _At.OBJECT
+                case _At.OBJECT:
+                    # What else stands in the object (an id behind the arguments) is no text; anything but that is.
+                    inside = rest.lstrip()
+                    if self._scan.depth or inside.startswith(","):
+                        self._scan.depth = self._scan.depth or 1
+                        taken = self._scan.object_end(rest)
+                        rest = rest[taken:]
+                        if self._scan.depth:
+                            return Given(Outcome.DONE if final else Outcome.MORE, rest, tuple(pieces), whole)
+                    elif inside.startswith("}"):
+                        rest = inside[1:]
+                    elif not inside and not final:
+                        return Given(Outcome.MORE, rest, tuple(pieces), whole)
+                    else:
+                        return Given(Outcome.DONE, rest if inside else "", tuple(pieces), whole)
+                    self._at = _At.BEHIND
+                case _At.BEHIND:
+                    following = _NEXT_OF_LIST.match(rest) if self._in_list else None
+                    if following is not None:
+                        piece, rest = self._begin(following, rest)
+                        pieces.append(piece)
+                        continue
+                    given = self._behind(rest, final=final)
+                    return Given(given.outcome, given.rest, (*pieces, *given.pieces), whole + given.whole)
+
+    def _begin(self, head: re.Match[str], rest: str) -> tuple[CallPiece, str]:
+        known = head.groupdict()
+        name = known.get("plain") or json.loads(known["name"])
+        told = known.get("plain_id") or (json.loads(known["id"]) if known.get("id") else "")
+        self._at, self._scan = _At.ARGUMENTS, _Scan()
+        return CallPiece(0, "", told or self._form.new_id(), name), rest[head.end() :]
+
+    def _behind(self, rest: str, *, final: bool) -> Given:
+        """What closes the announcement; a model may stop without it."""
+        bare = rest.lstrip()
+        if self._in_list:
+            return self._behind_in_list(rest, bare, final=final)
+        closer = self._form.marks[1] if self._form is ToolForm.HERMES else ""
+        if bare.startswith(closer):
+            return Given(Outcome.DONE, bare[len(closer) :] if closer else rest)
+        if closer.startswith(bare):
+            return Given(Outcome.DONE if final else Outcome.MORE, "" if final else rest)
+        return Given(Outcome.DONE, rest)
+
+    def _behind_in_list(self, rest: str, bare: str, *, final: bool) -> Given:
+        if bare.startswith("]"):
+            return Given(Outcome.DONE, bare[1:])
+        if not bare:
+            return Given(Outcome.DONE if final else Outcome.MORE, "" if final else rest)
+        if not bare.startswith(","):
+            return Given(Outcome.DONE, rest)
+        parsed = _value(bare[1:], final=final)
+        if not isinstance(parsed, _Parsed):
+            return Given(Outcome.MORE if parsed is Outcome.MORE else Outcome.DONE, rest)
+        piece = _piece(parsed.value, self._form)
+        if piece is None:
+            return Given(Outcome.DONE, rest)
+        following = self._behind(parsed.rest, final=final)
+        return Given(following.outcome, following.rest, (piece, *following.pieces), 1 + following.whole)
+
+
+class _At(Enum):
+    """Where in the call: before its arguments, in them, in the object behind them, behind the object."""
+
+    HEAD = "head"
+    ARGUMENTS = "arguments"
+    OBJECT = "object"
+    BEHIND = "behind"
+
+
+@dataclass(slots=True)
+class _Scan:
+    """Follows JSON text by brackets and strings alone; whether it is valid is for whoever called the tool to see."""
+
+    depth: int = 0
+    in_string: bool = False
+    escaped: bool = False
+
+    def object_end(self, text: str) -> int:
+        """How much of `text` belongs to the object: all of it while `depth` stays above 0."""
+        for at, sign in enumerate(text):
+            if self.in_string:
+                self.in_string = self.escaped or sign != '"'
+                self.escaped = sign == "\\" and not self.escaped
+            elif sign == '"':
+                self.in_string = True
+            elif sign in "{[":
+                self.depth += 1
+            elif sign in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    return at + 1
+        return len(text)
+
+
+# ------------------------------------------------------------------------------------------------------ read when whole
+
+
+def _all_at_once(text: str, form: ToolForm, *, final: bool) -> Given:
+    """A call in another order than its form asks for."""
+    match form:
+        case ToolForm.MISTRAL_ARGS:
+            return _named(text, form, final=final)
+        case ToolForm.LLAMA:
+            if not text.strip() and not final:
+                return Given(Outcome.MORE, text)
+            if not _may_name_a_tool(text):
+                return Given(Outcome.TEXT, text)
+        case _:
+            pass
+    parsed = _value(text, final=final)
+    if not isinstance(parsed, _Parsed):
+        return Given(parsed, text)
+    values = parsed.value if form is ToolForm.MISTRAL and isinstance(parsed.value, list) else [parsed.value]
+    known = [piece for value in values if (piece := _piece(value, form)) is not None]
+    if not known or len(known) < len(values):
+        return Given(Outcome.TEXT, text)
+    rest = parsed.rest
+    if form is ToolForm.HERMES:
+        bare, closer = rest.lstrip(), form.marks[1]
+        if bare.startswith(closer):
+            rest = bare[len(closer) :]
+        elif not closer.startswith(bare):  # anything else in there is no call
+            return Given(Outcome.TEXT, text)
+        elif not final:
+            return Given(Outcome.MORE, text)
+        else:
+            rest = ""
+    return Given(Outcome.DONE, rest, tuple(known), len(known))
+
+
+def _named(text: str, form: ToolForm, *, final: bool) -> Given:
+    head = re.match(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]", text)
+    if head is None:
+        begun = re.fullmatch(r"\s*[\w.-]*(\[[A-Z_]*(\]\w*(\[[A-Z]*)?)?)?", text)
+        return Given(Outcome.MORE if begun and not final else Outcome.TEXT, text)
+    parsed = _value(text[head.end() :], final=final)
+    if not isinstance(parsed, _Parsed):
+        return Given(parsed, text)
+    piece = _piece({"name": head[1], "arguments": parsed.value, "id": head[2]}, form)
+    return Given(Outcome.TEXT, text) if piece is None else Given(Outcome.DONE, parsed.rest, (piece,), 1)
+
+
+def _may_name_a_tool(text: str) -> bool:
+    """Whether this beginning of an object may go on as a call: an answer in JSON should not have to wait."""
+    begun = re.match(r'\s*\{\s*(?:"([^"]*)("?))?', text)
+    if begun is None or begun[1] is None:
+        return begun is not None and text[begun.end() :].strip() == ""
+    if begun[2]:
+        return begun[1] in _CALL_KEYS
+    return any(name.startswith(begun[1]) for name in _CALL_KEYS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    value: Any
+    rest: str
+
+
+def _value(text: str, *, final: bool) -> _Parsed | Outcome:
+    """The JSON value that `text` begins with; else whether more of it may come."""
+    begun = text.lstrip()
+    try:
+        value, end = _DECODER.raw_decode(begun)
+    except json.JSONDecodeError as problem:
+        # Where the text ends too early, that is said of its last few characters, or of the string that they are in.
+        unfinished = problem.msg.startswith("Unterminated") or problem.pos >= len(begun) - _LONGEST_LITERAL
+        return Outcome.MORE if unfinished and not final else Outcome.TEXT
+    except RecursionError:
+        return Outcome.TEXT
+    return _Parsed(value, begun[end:])
+
+
+def _piece(value: Any, form: ToolForm) -> CallPiece | None:
+    """From what a model wrote; models differ in what they call the arguments."""
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("function"), dict):
+        value = {**value["function"], "id": value.get("id")}
+    name, arguments, call_id = value.get("name"), value.get("arguments", value.get("parameters", {})), value.get("id")
+    if isinstance(arguments, str):
+        parsed = _value(arguments, final=True)
+        arguments = parsed.value if isinstance(parsed, _Parsed) else None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    told = call_id if isinstance(call_id, str) and call_id else form.new_id()
+    return CallPiece(0, json.dumps(arguments, ensure_ascii=False), told, name)

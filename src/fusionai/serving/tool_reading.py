@@ -1,0 +1,131 @@
+"""Tool calls out of a model's answer as it comes. Decides what is a call and what is mere text; nothing is lost.
+
+A call begins as soon as its name is known and its arguments have begun, and is given on piece by piece from there.
+Neighbours: `tools` has the forms, `tool_json` and `tool_xml` read what an announcement leads to, the gateway's answers
+are made of what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusionai.serving.stops import overlap
+from fusionai.serving.tool_bodies import Body, Given, Outcome
+from fusionai.serving.tool_json import JsonBody
+from fusionai.serving.tool_xml import FUNCTION, XmlBody
+from fusionai.serving.tools import CallPiece, Tool, ToolForm
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What some text turned out to be: text first, then calls."""
+
+    text: str = ""
+    pieces: tuple[CallPiece, ...] = ()
+
+
+class ToolReader:
+    """One per answer. Text is given out as it comes, except what may be a call: that waits until it is one or not."""
+
+    def __init__(self, form: ToolForm, tools: Sequence[Tool] = ()) -> None:
+        """`tools`: those the model was offered; where a form does not tell types of arguments, their schemas do."""
+        self._form = form
+        self._tools = {tool.name: tool for tool in tools}
+        self._openers = (form.marks[0], FUNCTION) if form is ToolForm.QWEN_XML else (form.marks[0],)
+        self._waiting = ""
+        self._body: Body | None = None
+        self._may_begin = True
+        """Llama calls at the very start of its answer or not at all."""
+        self._in_gap = False
+        self.calls = 0
+        """How many have begun."""
+        self.whole = 0
+        """How many of them are over."""
+
+    def feed(self, fresh: str) -> Read:
+        """More of the answer."""
+        return self._read(self._waiting + fresh, final=False)
+
+    def finish(self) -> Read:
+        """No more comes: what waited is a call by now, or text."""
+        return self._read(self._waiting, final=True)
+
+    def _read(self, rest: str, *, final: bool) -> Read:
+        text: list[str] = []
+        pieces: list[CallPiece] = []
+        self._waiting = ""
+        while True:
+            if self._body is None:
+                before, announced = self._until_call(rest, final=final)
+                text.append(self._without_gap(before))
+                rest = rest[len(before) :]
+                if announced is None:
+                    self._waiting = rest
+                    break
+                body, told = self._new_body(), rest[announced:]
+                given = body.take(told, final=final)
+                if given.outcome is Outcome.TEXT or (given.outcome is Outcome.MORE and not body.begun):
+                    if given.outcome is Outcome.MORE:
+                        self._waiting = rest
+                        break
+                    self._may_begin = False
+                    cut = max(announced, 1)
+                    text.append(self._without_gap(rest[:cut]))
+                    rest = rest[cut:]
+                    continue
+                self._body = body
+            else:
+                given = self._body.take(rest, final=final)
+            pieces += self._counted(given)
+            rest = given.rest
+            if given.outcome is Outcome.MORE:
+                self._waiting = rest
+                break
+            self._body, self._in_gap = None, True
+        return Read("".join(text), tuple(pieces))
+
+    def _new_body(self) -> Body:
+        if self._form is ToolForm.QWEN_XML:
+            return XmlBody(self._form, self._tools)
+        return JsonBody(self._form)
+
+    def _counted(self, given: Given) -> list[CallPiece]:
+        """Numbers of calls are the answer's, not the body's."""
+        pieces: list[CallPiece] = []
+        for piece in given.pieces:
+            self.calls += piece.name is not None
+            pieces.append(CallPiece(self.calls - 1, piece.arguments, piece.call_id, piece.name))
+        self.whole += given.whole
+        return pieces
+
+    def _without_gap(self, text: str) -> str:
+        """Space between calls, and after the last, is no text."""
+        if self._in_gap:
+            text = text.lstrip()
+            self._in_gap = not text
+        return text
+
+    def _until_call(self, rest: str, *, final: bool) -> tuple[str, int | None]:
+        """Text before a call may begin, and how many characters after it announce the call; None: no call yet, and
+        what is not that text waits."""
+        if self._form is not ToolForm.LLAMA:
+            found = [(at, opener) for opener in self._openers if (at := rest.find(opener)) >= 0]
+            if found:
+                at, opener = min(found)
+                # The bare tag of a function is part of the call.
+                return rest[:at], 0 if opener == FUNCTION else len(opener)
+            held = 0 if final else max(overlap(rest, opener) for opener in self._openers)
+            return rest[: len(rest) - held], None
+        begun = rest.lstrip()
+        if self._may_begin and self.calls:
+            begun = begun.removeprefix(";").lstrip() if begun.startswith(";") or not begun else "no call"
+        opener = self._openers[0]
+        if self._may_begin and not final and opener.startswith(begun):
+            return "", None
+        if self._may_begin and begun.startswith(opener):
+            return "", len(rest) - len(begun) + len(opener)
+        if self._may_begin and begun.startswith("{"):
+            return "", len(rest) - len(begun)
+        self._may_begin = self._may_begin and not rest
+        return rest, None
