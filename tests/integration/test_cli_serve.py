@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -126,3 +127,40 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
             with suppress(subprocess.TimeoutExpired):
                 server.process.wait(timeout=60)
         server.end()
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from fusionai.client.local_pool import LocalPeer, LocalPool
+
+async def main():
+    async with LocalPool(Path(sys.argv[1]), [LocalPeer("tower", memory_bytes=100_000_000)]) as pool:
+        print(*pool.pids.values(), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(sys.platform == "win32", reason="asks the system for processes as POSIX does")
+def test_a_pool_ends_with_its_owner_however_that_ends(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    pids: list[int] = []
+    try:
+        assert owner.stdout is not None
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        owner.kill()
+        owner.wait()
+        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+        assert not alive
+        assert "Left the pool." in (tmp_path / "tower.log").read_text()
+    finally:
+        owner.kill()
+        owner.communicate()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

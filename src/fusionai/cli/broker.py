@@ -11,6 +11,7 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.lifeline import lifeline_option
 from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.ids import short
@@ -35,6 +36,7 @@ from fusionai.primitives.units import format_seconds, parse_seconds
     show_default=True,
     help="A machine lost so often within ten minutes gets no new work for five; 0: never mind.",
 )
+@lifeline_option
 @home_option
 @json_option
 def broker(
@@ -45,6 +47,7 @@ def broker(
     uses: int,
     lifetime: float,
     rest_after: int,
+    lifeline: bool,
     home: Path,
     json_file: Path | None,
 ) -> None:
@@ -87,7 +90,7 @@ def broker(
         _print_invitation(pool.invitation, uses, lifetime)
         console.line("Ctrl-C closes it.")
 
-    run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop))
+    run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop), lifeline=lifeline)
     console.line("The pool is closed; start the broker again to open it.")
 
 

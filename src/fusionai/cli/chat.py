@@ -256,14 +256,14 @@ def _served(model: str, local: int | None, served: ServingOptions, home: Path) -
     """`fusion serve` at a free port of this machine, as long as the block lasts; its words go to standard error."""
     with tempfile.TemporaryDirectory(prefix="fusion-chat-") as folder:
         announced = Path(folder) / "serve.json"
-        arguments = ["serve", model, "--port", "0", "--json", str(announced), "--home", str(home)]
+        arguments = ["serve", model, "--port", "0", "--json", str(announced), "--home", str(home), "--lifeline"]
         arguments += ["--weights", served.weights, "--cache", served.cache, "--ends", served.ends]
         arguments += ["--sessions", str(served.sessions)]
         arguments += [] if local is None else ["--local", str(local)]
         arguments += [] if served.context_tokens is None else ["--context", str(served.context_tokens)]
         process = subprocess.Popen(
             [sys.executable, "-m", "fusionai", *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=sys.stderr,
             # Ctrl-C here breaks off an answer; the server is ended afterwards, in order.
             start_new_session=sys.platform != "win32",
@@ -281,3 +281,5 @@ def _served(model: str, local: int | None, served: ServingOptions, home: Path) -
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdin is not None:
+                process.stdin.close()

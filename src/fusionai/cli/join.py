@@ -16,6 +16,7 @@ import msgspec
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.lifeline import lifeline_option
 from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.ids import short
@@ -49,6 +50,7 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
 @click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
 @click.option("--measure", is_flag=True, help="Measure this machine's speed even if it was done in the last 7 days.")
 @address_option
+@lifeline_option
 @home_option
 @json_option
 def join(
@@ -64,6 +66,7 @@ def join(
     port: int,
     measure: bool,
     addresses: tuple[str, ...],
+    lifeline: bool,
     home: Path,
     json_file: Path | None,
 ) -> None:
@@ -107,7 +110,7 @@ def join(
             measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced.measured_at_s))
             console.note(f"Using the speed measured on {measured}; `--measure` measures it again.")
 
-    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop))
+    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop), lifeline=lifeline)
     console.line("Left the pool.")
 
 

@@ -3,6 +3,7 @@
 The first Ctrl-C (or SIGTERM) sets an event and the command ends cleanly; the second cancels it, which still ends what
 it started; the third breaks into whatever does not come back to the event loop. Only the third raises from the signal
 handler: an exception there may strike inside a library's fork hook, which can't pass it on and prints it instead.
+A command with a lifeline is asked likewise, once when that is cut and again when it has not ended some seconds later.
 Neighbours: `cli.broker`, `cli.join` and `cli.train` run their services through this.
 """
 
@@ -11,17 +12,22 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import FrameType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from fusionai.cli import console
+from fusionai.cli.lifeline import when_cut
 from fusionai.transport.event_loop import run
 
 _Result = TypeVar("_Result")
+ORPHAN_S: Final = 10.0
+"""Nobody is left to wait for what ends in order."""
 
 
-def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]]) -> _Result:
-    """Run `service(stop)` in an event loop of its own; `stop` is set by the first Ctrl-C."""
+def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]], *, lifeline: bool = False) -> _Result:
+    """Run `service(stop)` in an event loop of its own; `stop` is set by the first Ctrl-C, and, with a `lifeline`, when
+    standard input ends."""
 
     times = 0  # not `stop`, which is set only when the loop comes round
 
@@ -41,6 +47,20 @@ def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]]) ->
             else:
                 raise KeyboardInterrupt
 
+        def orphaned() -> None:
+            """In the event loop."""
+            nonlocal times
+            times = max(times, 1)
+            stop.set()
+            loop.call_later(ORPHAN_S, give_up)
+
+        def give_up() -> None:
+            nonlocal times
+            times = max(times, 2)
+            _cancel_everything(loop)
+
+        if lifeline:
+            when_cut(lambda: _call_if_open(loop, orphaned))
         # `signal.signal` rather than the loop's own handlers: those don't exist on Windows.
         former = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -59,6 +79,11 @@ def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]]) ->
         # A service that was ending already may swallow the cancellation; the user gave up all the same.
         raise KeyboardInterrupt
     return result
+
+
+def _call_if_open(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the command has ended by itself
+        loop.call_soon_threadsafe(work)
 
 
 def _cancel_everything(loop: asyncio.AbstractEventLoop) -> None:

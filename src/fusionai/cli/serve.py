@@ -21,6 +21,7 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.lifeline import lifeline_option
 from fusionai.cli.options import home_option
 from fusionai.cli.running import run_until_stopped
 from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
@@ -87,6 +88,7 @@ class Door:
     help="Where this machine computes its own part (embedding and head).",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads for that part.  [default: all cores]")
+@lifeline_option
 @home_option
 @json_option
 def serve(
@@ -104,6 +106,7 @@ def serve(
     invitation: str | None,
     device: str,
     threads: int | None,
+    lifeline: bool,
     home: Path,
     json_file: Path | None,
 ) -> None:
@@ -140,7 +143,7 @@ def serve(
             write_json(json_file, "serve", figures(url, ready, door))
         _announce(url, ready, door)
 
-    run_until_stopped(lambda stop: run(request, door, stop, announced))
+    run_until_stopped(lambda stop: run(request, door, stop, announced), lifeline=lifeline)
 
 
 def figures(url: str, ready: Served, door: Door) -> dict[str, object]:

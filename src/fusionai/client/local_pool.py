@@ -1,7 +1,8 @@
 """A whole pool on this machine: a broker and peers as processes of their own, over mutual TLS on loopback.
 
 Decides where their homes are and how long to wait for them. The peers are the shipped `fusion join`, nothing special.
-Can kill one of them and start it again. Always ends what it started.
+Can kill one of them and start it again. Always ends what it started: where this process is killed outright, the others
+see their standard input end.
 
 Neighbours: `client.demo` uses it; the processes talk to each other, not to this module.
 """
@@ -180,9 +181,10 @@ class LocalPool:
             "-m",
             "fusionai",
             *arguments,
+            "--lifeline",
             "--home",
             str(home),
-            stdin=asyncio.subprocess.PIPE if said is not None else asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,  # stays open as long as this process lives
             stdout=log,
             stderr=log,
             env=environment,
@@ -197,7 +199,6 @@ class LocalPool:
         if said is not None and process.stdin is not None:
             process.stdin.write(said.encode())
             await process.stdin.drain()
-            process.stdin.close()
         return child
 
     async def _announced(self, child: _Child, path: Path, kind: type[_Said]) -> _Said:
@@ -230,6 +231,8 @@ class LocalPool:
                     with suppress(ProcessLookupError):
                         child.process.kill()
                     await child.process.wait()
+                if child.process.stdin is not None:
+                    child.process.stdin.close()
                 child.log.close()
         self._children.clear()
 
