@@ -8,7 +8,8 @@ Any fault that touches a stage ends the *round*: a higher fence, whatever was un
 has. A stage is *sound* while its holder has taken part in every pass since it was whole. The others drop what they may
 have and are rebuilt, in contiguous runs, from what the stage before each run retains, from the tokens where there is
 none before. A probe crosses all stages: twice before the job's first pass, equal to the bit; once after a takeover,
-close to the first. Then every session goes on from its last emitted token, and nothing emitted ever changes.
+behind what is rebuilt, close to the first. Then every session goes on from its last emitted token, and nothing emitted
+ever changes.
 
 A lost stage goes to its guard at once, under the same plan version; the broker is asked beside that. A plan that moves
 stages is prepared first (their new holders load as guards do, beside the passes) and then costs one round. Other guards
@@ -282,7 +283,8 @@ class ServingMachine:
             asked = SendRebuild(self.batcher.take_number(), first - 1, last, segments, tokens)
             self._rebuilds[asked.number] = (asked, {segment.session for segment in segments})
             commands.append(asked)
-        return commands
+        # Behind what is rebuilt, not after it: a probe has pages of its own.
+        return [*commands, *self._probing()]
 
     def _is_whole(self, stage: int, live: Mapping[int, int]) -> bool:
         """Whether the stage has all that passes need, and retains what belongs to it."""
@@ -300,7 +302,7 @@ class ServingMachine:
         if missing:
             return []
         del self._rebuilds[event.number]
-        return [] if self._rebuilds else self._send_probes()
+        return [] if self._rebuilds else self._await_probes()
 
     def on_rebuild_failed(self, event: ServingEvent) -> list[ServingCommand]:
         """What was to be retained is not there: sessions are read again from their tokens, which always works."""
@@ -316,10 +318,18 @@ class ServingMachine:
         return [TellFault("stage", self.roles.places[stage], (stage,), why, {}), *self._begin_round(why)]
 
     def _send_probes(self) -> list[ServingCommand]:
-        """After a round in which nobody changed, links and stages are those that have been probed."""
-        if self._ready and self._sound_cut == self.roles.partition and self._sound == dict(self.roles.places):
+        return [*self._probing(), *self._await_probes()]
+
+    def _await_probes(self) -> list[ServingCommand]:
+        if not self._probes:
             return self._run()
         self.phase = ServingPhase.PROBING
+        return []
+
+    def _probing(self) -> list[ServingCommand]:
+        """None after a round in which nobody changed: links and stages are those that have been probed."""
+        if self._ready and self._sound_cut == self.roles.partition and self._sound == dict(self.roles.places):
+            return []
         commands: list[ServingCommand] = []
         segment = Segment(PROBE_SESSION, 0, len(self.probe), 0, self.batcher.pages.table(PROBE_SESSION))
         for _ in range(1 if self._ready else 2):
@@ -338,7 +348,7 @@ class ServingMachine:
             return self._refuse_plan(f"a probe is {event.distance:.3g} off, at most {event.tolerance:.3g} is right")
         if not self._ready and len(set(self._digests)) > 1:
             return self._fail("the same probe came back with other bits the second time")
-        return [] if self._probes else self._run()
+        return [] if self._probes or self._rebuilds else self._run()
 
     def _refuse_plan(self, reason: str) -> list[ServingCommand]:
         """Whoever is new computes something else."""
@@ -770,8 +780,9 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     (_G, StandbyLoaded): _row(ServingMachine.on_standby_loaded, _G, _N),
     (_B, Rebuilt): _row(ServingMachine.on_rebuilt, _B, _P, _G, _N),
     (_B, RebuildFailed): _row(ServingMachine.on_rebuild_failed, _N),
+    (_B, ProbeReturned): _row(ServingMachine.on_probed, _B, _N, _W, _E),
     (_P, ProbeReturned): _row(ServingMachine.on_probed, _P, _G, _N, _W, _E),
-    (_P, PassFailed): _row(ServingMachine.on_pass_failed, _P, _N, _W, _E),
+    **{(phase, PassFailed): _row(ServingMachine.on_pass_failed, phase, _N, _W, _E) for phase in (_B, _P)},
     (_G, PassFailed): _row(ServingMachine.on_pass_failed, _G),
     **{(phase, StageFailed): _row(ServingMachine.on_stage_failed, phase, _N, _W, _E) for phase in (*_ROUND, _G)},
     **{(phase, LinkBroken): _row(ServingMachine.on_link_broken, phase, _N, _W) for phase in (*_ROUND, _G)},

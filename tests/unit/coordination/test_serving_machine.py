@@ -163,8 +163,9 @@ def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_befo
     (rebuild,) = job.of(commands.SendRebuild)
     assert (rebuild.source, rebuild.through, rebuild.tokens) == (1, 2, ())
     assert [(one.session, one.start, one.length) for one in rebuild.segments] == [(1, 0, computed)]
-    job.rebuild()
     assert len(job.of(commands.SendProbe)) == 1
+    job.rebuild()
+    assert job.phase is ServingPhase.PROBING
     job.probe("other bits", distance=0.05)
     assert job.phase is ServingPhase.RUNNING
     plan = job.machine.next_pass(0.0)
@@ -281,6 +282,41 @@ def test_messages_of_older_rounds_change_nothing() -> None:
     assert job.tell(*late) == []
     assert job.machine.sessions_of(old, plan.number) == ()
     assert job.machine.returned(old, plan.number, {2: (9,)}, (), 0.0) == frozenset()
+
+
+def rebuilding() -> Job:
+    """Its probe is on its way behind what is rebuilt."""
+    job = running(roles(guards={2: "g"}))
+    computed = decoding(job)
+    job.tell(events.MemberLost("b", "x"))
+    job.enlist()
+    job.load({1: ((1, computed),), 3: ((1, computed),)})
+    assert job.phase is ServingPhase.REBUILDING
+    return job
+
+
+def test_a_probe_that_is_back_before_all_is_rebuilt_is_waited_for_no_more() -> None:
+    job = rebuilding()
+    assert job.probe("x") == []
+    assert job.phase is ServingPhase.REBUILDING
+    assert job.machine.next_pass(0.0) is None
+    job.rebuild()
+    assert job.phase is ServingPhase.RUNNING
+
+
+def test_a_probe_too_far_off_counts_while_caches_are_rebuilt_too() -> None:
+    job = rebuilding()
+    job.probe("z", distance=float("nan"))
+    assert job.phase is ServingPhase.WAITING
+    assert job.of(commands.TellFault)[0].kind == "probe"
+
+
+def test_a_probe_that_fails_while_caches_are_rebuilt_is_a_fault_of_that_stage() -> None:
+    job = rebuilding()
+    (number,) = job.machine._probes
+    job.tell(events.PassFailed(job.fence, number, 3, "no pages"))
+    assert job.phase is ServingPhase.ENLISTING
+    assert job.of(commands.TellFault)[0].stages == (3,)
 
 
 def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
