@@ -15,7 +15,8 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 # One thread per process: tests and peers are many processes, and results depend on the number of threads.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Compiled modules are kept, whatever the environment says: else each of these processes compiles the whole source again.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup demo check lint types contracts quick test test-long bench clients docs

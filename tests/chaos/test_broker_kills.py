@@ -29,6 +29,8 @@ from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages as wire
 
+pytestmark = pytest.mark.slow
+
 LOG = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 COMPARED_NOTES = 50
@@ -308,7 +310,6 @@ def play(tmp_path: Path, kills: int, seed: int) -> None:
     assert plans
 
 
-@pytest.mark.slow
 def test_nothing_acknowledged_is_missing_after_a_few_kills(tmp_path: Path):
     play(tmp_path, kills=5, seed=1)
 

@@ -20,6 +20,8 @@ from harness.outcomes import Outcome
 from harness.siege import Siege
 from harness.wires import Wires
 
+pytestmark = pytest.mark.long
+
 STAGES: Final = 2
 DRIVER: Final = Role.DRIVER.value
 PATHS: Final = {

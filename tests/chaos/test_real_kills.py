@@ -18,6 +18,8 @@ from harness.killer import Habits, Killer, Role
 from harness.live_pool import LivePool
 from harness.outcomes import Outcome, as_json, summary
 
+pytestmark = pytest.mark.slow
+
 STAGES: Final = 3
 WEIGHTS: Final = {Role.STAGE: 10.0, Role.SPARE: 3.0, Role.BROKER: 1.0, Role.DRIVER: 1.0}
 HURRY: Final = 0.15
@@ -34,7 +36,6 @@ def killed_pids(killer: Killer) -> set[int]:
     return {blow.target.pid for blow in killer.blows}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_everybody_is_killed_once_and_nobody_can_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     choose = random.Random(seed := seed_of(1))

@@ -17,6 +17,8 @@ from harness.live_pool import LivePool
 from harness.serving_siege import ServingSiege, besieging
 from harness.serving_siege_streams import Reference, write_model
 
+pytestmark = pytest.mark.slow
+
 STAGES: Final = 2
 LARGE: Final = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "initializer_range": 0.1}
 """About 17 MB a layer, in tensors of 1 to 4 MB."""
@@ -80,7 +82,6 @@ def fetched(siege: ServingSiege, peer: str) -> list[dict[str, int]]:
     return [dict(one.fetched_bytes) for one in events if isinstance(one, progress.StageLoaded) and one.peer == peer]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_download_goes_on_and_the_next_peer_has_its_weights_from_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -24,6 +24,8 @@ from harness.live_pool import LivePool
 from harness.serving_siege import ServingSiege, besieging
 from harness.serving_siege_streams import Reference, write_model
 
+pytestmark = pytest.mark.long
+
 STREAMS: Final = 8
 STAGES: Final = 3
 WINDOW_S: Final = 12.0
@@ -78,7 +80,6 @@ async def measure(siege: ServingSiege, arms: Sequence[Arm], rounds: int, seed: i
                 await window(siege, arm)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_somebody_who_joins_disturbs_no_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -24,6 +24,8 @@ from harness.live_pool import LivePool
 from harness.serving_siege import Answer, Fall, ServingSiege, besieging
 from harness.serving_siege_streams import Reference, write_model
 
+pytestmark = pytest.mark.slow
+
 STREAMS: Final = 8
 STAGES: Final = 3
 KILLING: Final = Habits(together=0.0, freezing=0.0, pause_s=(0.2, 1.5))
@@ -181,7 +183,6 @@ def test_somebody_who_stops_without_ending_is_replaced(
     assert fall.longest_gap_s < FROZEN_S + STARVED_S
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_spares_requests_wait_and_go_on_when_a_machine_joins(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]

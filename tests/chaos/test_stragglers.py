@@ -11,11 +11,12 @@ from harness.besieged_job import besieged, check, peers
 from harness.drag import Drag
 from harness.live_pool import LivePool
 
+pytestmark = pytest.mark.long
+
 FACTOR: Final = 6.0
 PATIENCE_S: Final = 100.0
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_stage_moves_away_from_a_machine_that_has_become_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))

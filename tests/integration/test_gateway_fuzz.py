@@ -14,12 +14,13 @@ from harness.gateway_stand import gateway_stand
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
-schemathesis = pytest.importorskip("schemathesis")
+pytestmark = pytest.mark.slow
+
 EXAMPLES = 10
 
 
-@pytest.mark.slow
 def test_fuzzing_finds_no_failure(tmp_path: Any):
+    schemathesis = pytest.importorskip("schemathesis")
     engine = ScriptedEngine(write_tiny_text(tmp_path))
     loop = asyncio.new_event_loop()
     statuses: dict[str, set[int]] = {}

@@ -16,6 +16,8 @@ from harness.gateway_stand import Stand, chat, gateway_stand, until
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
 LONG = "word " * 100
@@ -60,7 +62,6 @@ def while_a_stream_goes_on(
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 def test_a_huge_prompt_is_refused(engine: ScriptedEngine):
     async def attack(stand: Stand) -> None:
         async with httpx.AsyncClient(base_url=stand.url, timeout=60, trust_env=False) as http:
@@ -72,7 +73,6 @@ def test_a_huge_prompt_is_refused(engine: ScriptedEngine):
     while_a_stream_goes_on(engine, attack)
 
 
-@pytest.mark.slow
 def test_a_thousand_connections_are_answered_or_refused_clearly(engine: ScriptedEngine):
     async def one(stand: Stand) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
@@ -96,7 +96,6 @@ def test_a_thousand_connections_are_answered_or_refused_clearly(engine: Scripted
     while_a_stream_goes_on(engine, attack, Limits(connections=600))
 
 
-@pytest.mark.slow
 def test_too_many_requests_at_once_are_sent_away_with_a_time_to_come_back(engine: ScriptedEngine):
     async def attack(stand: Stand) -> None:
         async with httpx.AsyncClient(
@@ -112,7 +111,6 @@ def test_too_many_requests_at_once_are_sent_away_with_a_time_to_come_back(engine
     while_a_stream_goes_on(engine, attack, Limits(requests=8))
 
 
-@pytest.mark.slow
 def test_who_asks_and_does_not_read_loses_the_generation(engine: ScriptedEngine):
     async def attack(stand: Stand) -> None:
         writers: list[asyncio.StreamWriter] = []
@@ -137,7 +135,6 @@ def test_who_asks_and_does_not_read_loses_the_generation(engine: ScriptedEngine)
     assert engine.closed_early == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [b"\x16\x03\x01\x02\x00" * 20, b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 100_000],

@@ -28,6 +28,8 @@ from fusionai.scheduling.types import Guard
 from fusionai.training import progress
 from harness.pool import Data, Job, MemoryPool, tokens
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, STAGES = 31, 3
 LLAMA = {
     "model_type": "llama",
@@ -124,7 +126,6 @@ def unrecorded() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("unrecorded")
 def test_many_rounds_leave_nothing_behind(tmp_path: Path) -> None:
     captured = capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))

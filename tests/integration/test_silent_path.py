@@ -26,6 +26,8 @@ from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
 
+pytestmark = pytest.mark.slow
+
 SERVER, CLIENT = "10.77.0.2", "10.77.0.1"
 PORT = 4711
 
@@ -114,7 +116,6 @@ def main(arguments: list[str]) -> None:
             raise AssertionError(arguments)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not privileged(), reason="needs Linux, root, ip and unshare to make network namespaces")
 @pytest.mark.parametrize("how", ["sending", "idle"])
 def test_a_path_that_goes_silent_is_noticed_within_seconds(how: str, tmp_path: Path):

@@ -16,6 +16,8 @@ from fusionai.storage.weight_declared import declared
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 
+pytestmark = pytest.mark.slow
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -44,7 +46,6 @@ def as_torch(weights: ModelWeights) -> Mapping[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_a_pretrained_model_lies_in_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -66,7 +67,6 @@ def test_a_pretrained_model_lies_in_its_files(tmp_path: Path, dtype: torch.dtype
     assert store.used_bytes == sum(got[key].nbytes for key in made) < 1000
 
 
-@pytest.mark.slow
 def test_a_model_from_its_configuration_is_made_once(tmp_path: Path) -> None:
     captured = capture(ConfigSource(LLAMA), train=False)
     weights = described(captured, WeightStore(tmp_path / "weights"))

@@ -141,6 +141,7 @@ def test_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
         assert found.certificate.bound_tokens_per_s == found.tokens_per_s
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(problems(most_peers=5, most_blocks=6))
 def test_search_needs_no_good_start(problem: Problem) -> None:
@@ -178,6 +179,7 @@ def test_larger_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
     assert (inf if found is None else found.step_time_s) == pytest.approx(best_s, rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
 def test_plan_keeps_its_promises(problem: Problem) -> None:
@@ -275,6 +277,7 @@ def ordinary_problem(seed: int, peers: int = 6, layers: int = 14) -> Problem:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problems(), st.randoms(use_true_random=False))
 def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: object) -> None:

@@ -18,6 +18,8 @@ from fusionai.scheduling.serving_search import LineLimits, fastest_line
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
 from harness.problems import problems
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def serving_problems(draw: st.DrawFn) -> Problem:
@@ -110,7 +112,6 @@ def token_s(problem: Problem, needs: ServingNeeds, order: list[PeerProfile], ran
     return seconds
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(serving_problems())
 def test_the_plan_is_the_fastest_there_is(posed: Problem) -> None:
@@ -140,7 +141,6 @@ def test_the_plan_is_the_fastest_there_is(posed: Problem) -> None:
     assert plan(backwards).step_time_s == found.step_time_s
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(serving_problems(), st.integers(0, 40))
 def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int) -> None:
@@ -164,7 +164,6 @@ def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int)
         assert found.seconds >= least * (1 - 1e-9)
 
 
-@pytest.mark.slow
 def test_forty_blocks_on_many_peers_are_planned_with_a_small_gap() -> None:
     block = BlockCost(
         block=0,

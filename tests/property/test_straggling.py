@@ -6,6 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,6 +109,7 @@ def test_slowness_that_passes_soon_moves_nothing(flops: list[float], noise: Rand
     assert lived(pool(flops, 12, 3), rhythm, noise) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(speeds, noises, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), min_size=4, max_size=12))
 def test_no_rhythm_moves_stages_more_often_than_the_cool_down(

@@ -20,6 +20,8 @@ from fusionai.scheduling.takeover import Waiting, reinforced, replaced
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 from harness.problems import problems
 
+pytestmark = pytest.mark.slow
+
 
 def planned(problem: Problem) -> Plan:
     """The plan of a feasible problem; others are passed over."""

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from fusionai.backends.torch.attention import attention
 from fusionai.backends.torch.dropout import DropoutKey, scaled_mask
@@ -117,8 +115,11 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, 0.0, torch.finfo(torch.float32).min)
 
 
+@pytest.mark.slow  # as loading the model's module is
 @pytest.mark.parametrize("window", [None, 4])
 def test_soft_capping(window):
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
+
     (q, k, v), (q2, k2, v2) = operands(4, 2, 9, 9, 8)
     got = attention(q, k, v, scale=2.0, causal=True, **{**PLAIN, "softcap": 3.0, "window": window})
     mask = additive(band(9, window or 9))
@@ -126,7 +127,10 @@ def test_soft_capping(window):
     assert_same(got, expected, (q, k, v), (q2, k2, v2))
 
 
+@pytest.mark.slow  # as loading the model's module is
 def test_sinks():
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+
     (q, k, v), (q2, k2, v2) = operands(4, 2, 9, 9, 8)
     sinks, sinks2 = (torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) for _ in range(2))
     got = attention(q, k, v, scale=0.4, causal=True, **{**PLAIN, "sinks": sinks})

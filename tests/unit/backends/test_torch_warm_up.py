@@ -10,6 +10,8 @@ import pytest
 
 from fusionai.ir import schema
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -40,7 +42,6 @@ print(sorted(came), "torch._dynamo" in sys.modules)
 """
 
 
-@pytest.mark.slow
 def test_after_it_loading_and_training_import_nothing_of_torch_and_no_compiler(kit, tmp_path: Path) -> None:
     stored = tmp_path / "graph.json"
     stored.write_bytes(schema.encode(kit.mlp_graph()))

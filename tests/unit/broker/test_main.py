@@ -17,6 +17,12 @@ from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import Invited, InviteRequest
 
 
+@pytest.fixture(autouse=True)
+def nothing_to_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it is the objects of all tests, looked at twice by every broker; what it does is tested by itself."""
+    monkeypatch.setattr("fusionai.broker.main.set_aside_what_stays", lambda: None)
+
+
 def options_for(home: Path, changes: dict[str, object]) -> BrokerOptions:
     given: dict[str, object] = {"host": "127.0.0.1", "port": 0, **changes}
     return BrokerOptions(home=home, **given)  # pyright: ignore[reportArgumentType]

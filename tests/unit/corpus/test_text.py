@@ -169,6 +169,7 @@ def test_data_sets_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         list(pieces_of_dataset(missing, "text"))
 
 
+@pytest.mark.slow
 def test_the_python_library_is_selected_the_same_each_time() -> None:
     selection = select(300_000)
     assert selection == select(300_000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +35,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Walked once for all rules: walking costs as much as parsing."""
+    return tuple(ast.walk(tree(path)))
+
+
 def dotted(node: ast.expr) -> tuple[str, ...]:
     match node:
         case ast.Name():
@@ -45,8 +51,8 @@ def dotted(node: ast.expr) -> tuple[str, ...]:
             return ("",)
 
 
-def unsafe(module: ast.Module) -> Iterator[str]:
-    for node in ast.walk(module):
+def unsafe(module: Iterable[ast.AST]) -> Iterator[str]:
+    for node in module:
         match node:
             case ast.Import():
                 for alias in node.names:
@@ -72,8 +78,8 @@ def unsafe(module: ast.Module) -> Iterator[str]:
                 pass
 
 
-def environment_reads(module: ast.Module) -> Iterator[str]:
-    for node in ast.walk(module):
+def environment_reads(module: Iterable[ast.AST]) -> Iterator[str]:
+    for node in module:
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb"):
                 yield f"{node.lineno}: os.{node.attr}"
@@ -102,17 +108,17 @@ def relative(path: Path) -> str:
     ],
 )
 def test_the_rule_finds_what_it_is_for(code: str):
-    assert list(unsafe(ast.parse(code)))
+    assert list(unsafe(ast.walk(ast.parse(code))))
 
 
 def test_nothing_is_unpickled_or_evaluated():
-    found = {relative(path): list(unsafe(tree(path))) for path in FILES}
+    found = {relative(path): list(unsafe(nodes(path))) for path in FILES}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
 def test_the_environment_is_read_in_one_file():
-    assert list(environment_reads(tree(ENVIRONMENT_FILE)))
-    found = {relative(path): list(environment_reads(tree(path))) for path in FILES if path != ENVIRONMENT_FILE}
+    assert list(environment_reads(nodes(ENVIRONMENT_FILE)))
+    found = {relative(path): list(environment_reads(nodes(path))) for path in FILES if path != ENVIRONMENT_FILE}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
@@ -133,7 +139,7 @@ def test_every_package_names_its_neighbours():
 def test_every_public_function_is_typed():
     bare = []
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 untyped = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]

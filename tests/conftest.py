@@ -1,0 +1,21 @@
+"""What holds for every folder of tests: a file whose tests are all left out is not imported for the others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+QUICK: Final = "not slow and not long"
+"""What `make quick` selects by."""
+ALL_SLOW: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|long)\b", re.MULTILINE)
+"""A whole file's mark; first in its list if it has more than one."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Both processes of the quick tests import every file they are to choose from: clients, browsers, models."""
+    if config.option.markexpr != QUICK or collection_path.suffix != ".py":
+        return None
+    return bool(ALL_SLOW.search(collection_path.read_text(encoding="utf-8"))) or None
