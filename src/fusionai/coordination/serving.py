@@ -131,8 +131,7 @@ class ServingMachine:
     _loaded: dict[int, Mapping[int, int]] = field(default_factory=dict[int, Mapping[int, int]])
     """Stage -> what it said it has of each session."""
     _sound: dict[int, str] = field(default_factory=dict[int, str])
-    """Stage -> its holder when passes last ran, for the cut of then."""
-    _sound_cut: str = ""
+    """Stage -> its holder, where every round since passes last ran placed it there and none had another cut."""
     _rebuilds: dict[int, tuple[SendRebuild, set[int]]] = field(default_factory=dict[int, tuple[SendRebuild, set[int]]])
     """Number -> what was asked for, and the sessions that are not there yet."""
     _probes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
@@ -209,8 +208,7 @@ class ServingMachine:
         self.fence = Fence(self.roles.version, self.incarnation, self.attempt)
         self._void_round()
         # Whoever is not placed with a stage drops it, also when a later round gives it back before passes run.
-        same = self._sound_cut == self.roles.partition
-        self._sound = {s: one for s, one in self._sound.items() if same and self.roles.places.get(s) == one}
+        self._sound = {stage: one for stage, one in self._sound.items() if self.roles.places.get(stage) == one}
         self._members |= self.roles.members
         for peer in self.roles.members:
             self._tell_standby(peer, self.roles)
@@ -328,7 +326,7 @@ class ServingMachine:
 
     def _probing(self) -> list[ServingCommand]:
         """None after a round in which nobody changed: links and stages are those that have been probed."""
-        if self._ready and self._sound_cut == self.roles.partition and self._sound == dict(self.roles.places):
+        if not self._unsound():
             return []
         commands: list[ServingCommand] = []
         segment = Segment(PROBE_SESSION, 0, len(self.probe), 0, self.batcher.pages.table(PROBE_SESSION))
@@ -346,7 +344,7 @@ class ServingMachine:
         self._digests.append(event.digest)
         if not event.distance <= event.tolerance:
             return self._refuse_plan(f"a probe is {event.distance:.3g} off, at most {event.tolerance:.3g} is right")
-        if not self._ready and len(set(self._digests)) > 1:
+        if len(set(self._digests)) > 1:
             return self._fail("the same probe came back with other bits the second time")
         return [] if self._probes or self._rebuilds else self._run()
 
@@ -359,14 +357,12 @@ class ServingMachine:
 
     def _unsound(self) -> list[int]:
         """Stages whose holder has taken no part in passes yet."""
-        same = self._sound_cut == self.roles.partition
-        return [s for s, peer in self.roles.places.items() if not same or self._sound.get(s) != peer]
+        return [stage for stage, peer in self.roles.places.items() if self._sound.get(stage) != peer]
 
     def _run(self) -> list[ServingCommand]:
         self.phase = ServingPhase.RUNNING
         self._ready = True
         self._sound = dict(self.roles.places)
-        self._sound_cut = self.roles.partition
         self._warm -= set(self._sound.items())
         return [TellState("ready", ""), ResumePasses(), *self._hand_over(), *self._prepare()]
 
@@ -393,17 +389,11 @@ class ServingMachine:
         return [*commands, *self._switch_if_prepared()]
 
     def _may_enlist(self, peer: str, roles: ServingRoles) -> bool:
-        """Beside the round: nobody who runs a stage in it, and no one twice under the same fence. Whoever has a part
-        in the round's roles goes by no later plan: the next round would be stale to it."""
-        fence = Fence(roles.version, self.incarnation, self.attempt)
-        known = self._standing.get(peer, self.fence if peer in self._members else Fence(0, 0, 0))
-        return (
-            fence > known and not self.roles.stages_of(peer) and (roles is self.roles or peer not in self.roles.members)
-        )
-
-    def _may_hold(self, peer: str, stage: int) -> bool:
-        """Whether it can be prepared for the stage before a round places it there."""
-        return peer not in self.roles.members or stage in self._standby.get(peer, ())
+        """Beside the round: nobody who runs a stage in it. Whoever has a part in the round's roles goes by no later
+        plan: the next round would be stale to it."""
+        if roles is self.roles:
+            return not self.roles.stages_of(peer)
+        return peer not in self.roles.members | {self.roles.owner}
 
     def _enlist_standby(self, peer: str, roles: ServingRoles) -> EnlistStandby:
         """With all that it is to hold; its ticket is of the plan's version, which may be later than the round's."""
@@ -432,11 +422,12 @@ class ServingMachine:
         return {stage: peer for stage, peer in roles.places.items() if self.roles.places.get(stage) != peer}
 
     def _switch_if_prepared(self) -> list[ServingCommand]:
+        """Whoever can't be prepared before a round places it there is not waited for."""
         pending = self._pending
-        if pending is None or self.phase is not ServingPhase.RUNNING:
+        if pending is None:
             return []
         ready = all(
-            peer == pending.owner or (stage, peer) in self._warm or not self._may_hold(peer, stage)
+            (stage, peer) in self._warm or stage not in self._standby.get(peer, ())
             for stage, peer in self._moving(pending).items()
         )
         return self._adopt(pending, "another plan") if ready else []
@@ -468,6 +459,7 @@ class ServingMachine:
     def _adopt(self, roles: ServingRoles, why: str) -> list[ServingCommand]:
         if roles.partition != self.roles.partition:
             self._warm.clear()
+            self._sound.clear()
         self.roles = roles
         self._pending = None
         return self._begin_round(why)
@@ -626,8 +618,6 @@ class ServingMachine:
 
     def _fail_standby(self, event: StageFailed) -> list[ServingCommand]:
         peer = event.peer
-        if peer not in self._parts():
-            return []
         if not self.roles.stages_of(peer):
             return self._lose([peer], "guard", event.reason)
         if self._pending is not None and self._pending.places.get(event.stage) == peer:
@@ -773,10 +763,9 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     (_N, MemberEnlisted): _row(ServingMachine.on_enlisted, _N, _L, _B, _P, _G),
     **{(phase, MemberEnlisted): _row(ServingMachine.on_guard_enlisted, phase) for phase in (_L, _B, _P)},
     (_G, MemberEnlisted): _row(ServingMachine.on_enlisted, _G, _N),
-    (_N, StageLoaded): _row(ServingMachine.on_loaded, _N, _L, _B, _P, _G),
+    (_N, StageLoaded): _row(ServingMachine.on_loaded, _N),
     (_L, StageLoaded): _row(ServingMachine.on_loaded, _L, _B, _P, _G, _N),
     **{(phase, LoadProgressed): _row(ServingMachine.stay, phase) for phase in (_N, _L, _G)},
-    **{(phase, StandbyLoaded): _row(ServingMachine.on_standby_loaded, phase) for phase in _ROUND},
     (_G, StandbyLoaded): _row(ServingMachine.on_standby_loaded, _G, _N),
     (_B, Rebuilt): _row(ServingMachine.on_rebuilt, _B, _P, _G, _N),
     (_B, RebuildFailed): _row(ServingMachine.on_rebuild_failed, _N),
@@ -786,13 +775,16 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     (_G, PassFailed): _row(ServingMachine.on_pass_failed, _G),
     **{(phase, StageFailed): _row(ServingMachine.on_stage_failed, phase, _N, _W, _E) for phase in (*_ROUND, _G)},
     **{(phase, LinkBroken): _row(ServingMachine.on_link_broken, phase, _N, _W) for phase in (*_ROUND, _G)},
-    **{(phase, MemberLost): _row(ServingMachine.on_member_lost, phase, _N, _W, _E) for phase in _ALIVE},
+    **{(phase, MemberLost): _row(ServingMachine.on_member_lost, phase, _N, _W, _E) for phase in (*_ROUND, _G)},
+    (_W, MemberLost): _row(ServingMachine.on_member_lost, _W, _E),
     **{(phase, MemberLeaving): _row(ServingMachine.on_leaving, phase) for phase in (*_ROUND, _W)},
     (_G, MemberLeaving): _row(ServingMachine.on_leaving, _G, _N),
     **{(phase, PlanGiven): _row(ServingMachine.on_plan, phase) for phase in _ROUND},
     (_G, PlanGiven): _row(ServingMachine.on_plan, _G, _N),
     (_W, PlanGiven): _row(ServingMachine.on_plan, _N, _W),
-    **{(phase, Tick): _row(ServingMachine.on_tick, phase, _N, _W) for phase in _ALIVE},
+    **{(phase, Tick): _row(ServingMachine.on_tick, phase, _N, _W) for phase in _ROUND},
+    (_G, Tick): _row(ServingMachine.on_tick, _G, _N),
+    (_W, Tick): _row(ServingMachine.on_tick, _W),
     **{(phase, StopAsked): _row(ServingMachine.on_stop, _E) for phase in _ALIVE},
     **{(phase, CommandFailed): _row(ServingMachine.on_command_failed, _E) for phase in _ALIVE},
 }

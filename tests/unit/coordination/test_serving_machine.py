@@ -2,101 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 import pytest
 
 from fusionai.coordination import serving_commands as commands
 from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import Batcher, BatchLimits
-from fusionai.coordination.serving import ServingMachine, ServingPhase
+from fusionai.coordination.serving import ServingPhase
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.sessions import SessionSpec
 from fusionai.wire.base import Fence
-
-PLACES = {0: "me", 1: "a", 2: "b", 3: "c", 4: "me"}
-LIMITS = BatchLimits(pages=40, page_tokens=4, sessions=4, pass_tokens=16, in_flight=2, chunk_tokens=8, queue=8)
-C = TypeVar("C", bound=commands.ServingCommand)
-
-
-def roles(version: int = 1, guards: Mapping[int, str] | None = None, **places: str) -> ServingRoles:
-    return ServingRoles(
-        version=version,
-        owner="me",
-        places=PLACES | {int(stage[1:]): peer for stage, peer in places.items()},
-        guards={2: "g"} if guards is None else guards,
-        caching=frozenset({1, 2, 3}),
-    )
-
-
-class Job:
-    """A machine with what it commanded last."""
-
-    def __init__(self, given: ServingRoles, *, retain: bool = True) -> None:
-        self.batcher = Batcher(LIMITS)
-        self.machine = ServingMachine(self.batcher, given, 7, (1, 2, 3), retain=retain)
-        self.given = self.machine.start()
-
-    def tell(self, *told: events.ServingEvent) -> list[commands.ServingCommand]:
-        self.given = [command for event in told for command in self.machine.handle(event)]
-        return self.given
-
-    def of(self, kind: type[C]) -> list[C]:
-        return [command for command in self.given if isinstance(command, kind)]
-
-    @property
-    def fence(self) -> Fence:
-        return self.machine.fence
-
-    @property
-    def phase(self) -> ServingPhase:
-        return self.machine.phase
-
-    def enlist(self) -> list[commands.ServingCommand]:
-        return self.tell(*(events.MemberEnlisted(self.fence, peer) for peer in sorted(self.machine.roles.members)))
-
-    def load(self, cached: Mapping[int, tuple[tuple[int, int], ...]] | None = None) -> list[commands.ServingCommand]:
-        cached = cached or {}
-        places = self.machine.roles.places
-        return self.tell(
-            *(events.StageLoaded(self.fence, peer, stage, cached.get(stage, ())) for stage, peer in places.items())
-        )
-
-    def probe(self, *digests: str, distance: float = 0.0) -> list[commands.ServingCommand]:
-        numbers = sorted(self.machine._probes)
-        return self.tell(
-            *(
-                events.ProbeReturned(self.fence, number, digest, distance, 0.1)
-                for number, digest in zip(numbers, digests, strict=True)
-            )
-        )
-
-    def rebuild(self) -> list[commands.ServingCommand]:
-        waiting = [(number, session) for number, (_, left) in self.machine._rebuilds.items() for session in left]
-        return self.tell(*(events.Rebuilt(self.fence, number, session) for number, session in waiting))
-
-
-def running(given: ServingRoles | None = None, *, retain: bool = True, warm: bool = True) -> Job:
-    job = Job(given or roles(), retain=retain)
-    job.enlist()
-    job.load()
-    job.probe("x", "x")
-    assert job.phase is ServingPhase.RUNNING
-    if warm:
-        guards = job.machine.roles.guards
-        job.tell(*(events.StandbyLoaded(job.fence, peer, stage) for stage, peer in guards.items()))
-    return job
-
-
-def decoding(job: Job, number: int = 1) -> int:
-    """A session that has read its prompt and emitted a token; gives the positions computed."""
-    job.batcher.submit(SessionSpec(number=number, scope="", prompt=(5,) * 6, max_tokens=9), 0.0)
-    plan = job.machine.next_pass(0.0)
-    assert plan is not None
-    assert job.machine.returned(job.fence, plan.number, {number: (8,)}, (), 0.0) == {number}
-    return 6
+from harness.serving_job import PLACES, Job, decoding, rebuilding, roles, running
 
 
 def test_passes_go_only_when_all_is_loaded_and_two_probes_are_equal() -> None:
@@ -282,17 +198,6 @@ def test_messages_of_older_rounds_change_nothing() -> None:
     assert job.tell(*late) == []
     assert job.machine.sessions_of(old, plan.number) == ()
     assert job.machine.returned(old, plan.number, {2: (9,)}, (), 0.0) == frozenset()
-
-
-def rebuilding() -> Job:
-    """Its probe is on its way behind what is rebuilt."""
-    job = running(roles(guards={2: "g"}))
-    computed = decoding(job)
-    job.tell(events.MemberLost("b", "x"))
-    job.enlist()
-    job.load({1: ((1, computed),), 3: ((1, computed),)})
-    assert job.phase is ServingPhase.REBUILDING
-    return job
 
 
 def test_a_probe_that_is_back_before_all_is_rebuilt_is_waited_for_no_more() -> None:
