@@ -45,6 +45,11 @@ class Watched(Protocol):
     def deployment(self) -> Deployment: ...
 
     @property
+    def plan(self) -> Plan:
+        """In force, less the guards that are lost: the pool may have others."""
+        ...
+
+    @property
     def is_waiting(self) -> bool: ...
 
     def offer(self, deployment: Deployment, reason: str) -> None: ...
@@ -62,6 +67,8 @@ class PoolWatch:
         self._clock = clock
         self._offered: tuple[int, float] = (0, 0.0)
         """Newest version offered, and when."""
+        self._fallen: set[str] = set()
+        """Guards lost since the last look began."""
         self._unsure = False
         """Whether the answer to the last plan asked for was lost: the broker may have another plan in force."""
         self._lasts_s = self._left_s()
@@ -81,6 +88,9 @@ class PoolWatch:
                 self._slow = observed(self._slow, self._driver.deployment.plan, busy_s)
             case progress.PlanChanged():
                 self._slow = watching(self._step)
+            case progress.FaultSeen(kind="guard", peer=peer):
+                self._replanner.note_lost(peer)
+                self._fallen.add(peer)
             case _:
                 return
 
@@ -106,6 +116,7 @@ class PoolWatch:
         pending = version > self._driver.deployment.plan.version
         if pending and self._clock.now_s() - offered_s < PATIENCE_S:
             return
+        self._fallen.clear()
         members = await self._replanner.pool.pool()
         found = self._handed_over(members) or self._guarded(members) or await self._faster(members)
         if found is None:
@@ -118,6 +129,9 @@ class PoolWatch:
         except TransportError:
             self._unsure = True
             raise
+        if self._fallen & {guard.peer for guard in deployment.plan.guards}:
+            self._unsure = True  # overtaken: the pool's plan is better than the driver's no more
+            return
         self._offered = (deployment.plan.version, self._clock.now_s())
         if not self._driver.is_waiting:
             self._driver.offer(deployment, reason)
@@ -142,7 +156,7 @@ class PoolWatch:
         return 0.0 if ticket is None else expiry_s(ticket) - self._clock.wall_s()
 
     def _plan(self) -> Plan:
-        return msgspec.structs.replace(self._driver.deployment.plan, version=0)
+        return msgspec.structs.replace(self._driver.plan, version=0)
 
     def _handed_over(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         """Whoever leaves in order works until somebody has taken its place. The broker lets it go with the first plan
@@ -153,7 +167,11 @@ class PoolWatch:
         if not leaving:
             return None
         gone = frozenset(one.view.peer for one in leaving)
-        candidates = [one.profile for one in self._replanner.usable(members) if one.view.peer not in gone]
+        candidates = [
+            one.profile
+            for one in self._replanner.usable(members)
+            if one.view.peer not in gone and self._replanner.is_back(one)
+        ]
         found = replaced(plan, self._replanner.problem, gone, candidates)
         if not isinstance(found, Plan):
             return None  # it stays; the next look may find somebody
@@ -172,7 +190,7 @@ class PoolWatch:
 
     def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()
-        candidates = [one.profile for one in self._replanner.usable(members) if one.view.state == "idle"]
+        candidates = [one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one)]
         # Without anybody new too: a guard that is there may take on the stage of one that was lost.
         found = reinforced(plan, self._replanner.problem, candidates)
         if found is None:
@@ -185,7 +203,7 @@ class PoolWatch:
         if not self._slow.due(self._step):
             return None
         plan, watch, step = self._plan(), self._slow, self._step
-        there = tuple(one.profile for one in self._replanner.usable(members))
+        there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
         problem = msgspec.structs.replace(self._replanner.problem, peers=there)
         better: Better | None = await in_background(lambda: better_plan(watch, plan, problem, step))
         self._slow = self._slow.asked(step)

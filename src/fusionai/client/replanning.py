@@ -76,10 +76,8 @@ class PoolReplanner:
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
         """See `execution.deployment`. Raises `ExecutionError` where the recipe refuses who is there."""
-        now_s = self.clock.now_s()
         for peer in lost:
-            known = self._losses.get(peer)
-            self._losses[peer] = _Loss(now_s, 1 if known is None else known.times + 1)
+            self.note_lost(peer)
         while True:
             try:
                 members = await self.pool.pool()
@@ -105,7 +103,7 @@ class PoolReplanner:
         others = [one.profile for one in self.usable(members) if one.view.peer not in gone]
         found = replaced(unversioned, self.problem, gone, others)
         if isinstance(found, Waiting):
-            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self._is_back(one)]
+            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_back(one)]
             if returned:
                 found = replaced(unversioned, self.problem, gone, [*others, *returned])
         if isinstance(found, Waiting) and self.policy == "refuse":
@@ -121,8 +119,16 @@ class PoolReplanner:
                 hint='Set takeover = "tolerant" in [faults], or run it again when such a machine has joined.',
             )
 
-    def _is_back(self, member: Member) -> bool:
-        loss = self._losses[member.view.peer]
+    def note_lost(self, peer: str) -> None:
+        """The job has lost it just now: it counts as there when the broker has heard it since."""
+        known = self._losses.get(peer)
+        self._losses[peer] = _Loss(self.clock.now_s(), 1 if known is None else known.times + 1)
+
+    def is_back(self, member: Member) -> bool:
+        """Whether it was never lost, or has been heard long enough since."""
+        loss = self._losses.get(member.view.peer)
+        if loss is None:
+            return True
         since_s = self.clock.now_s() - loss.at_s
         return since_s - member.view.last_heard_s >= loss.settle_s
 

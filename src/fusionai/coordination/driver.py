@@ -655,15 +655,14 @@ class DriverMachine:
         return [TellFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
 
     def on_plan(self, event: DriverEvent) -> list[DriverCommand]:
-        """At once when a stage waits for somebody, otherwise when nothing is under way."""
+        """At once when a stage waits for somebody, otherwise when nothing is under way. A guard that was lost may be in
+        it again: it has come back, or is lost once more at the price of a round."""
         assert isinstance(event, PlanGranted)
         newest = self._pending or self.roles
         if event.roles.version <= newest.version:
             return []
         if self.phase is DriverPhase.WAITING:
             return self._adopt(event.roles)
-        if event.roles.members & self._lost:
-            return []  # overtaken by a fault; the next one is on its way
         self._pending = event.roles
         return self._change_plan_if_quiet() if self.phase is DriverPhase.RUNNING else []
 

@@ -28,6 +28,7 @@ from fusionai.coordination.sessions import SessionSpec
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
+from fusionai.scheduling.types import Plan
 from fusionai.serving import progress
 from fusionai.serving.driver import Returned, ServingDriver
 from fusionai.serving.faults import FaultLog

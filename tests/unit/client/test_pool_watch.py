@@ -16,11 +16,13 @@ from fusionai.client.pool_watch import PoolWatch
 from fusionai.client.replanning import Replanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import RefusedError, TransportError
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
+from fusionai.training import progress
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, ticket, working
 
 ALL = (working("a"), working("b"))
@@ -32,16 +34,18 @@ class FakeDriver:
     is_waiting: bool = False
     offers: list[tuple[Deployment, str]] = field(default_factory=list)
     renewals: list[Deployment] = field(default_factory=list)
+    fallen: set[str] = field(default_factory=set[str])
 
     @property
     def plan(self) -> Plan:
-        return self.deployment.plan
+        return without_guards(self.deployment.plan, self.fallen)
 
     def offer(self, deployment: Deployment, reason: str) -> None:
         self.offers.append((deployment, reason))
 
     def adopt(self) -> None:
         self.deployment = self.offers[-1][0]
+        self.fallen.clear()
 
     def renew(self, deployment: Deployment) -> None:
         self.renewals.append(deployment)
@@ -56,6 +60,10 @@ class Bench:
 
     def look(self) -> None:
         asyncio.run(self.watch._look())
+
+    def lose_guard(self, peer: str) -> None:
+        self.driver.fallen.add(peer)
+        self.watch.see(progress.FaultSeen("guard", peer, (), 0, "gone"))
 
 
 Make = Callable[..., Bench]
@@ -84,7 +92,7 @@ def bench(tmp_path: Path) -> Iterator[Make]:
                 clock=clock,
             )
             driver = FakeDriver(Deployment(plan=plan, tickets={"owner": ticket(clock.wall_s() + lasts_s)}))
-            watch = PoolWatch(replanner, driver, PeerId("owner"), clock)  # pyright: ignore[reportArgumentType]
+            watch = PoolWatch(replanner, driver, PeerId("owner"), clock)
             return Bench(watch, driver, pool, clock)
 
         yield make
@@ -120,6 +128,58 @@ def test_a_guard_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Mak
     ((found, reason),) = one.driver.offers
     assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "c", 1: "c"}
     assert reason == "stage 1 can be guarded now"
+
+
+def test_a_lost_guard_is_made_up_for_by_another_at_the_next_look(bench: Make):
+    one = bench((*ALL, working("c"), member("d")), guarded=True)
+    assert {guard.peer for guard in one.driver.plan.guards} == {"c"}
+    one.look()
+    assert not one.driver.offers, "all are guarded"
+    one.lose_guard("c")
+    one.look()
+    ((found, reason),) = one.driver.offers
+    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
+    assert reason == "stages 0, 1 can be guarded now"
+
+
+@pytest.mark.parametrize("state", ["idle", "active"])
+def test_a_lost_guard_that_is_heard_again_guards_again(bench: Make, state: str):
+    """A process started anew stands by; one that was frozen still has its place with the broker."""
+    gone = member("c", state="lost", job=JOB)
+    silent, heard = (member("c", state=state, job=JOB if state == "active" else "", last_heard_s=s) for s in (5.0, 0.2))
+    one = bench((*ALL, gone), (*ALL, silent), (*ALL, heard), (*ALL, heard), guarded=True)
+    one.lose_guard("c")
+    one.look()
+    assert not one.driver.offers, "it is not there"
+    one.clock.seconds += 3.0
+    one.look()
+    assert not one.driver.offers, "it was heard before it was lost, not since"
+    one.look()
+    ((found, _),) = one.driver.offers
+    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "c", 1: "c"}
+    one.driver.adopt()
+    one.lose_guard("c")
+    one.clock.seconds += 2.0
+    one.look()
+    assert len(one.driver.offers) == 1, "the second time it must have been there for longer"
+
+
+def test_a_plan_whose_guard_falls_while_it_is_made_is_not_offered(bench: Make):
+    one = bench((*ALL, member("d")), ALL)
+
+    async def falls(job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
+        one.watch.see(progress.FaultSeen("guard", "d", (), 0, "gone"))
+        return await granted(job, title, plan, steps)
+
+    granted, one.pool.request = one.pool.request, falls
+    one.look()
+    assert not one.driver.offers
+    one.pool.request, one.pool.grants = granted, [RefusedError("another plan.", code="stale_fence"), None]
+    one.look()
+    ((found, reason),) = one.driver.offers
+    assert places(found.plan) == places(one.driver.plan)
+    assert not found.plan.guards
+    assert reason == "the answer to another plan was lost"
 
 
 def test_one_offer_at_a_time_unless_it_is_never_taken(bench: Make):

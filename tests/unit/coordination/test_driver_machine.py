@@ -1183,11 +1183,17 @@ def test_a_plan_waits_for_an_evaluation():
     assert kinds(machine.handle(EvaluationDone(1))) == [SendAttach]
 
 
-def test_plans_overtaken_by_a_fault_or_by_a_newer_one_are_dropped():
+def test_a_plan_brings_a_lost_guard_back():
     machine = guarded()
     machine.handle(PeerLost("g0", "gone"))
     machine.handle(PlanGranted(plan(2, guards=GUARDS)))
-    assert SendAttach not in kinds(commit(machine, 0)), "it has the lost guard"
+    assert commit(machine, 0)[-1] == SendAttach(Fence(2, 1, 1), plan(2, guards=GUARDS), GUARDS)
+    assert machine.guards == GUARDS
+    assert machine.handle(PeerLost("g0", "again"))[0] == TellFault("guard", "g0", (), 1, "again")
+    assert machine.guards == {1: "g1"}
+
+
+def test_a_plan_overtaken_by_a_newer_one_is_dropped():
     machine = running()
     machine.handle(PlanGranted(plan(3, guards={0: "g0"})))
     machine.handle(PlanGranted(plan(2, guards={1: "g1"})))
