@@ -5,6 +5,7 @@ Neighbours: `harness.virtual_member` answers it, `harness.virtual_broker` gives 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -335,10 +336,11 @@ class Driver:
         def chosen(pool: Candidates) -> None:
             if not self.alive or (change is None and self.without is None):
                 return
-            layout = self.layout if change is None else change(self.layout)
+            present = self._as_it_is()
+            layout = present if change is None else change(present)
             if layout is not None:
                 layout = stand_in(layout, without, pool, self.world.topology.stateless, self._pick)
-            if layout is None or (change is not None and layout == self.layout):
+            if layout is None or (change is not None and layout == present):
                 self.world.told["nobody can be found" if layout is None else "nothing to change"] += 1
                 return
             self.world.network.send(self.process, broker.process, "control", lambda: minted(layout))
@@ -355,6 +357,10 @@ class Driver:
             self.handle(events.PlanGranted(self._roles(version)))
 
         self.world.network.send(self.process, broker.process, "control", asked)
+
+    def _as_it_is(self) -> Layout:
+        """The plan in force, less the guards that are lost."""
+        return dataclasses.replace(self.layout, guards=dict(self.machine.guards))
 
     def _pick(self, count: int) -> int:
         return self.world.choose.randrange(count)

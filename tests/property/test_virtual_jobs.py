@@ -158,6 +158,16 @@ def test_a_guarded_stage_dies_at_every_moment_and_nobody_goes_back(stage: int):
         assert world.told["restored: rolled back"] == 0
 
 
+@pytest.mark.parametrize("back_after_s", [None, 3.0])
+def test_stages_whose_guard_is_lost_are_guarded_again(back_after_s: float | None):
+    """By the guard that is left, or by the lost one when it is back."""
+    alone = Layout(places={0: "a", 1: "b", 2: "c"}, guards={0: "x", 1: "x", 2: "x"}, snapshot_every=2)
+    world = World(dataclasses.replace(CHAIN, steps=60), GUARDED if back_after_s is None else alone, 5)
+    at_event(world, 200, lambda: world.kill("x", back_after_s=back_after_s)).run()
+    assert world.told["fault: guard"] == 1
+    assert world.driver.machine.guards == dict.fromkeys(range(3), "y" if back_after_s is None else "x")
+
+
 def test_an_unguarded_stage_dies_at_every_moment_and_a_spare_takes_its_place():
     quiet = World(TIED_WITH_SKIP, UNGUARDED, 4)
     quiet.run()
