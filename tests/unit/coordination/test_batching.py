@@ -9,7 +9,7 @@ import pytest
 from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull, TooLong
 from fusionai.coordination.passes import PassPlan
 from fusionai.coordination.sessions import SessionSpec
-from fusionai.wire.serving import Segment
+from fusionai.wire.serving import MAX_SESSIONS, Segment
 
 LIMITS = BatchLimits(
     pages=34, page_tokens=4, sessions=8, pass_tokens=16, in_flight=2, chunk_tokens=8, queue=8, reserve_tokens=0
@@ -347,3 +347,162 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         limited(chunk_tokens=17)
     with pytest.raises(ValueError, match="more pages than a probe"):
         limited(pages=1)
+
+
+# ------------------------------------------------------------------------------------------------ what counts for whom
+
+
+def test_a_pass_made_before_a_session_gave_its_pages_up_counts_for_it_no_more() -> None:
+    """It was admitted again, and reads its tokens anew: what comes of the older pass is of pages it has no more."""
+    batcher = limited()
+    batcher.submit(session(1, 4), 0.0)
+    older = sent(batcher)
+    batcher.compute_again()
+    newer = sent(batcher)
+    assert batcher.sessions_of(older.number) == ()
+    assert back(batcher, older) == frozenset()
+    assert batcher.sessions_of(newer.number) == (1,)
+    assert back(batcher, newer) == {1}
+
+
+def test_a_pass_counts_once() -> None:
+    batcher = limited()
+    batcher.submit(session(1, 4), 0.0)
+    plan = sent(batcher)
+    assert back(batcher, plan) == {1}
+    assert back(batcher, plan) == frozenset()
+    assert batcher.failed(plan.number, 0.0) == ()
+
+
+def test_what_fails_for_a_session_that_is_in_it_no_more_is_not_held_against_it() -> None:
+    batcher = limited()
+    for number in (1, 2):
+        batcher.submit(session(number, 4), 0.0)
+    older = sent(batcher)
+    batcher.compute_again()
+    newer = sent(batcher)
+    assert batcher.failed(older.number, 0.0) == ()
+    assert batcher.sessions_of(newer.number) == (1, 2)
+    assert batcher.failed(newer.number, 0.0) == (), "the first failure that counts"
+
+
+def test_what_came_back_forgives_a_failure() -> None:
+    batcher = limited(in_flight=1)
+    batcher.submit(session(1, 4, 9), 0.0)
+    for _ in range(3):
+        assert batcher.failed(sent(batcher).number, 0.0) == ()
+        assert back(batcher, sent(batcher)) == {1}
+
+
+# ------------------------------------------------------------------------------------------------- what stages forget
+
+
+def test_stages_are_told_again_what_a_pass_told_them_that_failed_or_is_void() -> None:
+    for end in ("failed", "void"):
+        batcher = limited(in_flight=1)
+        read(batcher, session(1, 4, 9), session(2, 4, 9))
+        batcher.cancel(1)
+        plan = sent(batcher)
+        assert plan.forget == (1,)
+        if end == "failed":
+            batcher.failed(plan.number, 0.0)
+        else:
+            batcher.rewind()
+        plan = sent(batcher)
+        assert plan.forget == (1,)
+        back(batcher, plan)
+        assert sent(batcher).forget == ()
+
+
+def test_stages_forget_strangers_and_never_who_is_admitted() -> None:
+    batcher = limited(in_flight=1)
+    read(batcher, session(1, 4, 9))
+    batcher.forget((1, 8, 9))
+    assert sent(batcher).forget == (8, 9)
+
+
+def test_who_gave_its_pages_up_is_forgotten_unless_it_is_admitted_again_meanwhile() -> None:
+    batcher = limited(in_flight=1)
+    read(batcher, session(1, 4, 9), session(2, 4, 9))
+    batcher.compute_again()
+    assert batcher.take_forgotten() == (1, 2)
+    batcher.compute_again()
+    batcher.forget((1, 2))
+    assert sent(batcher).forget == ()
+
+
+def test_one_pass_tells_of_half_as_many_as_there_can_be_and_the_next_of_the_others() -> None:
+    batcher = limited(in_flight=1)
+    read(batcher, session(1, 4, 9))
+    batcher.forget(range(1000, 1000 + MAX_SESSIONS))
+    first = sent(batcher)
+    back(batcher, first)
+    assert first.forget + sent(batcher).forget == tuple(range(1000, 1000 + MAX_SESSIONS))
+
+
+# ---------------------------------------------------------------------------------------------------------- bounds
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"page_tokens": 0}, "at least 1"),
+        ({"sessions": 0}, "at least 1"),
+        ({"in_flight": 0}, "at least 1"),
+        ({"chunk_tokens": 0}, "at least 1"),
+        ({"queue": 0}, "at least 1"),
+        ({"probe_tokens": 0}, "at least 1"),
+        ({"reserve_tokens": -1}, "at least 1"),
+        ({"sessions": MAX_SESSIONS}, "fewer than"),
+        ({"probe_tokens": 17}, "a probe of one pass"),
+    ],
+)
+def test_limits_out_of_bounds_are_refused(changes: dict[str, int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        limited(**changes)
+
+
+def test_limits_at_their_bounds_are_fine() -> None:
+    assert limited(sessions=MAX_SESSIONS - 1, pages=5, page_tokens=1, probe_tokens=1, queue=1, in_flight=1)
+    assert limited(pages=4, probe_tokens=16, chunk_tokens=16)
+
+
+@pytest.mark.parametrize("spec", [session(0, 4), session(-1, 4), session(1, 0), session(1, 4, -1), session(7, 4)])
+def test_what_is_no_session_is_refused(spec: SessionSpec) -> None:
+    batcher = limited()
+    batcher.submit(session(7, 4), 0.0)
+    with pytest.raises(ValueError, match="new session number"):
+        batcher.submit(spec, 0.0)
+
+
+def test_guesses_before_the_first_token_are_dropped() -> None:
+    batcher = limited(in_flight=1)
+    batcher.submit(session(1, 4, 9), 0.0)
+    batcher.propose(1, (11, 12))
+    assert back(batcher, sent(batcher)) == {1}
+    assert sent(batcher).tokens == (7,)
+
+
+def test_a_session_without_a_deadline_never_expires() -> None:
+    batcher = limited()
+    batcher.submit(session(1, 4), 0.0)
+    batcher.submit(session(2, 4, deadline_s=1.0), 0.0)
+    assert batcher.expire(1e9) == (2,)
+
+
+def test_no_more_passes_are_under_way_than_may_be() -> None:
+    batcher = limited(in_flight=2)
+    for number in range(1, 7):
+        batcher.submit(session(number, 8), 0.0)
+    assert batcher.oldest_s is None
+    assert batcher.next_pass(3.0) is not None
+    assert batcher.next_pass(4.0) is not None
+    assert batcher.next_pass(5.0) is None
+    assert (batcher.under_way, batcher.oldest_s) == (2, 3.0)
+
+
+def test_what_was_known_of_a_prompt_is_told_for_sessions_that_are() -> None:
+    batcher = limited()
+    assert batcher.matched(5) == 0
+    batcher.submit(session(5, 4), 0.0)
+    assert batcher.matched(5) == 0

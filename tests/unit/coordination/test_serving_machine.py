@@ -401,3 +401,77 @@ def test_stopping_ends_it_from_everywhere() -> None:
         job.tell(events.StopAsked("asked to"))
         assert job.of(commands.EndJob)[0].stopped == "asked to"
         assert job.tell(events.MemberLost("b", "x"), events.Tick(1.0)) == []
+
+
+def test_the_driver_samples_for_whoever_is_in_a_pass_of_this_round() -> None:
+    job = running()
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert job.machine.sessions_of(job.fence, plan.number) == (1,)
+    assert job.machine.sessions_of(Fence(1, 7, 9), plan.number) == ()
+
+
+def told_to_forget(job: Job) -> set[int]:
+    """By what was sent last: probes, else by the next pass."""
+    probes = job.of(commands.SendProbe)
+    if probes:
+        return {session for probe in probes for session in probe.forget}
+    job.batcher.submit(SessionSpec(number=99, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    return set(plan.forget)
+
+
+def test_what_a_stage_still_has_of_sessions_that_are_over_is_forgotten_and_of_no_others() -> None:
+    job = running()
+    computed = decoding(job)
+    job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
+    job.enlist()
+    job.load({1: ((1, computed), (77, 5)), 2: ((1, computed), (78, 5)), 3: ((1, computed),)})
+    assert told_to_forget(job) == {77, 78}
+
+
+def test_what_a_probe_told_to_forget_is_told_again_unless_it_came_back() -> None:
+    """A round that ends before has reached nobody knows how many stages."""
+    job = running()
+    decoding(job)
+    job.batcher.cancel(1)
+    job.tell(events.MemberLost("b", "x"))
+    job.enlist()
+    job.load()
+    assert told_to_forget(job) == {1}
+    job.tell(events.LinkBroken(job.fence, "a", "c", "x"))
+    job.enlist()
+    job.load()
+    assert told_to_forget(job) == {1}
+    job.probe("x")
+    assert told_to_forget(job) == set()
+
+
+def test_what_a_probe_told_to_forget_is_told_again_where_it_failed() -> None:
+    job = running()
+    decoding(job)
+    job.batcher.cancel(1)
+    job.tell(events.MemberLost("b", "x"))
+    job.enlist()
+    job.load()
+    job.tell(events.PassFailed(job.fence, max(job.machine._probes), 3, "no memory"))
+    job.enlist()
+    job.load()
+    assert told_to_forget(job) == {1}
+
+
+def test_what_a_pass_told_to_forget_is_told_again_after_the_round_it_was_lost_in() -> None:
+    job = running()
+    decoding(job)
+    job.batcher.hold(1)
+    decoding(job, 2)
+    job.batcher.cancel(1)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert plan.forget == (1,)
+    job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
+    job.enlist()
+    job.load(dict.fromkeys((1, 2, 3), ((2, 6),)))
+    assert told_to_forget(job) == {1}

@@ -1,0 +1,355 @@
+"""The serving machine in trouble: what is tried again, what costs a peer, what ends the job, how long it waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionai.coordination import serving_commands as commands
+from fusionai.coordination import serving_events as events
+from fusionai.coordination.serving import ServingPhase
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.sessions import SessionSpec
+from harness.serving_job import Job, decoding, rebuilding, roles, running
+
+
+def again(job: Job) -> None:
+    """The round comes to its end: passes run."""
+    job.enlist()
+    job.load()
+    if job.machine._rebuilds:
+        job.rebuild()
+    if job.machine._probes:
+        job.probe(*["x"] * len(job.machine._probes))
+    assert job.phase is ServingPhase.RUNNING
+
+
+def stage_fails(job: Job, stage: int, *, fatal: bool = False) -> None:
+    job.tell(events.StageFailed(job.fence, job.machine.roles.places[stage], stage, "no memory", fatal))
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+def test_a_stage_that_fails_gets_another_round_then_another_peer() -> None:
+    job = running()
+    stage_fails(job, 2)
+    assert [(told.kind, told.peer, told.stages) for told in job.of(commands.TellFault)] == [("stage", "b", (2,))]
+    assert (job.phase, job.machine.roles.places[2]) == (ServingPhase.ENLISTING, "b")
+    again(job)
+    stage_fails(job, 2)
+    assert [(told.kind, told.heirs) for told in job.of(commands.TellFault)] == [("stage", {2: "g"})]
+    again(job)
+    stage_fails(job, 2)
+    assert job.phase is ServingPhase.WAITING, "a third peer, where the job has been ready: it is not ended"
+
+
+def test_a_pass_that_came_back_forgives_the_stage() -> None:
+    job = running()
+    for number in (1, 2, 3):
+        stage_fails(job, 2)
+        assert job.machine.roles.places[2] == "b"
+        again(job)
+        decoding(job, number)
+        job.batcher.cancel(number)
+
+
+def test_what_can_work_on_no_peer_ends_the_job_at_once() -> None:
+    job = running()
+    stage_fails(job, 2, fatal=True)
+    assert job.phase is ServingPhase.ENDED
+    assert job.of(commands.EndJob)[0].failed == "stage 2 failed: no memory"
+
+
+def test_before_the_job_was_ever_ready_a_third_failure_is_nobody_s_fault_but_the_model_s() -> None:
+    job = Job(roles())
+    for place in ("b", "b", "g"):
+        assert job.machine.roles.places[2] == place
+        job.enlist()
+        stage_fails(job, 2)
+    assert job.phase is ServingPhase.ENDED
+
+
+def test_the_owner_s_own_stage_is_tried_three_times_and_can_go_to_nobody() -> None:
+    job = running()
+    for _ in range(2):
+        stage_fails(job, 0)
+        assert job.phase is ServingPhase.ENLISTING
+        again(job)
+    stage_fails(job, 0)
+    assert job.phase is ServingPhase.ENDED
+
+
+def test_a_probe_that_a_stage_can_t_compute_is_that_stage_s_trouble() -> None:
+    job = Job(roles())
+    for _ in range(2):
+        job.enlist()
+        job.load()
+        assert job.phase is ServingPhase.PROBING
+        job.tell(events.PassFailed(job.fence, max(job.machine._probes), 2, "no memory"))
+    assert job.machine.roles.places[2] == "g"
+
+
+@pytest.mark.parametrize("how", ["too far off", "other bits"])
+def test_before_the_job_was_ready_a_probe_that_is_wrong_ends_it(how: str) -> None:
+    job = Job(roles())
+    job.enlist()
+    job.load()
+    first, second = sorted(job.machine._probes)
+    job.tell(events.ProbeReturned(job.fence, first, "x", 0.0, 0.1))
+    far = how == "too far off"
+    job.tell(events.ProbeReturned(job.fence, second, "x" if far else "y", 0.2 if far else 0.0, 0.1))
+    assert job.phase is ServingPhase.ENDED
+
+
+def test_a_probe_as_far_off_as_is_tolerated_is_right() -> None:
+    job = rebuilding()
+    job.probe("y", distance=0.1)
+    job.rebuild()
+    assert job.phase is ServingPhase.RUNNING
+
+
+def test_a_wrong_probe_with_nobody_new_but_the_owner_ends_the_job() -> None:
+    job = running(roles(guards={}))
+    job.tell(events.PlanGiven(roles(2, guards={}, s2="me")))
+    job.enlist()
+    job.load()
+    job.probe("y", distance=0.5)
+    assert job.phase is ServingPhase.ENDED
+
+
+def test_the_loss_of_the_owner_s_own_process_ends_the_job() -> None:
+    job = running()
+    job.tell(events.MemberLost("me", "gone"))
+    assert job.phase is ServingPhase.ENDED
+
+
+def test_what_a_command_could_not_do_ends_the_job() -> None:
+    job = running()
+    job.tell(events.CommandFailed("no disk"))
+    assert (job.phase, job.of(commands.EndJob)[0].failed) == (ServingPhase.ENDED, "no disk")
+
+
+# ------------------------------------------------------------------------------------------------------------- guards
+
+
+def test_a_guard_that_fails_is_replaced_and_passes_go_on() -> None:
+    job = running(warm=False)
+    job.tell(events.StageFailed(job.fence, "g", 2, "no room"))
+    assert [(told.kind, told.peer) for told in job.of(commands.TellFault)] == [("guard", "g")]
+    assert [asked.urgent for asked in job.of(commands.AskPlan)] == [False]
+    assert (job.phase, job.machine.roles.guards) == (ServingPhase.RUNNING, {})
+
+
+def test_whoever_runs_a_stage_and_can_t_guard_another_keeps_the_one_it_runs() -> None:
+    job = running(roles(guards={2: "a", 3: "g"}), warm=False)
+    fence = job.fence
+    job.tell(events.StageFailed(fence, "a", 2, "no room"))
+    assert (job.fence, job.machine.roles.places[1], job.machine.roles.guards) == (fence, "a", {3: "g"})
+    assert job.of(commands.Dismiss) == []
+
+
+@pytest.mark.parametrize("concerned", [True, False])
+def test_a_plan_that_gives_a_stage_to_whoever_could_not_load_it_is_void(concerned: bool) -> None:
+    job = running(roles(guards={2: "a"}), warm=False)
+    moved = {"s3": "n", "s2": "a"} if concerned else {"s3": "n"}
+    job.tell(events.PlanGiven(roles(2, guards={}, **moved)))
+    (brought,) = job.of(commands.EnlistStandby)
+    job.tell(events.MemberEnlisted(brought.fence, "n"), events.StageFailed(job.fence, "a", 2, "no room"))
+    job.tell(events.StandbyLoaded(brought.fence, "n", 3))
+    assert bool(job.of(commands.BeginRound)) is not concerned
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+
+def test_the_loss_of_strangers_and_of_whoever_is_lost_already_changes_nothing() -> None:
+    job = running(roles(guards={}))
+    assert job.tell(events.MemberLost("somebody", "x")) == []
+    job.tell(events.MemberLost("b", "x"))
+    assert job.phase is ServingPhase.WAITING
+    assert job.tell(events.MemberLost("b", "x")) == []
+
+
+def test_a_lost_guard_is_asked_for_anew_urgently_only_while_the_job_waits() -> None:
+    job = running()
+    job.tell(events.MemberLost("g", "x"))
+    assert job.phase is ServingPhase.RUNNING
+    assert [(asked.urgent, asked.without) for asked in job.of(commands.AskPlan)] == [(False, {"g"})]
+    waiting = running(roles(guards={3: "g"}))
+    waiting.tell(events.MemberLost("b", "x"), events.MemberLost("g", "x"))
+    assert [asked.urgent for asked in waiting.of(commands.AskPlan)] == [True, True]
+    assert waiting.of(commands.AskPlan)[-1].without == {"b", "g"}
+
+
+def test_whoever_was_only_to_come_is_not_missed_but_what_was_to_come_of_it_is_void() -> None:
+    job = running()
+    job.tell(events.PlanGiven(roles(2, s2="n", guards={})))
+    (brought,) = job.of(commands.EnlistStandby)
+    job.tell(events.MemberEnlisted(brought.fence, "n"), events.MemberLost("n", "x"))
+    assert job.of(commands.AskPlan) == []
+    job.tell(events.MemberEnlisted(brought.fence, "n"), events.StandbyLoaded(brought.fence, "n", 2))
+    assert (job.phase, job.machine.roles.places[2]) == (ServingPhase.RUNNING, "b")
+
+
+def test_a_plan_goes_on_being_prepared_when_somebody_else_is_lost() -> None:
+    job = running(roles(guards={3: "g"}))
+    job.tell(events.PlanGiven(roles(2, s2="n", guards={})))
+    (brought,) = job.of(commands.EnlistStandby)
+    job.tell(events.MemberLost("g", "x"), events.MemberEnlisted(brought.fence, "n"))
+    job.tell(events.StandbyLoaded(brought.fence, "n", 2))
+    assert job.machine.roles.places[2] == "n"
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_lost_stage_goes_to_whoever_was_about_to_take_it_if_it_has_loaded(warm: bool) -> None:
+    job = running(roles(guards={}))
+    job.tell(events.PlanGiven(roles(2, guards={}, s2="n", s3="m")))
+    fence = job.of(commands.EnlistStandby)[0].fence
+    job.tell(events.MemberEnlisted(fence, "n"))
+    if warm:
+        job.tell(events.StandbyLoaded(fence, "n", 2))
+    job.tell(events.MemberLost("b", "x"))
+    assert job.of(commands.TellFault)[0].heirs == ({2: "n"} if warm else {})
+    assert job.phase is (ServingPhase.ENLISTING if warm else ServingPhase.WAITING)
+
+
+# -------------------------------------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize(("reporter", "other"), [("a", "a"), ("a", "somebody"), ("somebody", "a"), ("g", "a")])
+def test_a_link_counts_only_between_two_that_passes_cross(reporter: str, other: str) -> None:
+    job = running()
+    assert job.tell(events.LinkBroken(job.fence, reporter, other, "reset")) == []
+
+
+def test_a_link_to_the_owner_counts_also_where_it_runs_no_stage() -> None:
+    given = ServingRoles(version=1, owner="me", places={0: "a", 1: "b"}, caching=frozenset({0, 1}))
+    job = running(given)
+    job.tell(events.LinkBroken(job.fence, "b", "me", "reset"))
+    assert job.phase is ServingPhase.ENLISTING
+    alone = running(ServingRoles(version=1, owner="me", places={0: "me", 1: "a"}, caching=frozenset({1})))
+    alone.tell(events.LinkBroken(alone.fence, "a", "me", "reset"))
+    assert alone.phase is ServingPhase.ENLISTING
+
+
+def test_a_link_that_breaks_again_costs_whoever_has_trouble_with_most() -> None:
+    job = running(roles(guards={3: "g"}))
+    for pair in (("b", "c"), ("b", "a"), ("c", "b")):
+        job.tell(events.LinkBroken(job.fence, *pair, "reset"))
+        if job.phase is ServingPhase.ENLISTING:
+            again(job)
+    assert job.machine.lost == {"b"}
+
+
+def test_a_link_that_breaks_again_costs_whoever_can_be_replaced_at_once_and_never_the_owner() -> None:
+    job = running(roles(guards={1: "g"}))
+    for _ in range(2):
+        job.tell(events.LinkBroken(job.fence, "a", "b", "reset"))
+        again(job)
+    assert job.machine.lost == {"a"}
+    owners = running()
+    for _ in range(2):
+        owners.tell(events.LinkBroken(owners.fence, "me", "c", "reset"))
+        if owners.phase is ServingPhase.ENLISTING:
+            again(owners)
+    assert owners.machine.lost == {"c"}
+
+
+def test_whoever_is_lost_breaks_no_links() -> None:
+    """The stage it had waits; the round's fence is still in force."""
+    job = running(roles(guards={}))
+    job.tell(events.MemberLost("b", "x"))
+    assert job.tell(events.LinkBroken(job.fence, "a", "b", "reset")) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- time
+
+
+def stuck(phase: ServingPhase) -> Job:
+    """A job that is not yet (or no more) running and hears nothing."""
+    match phase:
+        case ServingPhase.ENLISTING:
+            return Job(roles())
+        case ServingPhase.LOADING:
+            job = Job(roles())
+            job.enlist()
+        case ServingPhase.REBUILDING:
+            job = rebuilding()
+        case _:
+            job = rebuilding()
+            job.rebuild()
+    return job
+
+
+LIMITS_S = {
+    ServingPhase.ENLISTING: 10.0,
+    ServingPhase.LOADING: 60.0,
+    ServingPhase.REBUILDING: 20.0,
+    ServingPhase.PROBING: 20.0,
+}
+
+
+@pytest.mark.parametrize(("phase", "limit_s"), LIMITS_S.items())
+def test_a_phase_may_go_so_long_without_progress_and_no_longer(phase: ServingPhase, limit_s: float) -> None:
+    job = stuck(phase)
+    assert job.phase is phase
+    job.tell(events.Tick(50.0), events.Tick(50.0 + limit_s))
+    assert job.given == []
+    job.tell(events.Tick(50.1 + limit_s))
+    assert job.of(commands.TellFault)[0].kind == "late"
+
+
+def test_a_pass_may_take_its_time_and_no_longer() -> None:
+    job = running()
+    assert job.tell(events.Tick(500.0)) == []
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    assert job.machine.next_pass(500.0) is not None
+    assert job.tell(events.Tick(530.0)) == []
+    job.tell(events.Tick(530.1))
+    assert job.phase is ServingPhase.ENLISTING
+
+
+def test_a_round_that_stalls_is_repeated_then_sessions_are_read_again_then_it_costs_the_suspects() -> None:
+    job = rebuilding()
+    computed = job.batcher.live[1]
+    now_s = 0.0
+
+    def stall() -> None:
+        nonlocal now_s
+        job.tell(events.Tick(now_s), events.Tick(now_s + 21.0))
+        now_s += 30.0
+
+    stall()
+    assert (job.machine.lost, job.batcher.live) == ({"b"}, {1: computed})
+    job.enlist()
+    job.load({1: ((1, computed),), 3: ((1, computed),)})
+    assert job.phase is ServingPhase.REBUILDING
+    stall()
+    assert (job.machine.lost, job.batcher.live) == ({"b"}, {})
+    job.enlist()
+    job.load()
+    assert job.phase is ServingPhase.PROBING
+    stall()
+    assert job.machine.lost == {"b", "g"}
+
+
+def test_the_owner_alone_is_never_a_suspect() -> None:
+    given = ServingRoles(version=1, owner="me", places={0: "me", 1: "me"}, caching=frozenset({1}))
+    job = Job(given)
+    for attempt in range(5):
+        assert job.fence.attempt == attempt
+        job.enlist()
+        job.load()
+        job.tell(events.Tick(100.0 * attempt), events.Tick(100.0 * attempt + 21.0))
+    assert job.phase is ServingPhase.ENLISTING
+
+
+def test_passes_that_never_come_back_cost_nobody() -> None:
+    """Every stage has them; who is late can't be told."""
+    job = running()
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    for time in range(5):
+        assert job.machine.next_pass(100.0 * time) is not None
+        job.tell(events.Tick(100.0 * time + 31.0))
+        again(job)
+    assert job.machine.lost == frozenset()
