@@ -235,20 +235,14 @@ class Batcher:
     @property
     def live(self) -> dict[int, int]:
         """Session -> positions that every stage must have before passes go on."""
-        return {
-            number: session.computed
-            for number, session in self._sessions.items()
-            if session.admitted and session.computed > 0
-        }
+        return {number: session.computed for number, session in self._sessions.items() if session.computed > 0}
 
-    def segments_for_rebuild(self, sessions: Collection[int] | None = None) -> tuple[Segment, ...]:
-        """What a stage without caches needs, of these sessions (None: of all): each with its page table. Pages that
-        several have are in one segment only, the first; the others start behind them."""
+    def segments_for_rebuild(self) -> tuple[Segment, ...]:
+        """What a stage without caches needs, of all sessions: each with its page table. Pages that several have are in
+        one segment only, the first; the others start behind them."""
         segments: list[Segment] = []
         seen: set[int] = set()
         for number, computed in sorted(self.live.items()):
-            if sessions is not None and number not in sessions:
-                continue
             table = self.pages.table(number)[: self.pages.pages_for(computed)]
             shared = next((entry for entry, page in enumerate(table) if page not in seen), len(table))
             start = min(shared * self.limits.page_tokens, computed)

@@ -11,7 +11,7 @@ finds one. Neighbour: `coordination.batching`.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 
@@ -91,11 +91,11 @@ class FairQueue:
 
     def rank(self, sessions: Iterable[tuple[int, str]]) -> list[int]:
         """The sessions in turn of their scopes: the first of each, then the second of each, order kept otherwise."""
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         ranked: list[tuple[int, int, int]] = []
         for order, (session, scope) in enumerate(sessions):
-            seen[scope] = seen.get(scope, 0) + 1
             ranked.append((seen[scope], order, session))
+            seen[scope] += 1
         return [session for _, _, session in sorted(ranked)]
 
     def _next_scope(self) -> str | None:

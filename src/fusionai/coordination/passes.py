@@ -45,8 +45,8 @@ class Part:
         are; then the last token's, and the proposals'."""
         session = self.session
         first = len(self.tokens)
-        if session.spec.all_rows and self.start < len(session.spec.prompt):
-            first = max(0, session.delivered - self.start)
+        if session.spec.all_rows:  # behind the prompt, whatever was computed has been delivered
+            first = min(first, max(0, session.delivered - self.start))
         if self.end == len(session.tokens):
             first = min(first, self.end - 1 - self.start)
         return first

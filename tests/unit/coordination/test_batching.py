@@ -506,3 +506,75 @@ def test_what_was_known_of_a_prompt_is_told_for_sessions_that_are() -> None:
     assert batcher.matched(5) == 0
     batcher.submit(session(5, 4), 0.0)
     assert batcher.matched(5) == 0
+
+
+# --------------------------------------------------------------------------------------------------------- who is next
+
+
+def test_what_is_computed_of_a_session_counts_from_its_first_position_on() -> None:
+    batcher = limited()
+    batcher.submit(session(1, 1, 9), 0.0)
+    plan = sent(batcher)
+    assert batcher.live == {}
+    back(batcher, plan)
+    assert batcher.live == {1: 1}
+
+
+def test_a_session_all_of_whose_pages_another_has_needs_no_segment_of_its_own() -> None:
+    """The older one was admitted again and found what the younger had computed."""
+    batcher = limited(in_flight=1)
+    alike = tuple(range(8))
+    read(batcher, session(2, alike, 9))
+    batcher.hold(2)
+    read(batcher, session(1, (*alike, 50, 51), 9))
+    (only,) = batcher.segments_for_rebuild()
+    assert (only.session, only.start, only.length) == (1, 0, 10)
+    assert batcher.live == {1: 10, 2: 8}
+
+
+def test_nobody_is_admitted_while_a_session_lacks_a_page() -> None:
+    batcher = limited(pages=8, prefix=False)
+    read(batcher, session(1, 8, 9))
+    batcher.hold(1)
+    batcher.submit(session(2, 16, 4), 0.0)
+    back(batcher, sent(batcher))
+    older = sent(batcher)
+    assert [one.session for one in older.segments] == [2]
+    batcher.propose(1, ())
+    batcher.submit(session(3, 4, 4), 0.0)
+    assert batcher.next_pass(0.0) is None, "1 lacks a page, 2 is under way"
+    batcher.cancel(2)
+    back(batcher, older)
+    assert [one.session for one in sent(batcher).segments] == [1]
+    assert [one.session for one in sent(batcher).segments] == [3]
+
+
+def test_whose_rows_have_all_come_may_go_on_from_the_prefix_cache() -> None:
+    batcher = limited(pages=8, in_flight=1)
+    read(batcher, session(1, 8, 13), session(2, 8, 4, all_rows=True))
+    batcher.hold(2)
+    while batcher.queued == 0:
+        back(batcher, sent(batcher))
+    batcher.propose(2, ())
+    batcher.cancel(1)
+    plan = sent(batcher)
+    assert [(one.session, one.start) for one in plan.segments] == [(2, 4)]
+    assert plan.wanted_sessions == (2,)
+
+
+def test_who_waits_takes_no_room_in_a_pass() -> None:
+    batcher = limited(sessions=1)
+    read(batcher, session(1, 4, 30))
+    batcher.submit(session(2, 8), 0.0)
+    batcher.propose(1, range(12))
+    assert sent(batcher).tokens == (7, *range(12))
+
+
+def test_the_last_token_of_a_prompt_is_read_not_decoded() -> None:
+    """So it is no reason to read less of others."""
+    batcher = limited(pass_tokens=32, in_flight=1, prefix=False)
+    batcher.submit(session(1, 9), 0.0)
+    back(batcher, sent(batcher))
+    for number in (2, 3):
+        batcher.submit(session(number, 8), 0.0)
+    assert [(one.session, one.length) for one in sent(batcher).segments] == [(1, 1), (2, 8), (3, 8)]

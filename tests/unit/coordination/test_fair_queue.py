@@ -56,6 +56,31 @@ def test_a_scope_keeps_what_it_was_given_while_one_of_its_sessions_lives() -> No
     assert order(queue, {2: ("a", 1), 3: ("b", 1), 4: ("b", 1)}) == [3, 4, 2]
 
 
+def test_a_scope_keeps_what_it_was_given_when_it_sends_more() -> None:
+    queue = FairQueue(8)
+    queue.push(1, "a")
+    queue.push(2, "b")
+    queue.pop()
+    queue.charge("a", 50)
+    queue.push(3, "a")
+    queue.push(4, "b")
+    assert order(queue, {2: ("b", 1), 3: ("a", 1), 4: ("b", 1)}) == [2, 4, 3]
+
+
+def test_a_scope_whose_sessions_are_all_over_comes_anew() -> None:
+    queue = FairQueue(8)
+    queue.push(1, "a")
+    queue.push(2, "b")
+    queue.pop()
+    queue.charge("a", 50)
+    queue.leave(1, "a")
+    queue.pop()
+    queue.charge("b", 5)
+    for number, scope in ((3, "b"), (4, "a"), (5, "b")):
+        queue.push(number, scope)
+    assert order(queue, {3: ("b", 1), 4: ("a", 1), 5: ("b", 1)}) == [3, 4, 5]
+
+
 def test_who_had_to_make_room_comes_before_all_others_the_oldest_first() -> None:
     queue = FairQueue(8)
     for number in (1, 2, 3):

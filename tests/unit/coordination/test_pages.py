@@ -75,6 +75,14 @@ def test_no_room_changes_nothing() -> None:
     assert (pages.table(1), pages.room) == (before, 1)
 
 
+def test_the_last_page_is_handed_out_too() -> None:
+    pages = Pages(3, 2)
+    pages.admit(1, "", NOTHING)
+    assert pages.extend(1, 6)
+    assert (pages.room, len(pages.table(1))) == (0, 3)
+    assert pages.extend(1, 6)
+
+
 def test_a_match_takes_kept_pages_out_of_the_room() -> None:
     pages = Pages(4, 2)
     opened(pages, 1, (1, 2, 3, 4))
@@ -119,3 +127,6 @@ def test_misuse_is_said() -> None:
         pages.admit(1, "", NOTHING)
     with pytest.raises(ValueError, match="got 0 of 4"):
         Pages(0, 4)
+    with pytest.raises(ValueError, match="got 4 of 0"):
+        Pages(4, 0)
+    assert Pages(1, 1).room == 1
