@@ -142,7 +142,7 @@ class World:
     def stories(self) -> str:
         machine, batcher = self.machine, self.batcher
         lines = [f"{self.network.now_s:.2f} s, {machine.phase} {machine.fence} {machine.roles}"]
-        lines += [f"lost {machine._lost} leaving {machine._leaving} pending {machine._pending} warm {machine._warm}"]
+        lines += [f"lost {machine._lost} leaving {machine._leaving} pending {machine._pending} {machine._muster}"]
         lines += [f"running {batcher.running} queued {batcher.queued} under way {batcher.under_way}"]
         lines += [f"  {line}" for line in machine.story[-16:]]
         for member in self.members.values():

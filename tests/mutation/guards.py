@@ -89,7 +89,10 @@ SUBJECTS: Final = {
         Subject("machine", ("unit/coordination/test_machine.py",)),
         Subject("serving", SERVING),
         Subject("serving_roles", SERVING),
+        Subject("serving_muster", SERVING),
         Subject("batching", (*BATCHES, *SERVING)),
+        Subject("sessions", (*BATCHES, *SERVING)),
+        Subject("passes", (*BATCHES, *SERVING)),
         Subject("pages", ("unit/coordination/test_pages.py", *BATCHES, *SERVING)),
         Subject("fair_queue", ("unit/coordination/test_fair_queue.py", *BATCHES)),
     )

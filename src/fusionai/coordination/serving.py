@@ -15,8 +15,8 @@ A lost stage goes to its guard at once, under the same plan version; the broker 
 stages is prepared first (their new holders load as guards do, beside the passes) and then costs one round. Other guards
 cost none.
 
-Neighbours: `serving_events`, `serving_commands` are its words, `serving_roles` who does what, `batching` and `pages`
-the sessions.
+Neighbours: `serving_events`, `serving_commands` are its words, `serving_roles` who shall do what, `serving_muster` who
+is in, `batching` and `pages` the sessions.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from fusionai.coordination.serving_events import (
     StopAsked,
     Tick,
 )
+from fusionai.coordination.serving_muster import Muster
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
@@ -117,17 +118,7 @@ class ServingMachine:
     """Whether the job has been ready once."""
     _lost: set[str] = field(default_factory=set[str])
     _leaving: set[str] = field(default_factory=set[str])
-    _enlisted: set[str] = field(default_factory=set[str])
-    _members: set[str] = field(default_factory=set[str])
-    """Whoever was enlisted and not dismissed since."""
-    _standing: dict[str, Fence] = field(default_factory=dict[str, Fence])
-    """Members brought in beside the round, with the fence they got."""
-    _standby: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
-    """Stages that a member was told, when it was last enlisted, to guard: it takes no others."""
-    _asked_standby: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    """In this round."""
-    _warm: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    """(stage, guard) whose weights are there."""
+    _muster: Muster = field(default_factory=Muster)
     _loaded: dict[int, Mapping[int, int]] = field(default_factory=dict[int, Mapping[int, int]])
     """Stage -> what it said it has of each session."""
     _sound: dict[int, str] = field(default_factory=dict[int, str])
@@ -197,7 +188,7 @@ class ServingMachine:
 
     def is_warm(self, stage: int) -> bool:
         """Whether the stage's guard could take over now."""
-        return (stage, self.roles.guards.get(stage, "")) in self._warm
+        return self._muster.is_warm(stage, self.roles.guards.get(stage, ""))
 
     # ---------------------------------------------------------------------------------------------------- rounds
 
@@ -209,9 +200,7 @@ class ServingMachine:
         self._void_round()
         # Whoever is not placed with a stage drops it, also when a later round gives it back before passes run.
         self._sound = {stage: one for stage, one in self._sound.items() if self.roles.places.get(stage) == one}
-        self._members |= self.roles.members
-        for peer in self.roles.members:
-            self._tell_standby(peer, self.roles)
+        self._muster.begin(self.roles)
         state: Final = "recovering" if self._ready else "starting"
         return [TellState(state, why), BeginRound(self.fence, self.roles)]
 
@@ -219,8 +208,7 @@ class ServingMachine:
         self.batcher.rewind()
         for forgotten in self._probes.values():
             self.batcher.forget(forgotten)
-        for one in (self._enlisted, self._standing, self._standby, self._asked_standby):
-            one.clear()
+        self._muster.void()
         for one in (self._loaded, self._rebuilds, self._probes):
             one.clear()
         self._digests.clear()
@@ -229,7 +217,7 @@ class ServingMachine:
     def on_enlisted(self, event: ServingEvent) -> list[ServingCommand]:
         """Stages load as soon as their member is in; guards when passes run, so as not to be in anybody's way."""
         assert isinstance(event, MemberEnlisted)
-        self._enlisted.add(event.peer)
+        self._muster.enlisted.add(event.peer)
         if self.phase is ServingPhase.RUNNING:
             return self._prepare()
         unsound = set(self._unsound())
@@ -242,7 +230,7 @@ class ServingMachine:
     def on_guard_enlisted(self, event: ServingEvent) -> list[ServingCommand]:
         """Whoever runs a stage is in already; guards load when passes run."""
         assert isinstance(event, MemberEnlisted)
-        self._enlisted.add(event.peer)
+        self._muster.enlisted.add(event.peer)
         return []
 
     def on_loaded(self, event: ServingEvent) -> list[ServingCommand]:
@@ -253,7 +241,7 @@ class ServingMachine:
         return self._go_on_when_loaded()
 
     def _go_on_when_loaded(self) -> list[ServingCommand]:
-        if not set(self.roles.places.values()) <= self._enlisted:
+        if not set(self.roles.places.values()) <= self._muster.enlisted:
             return []
         self.phase = ServingPhase.LOADING
         return self._rebuild() if self._loaded.keys() >= set(self.roles.stages) else []
@@ -363,7 +351,7 @@ class ServingMachine:
         self.phase = ServingPhase.RUNNING
         self._ready = True
         self._sound = dict(self.roles.places)
-        self._warm -= set(self._sound.items())
+        self._muster.took_over(self._sound)
         return [TellState("ready", ""), ResumePasses(), *self._hand_over(), *self._prepare()]
 
     # --------------------------------------------------------------------------------------------- guards and plans
@@ -377,14 +365,14 @@ class ServingMachine:
             wanted += [(stage, peer, self._pending) for stage, peer in sorted(self._moving(self._pending).items())]
         commands: list[ServingCommand] = []
         for stage, peer, roles in wanted:
-            if (stage, peer) in self._warm or (stage, peer) in self._asked_standby:
+            if self._muster.is_warm(stage, peer) or self._muster.was_asked(stage, peer):
                 continue
-            if stage not in self._standby.get(peer, ()):
+            if not self._muster.may_hold(stage, peer):
                 if self._may_enlist(peer, roles):
                     commands.append(self._enlist_standby(peer, roles))
-            elif peer in self._enlisted:
-                self._asked_standby.add((stage, peer))
-                fence = self._standing.get(peer, self.fence)
+            elif peer in self._muster.enlisted:
+                self._muster.ask(stage, peer)
+                fence = self._muster.fence_of(peer, self.fence)
                 commands.append(SendLoad(fence, peer, stage, standby=True, fresh=False, roles=roles))
         return [*commands, *self._switch_if_prepared()]
 
@@ -400,17 +388,8 @@ class ServingMachine:
         fence = Fence(roles.version, self.incarnation, self.attempt)
         stages = roles.guarded_by(peer) if roles is self.roles else tuple(self._moved_to(peer, roles))
         told = replace(self.roles, version=roles.version, guards={**self.roles.guards, **dict.fromkeys(stages, peer)})
-        self._standing[peer] = fence
-        self._members.add(peer)
-        self._enlisted.discard(peer)
-        self._asked_standby = {(stage, one) for stage, one in self._asked_standby if one != peer}
-        self._tell_standby(peer, told)
+        self._muster.bring(peer, fence, told)
         return EnlistStandby(fence, peer, told)
-
-    def _tell_standby(self, peer: str, roles: ServingRoles) -> None:
-        """It forgets what it neither runs nor guards."""
-        self._standby[peer] = kept = frozenset(roles.guarded_by(peer))
-        self._warm = {(stage, one) for stage, one in self._warm if one != peer or stage in kept}
 
     def _moved_to(self, peer: str, roles: ServingRoles) -> list[int]:
         return [stage for stage, one in self._moving(roles).items() if one == peer]
@@ -427,14 +406,14 @@ class ServingMachine:
         if pending is None:
             return []
         ready = all(
-            (stage, peer) in self._warm or stage not in self._standby.get(peer, ())
+            self._muster.is_warm(stage, peer) or not self._muster.may_hold(stage, peer)
             for stage, peer in self._moving(pending).items()
         )
         return self._adopt(pending, "another plan") if ready else []
 
     def on_standby_loaded(self, event: ServingEvent) -> list[ServingCommand]:
         assert isinstance(event, StandbyLoaded)
-        self._warm.add((event.stage, event.peer))
+        self._muster.loaded(event.stage, event.peer)
         return [*self._hand_over(), *self._switch_if_prepared()]
 
     def on_plan(self, event: ServingEvent) -> list[ServingCommand]:
@@ -458,7 +437,7 @@ class ServingMachine:
 
     def _adopt(self, roles: ServingRoles, why: str) -> list[ServingCommand]:
         if roles.partition != self.roles.partition:
-            self._warm.clear()
+            self._muster.cut_anew()
             self._sound.clear()
         self.roles = roles
         self._pending = None
@@ -470,19 +449,14 @@ class ServingMachine:
 
     def _dismiss_idle(self) -> list[ServingCommand]:
         """Whoever was enlisted and has no part in any plan any more."""
-        gone = sorted(self._members - self._parts()) if self.phase is not ServingPhase.ENDED else []
+        gone = sorted(self._muster.members - self._parts()) if self.phase is not ServingPhase.ENDED else []
         for peer in gone:
             self._strike(peer)
         return [Dismiss(peer, "no part in the plan any more") for peer in gone]
 
     def _strike(self, peer: str) -> None:
         """From everything known of members. A stage it still has in `roles` has nobody."""
-        self._members.discard(peer)
-        self._enlisted.discard(peer)
-        self._standing.pop(peer, None)
-        self._standby.pop(peer, None)
-        self._warm = {(stage, one) for stage, one in self._warm if one != peer}
-        self._asked_standby = {(stage, one) for stage, one in self._asked_standby if one != peer}
+        self._muster.strike(peer)
         self.roles = replace(self.roles, guards={s: one for s, one in self.roles.guards.items() if one != peer})
 
     def on_leaving(self, event: ServingEvent) -> list[ServingCommand]:
@@ -573,7 +547,7 @@ class ServingMachine:
         heirs = {stage: self.roles.guards[stage] for stage in stages if stage in self.roles.guards}
         if self._pending is not None:
             moving = self._moving(self._pending)
-            prepared = {stage: moving[stage] for stage in stages if (stage, moving.get(stage, "")) in self._warm}
+            prepared = {stage: moving[stage] for stage in stages if self._muster.is_warm(stage, moving.get(stage, ""))}
             heirs = {**prepared, **heirs}
         return heirs
 
@@ -643,7 +617,7 @@ class ServingMachine:
         idle_s = event.now_s - self._moved_s
         match self.phase:
             case ServingPhase.ENLISTING if idle_s > self.limits.enlist_s:
-                return self._lose_late(set(self.roles.places.values()) - self._enlisted, "it does not answer")
+                return self._lose_late(set(self.roles.places.values()) - self._muster.enlisted, "it does not answer")
             case ServingPhase.LOADING if idle_s > self.limits.load_s:
                 late = {peer for stage, peer in self.roles.places.items() if stage not in self._loaded}
                 return self._lose_late(late, "it does not load its stage")
@@ -706,7 +680,7 @@ class ServingMachine:
                 | StandbyLoaded(fence, peer)
                 | StageFailed(fence, peer)
             ):
-                return fence == self._standing.get(peer, self.fence) and peer in self._parts()
+                return fence == self._muster.fence_of(peer, self.fence) and peer in self._parts()
             case StageLoaded() | Rebuilt() | RebuildFailed() | ProbeReturned() | PassFailed() | LinkBroken():
                 return event.fence == self.fence
             case MemberLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
