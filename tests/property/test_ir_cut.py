@@ -6,7 +6,6 @@ import bisect
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -260,7 +259,6 @@ def run_stages(graph: Graph, partition: Partition, batch: int) -> tuple[dict[str
     return outputs, state
 
 
-@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(cuts(), st.integers(1, 5))
 def test_stages_compute_what_the_whole_computes(case: tuple[Graph, list[frozenset[int]]], batch: int) -> None:

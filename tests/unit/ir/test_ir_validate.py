@@ -121,7 +121,6 @@ def test_lists_of_the_grammar_nest_little(model: Graph) -> None:
         validate(replace(model, nodes=(node, *model.nodes[1:])))
 
 
-@pytest.mark.slow
 def test_recursion_is_an_ordinary_refusal(model: Graph) -> None:
     deep: Any = ListArg((1,))
     for _ in range(100_000):

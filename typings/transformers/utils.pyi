@@ -1,0 +1,3 @@
+class logging:
+    @staticmethod
+    def disable_progress_bar() -> None: ...
