@@ -113,7 +113,7 @@ async def stream_part(model: Path, folder: Path, rounds: int, tokens: int, figur
         plain = await asyncio.to_thread(transformers_rival, model, folder)
         stack.callback(plain.close)
         for number in range(rounds + 1):
-            asked_tokens = prompt(number, LLAMA_134M["vocab_size"])
+            asked_tokens = prompt(number, pools["fp32"].model.vocabulary)
             speed, answer = await asyncio.to_thread(plain.generate, asked_tokens, tokens)
             one = {weights: await one_stream(served, asked_tokens, tokens) for weights, served in pools.items()}
             eight, _ = await streams(pools["fp32"], STREAMS, tokens, number)
@@ -163,7 +163,7 @@ async def llama_cpp_part(
         starting = llama_cpp_rivals(venv, model, folder, servers=RPC_SERVERS, context=CONTEXT)
         rivals = await asyncio.to_thread(processes.enter_context, starting)
         for number in range(rounds + 1):
-            asked_tokens = prompt(number, LLAMA_134M["vocab_size"])
+            asked_tokens = prompt(number, served.model.vocabulary)
             found = {
                 name: await asyncio.to_thread(rival.generate, asked_tokens, tokens) for name, rival in rivals.items()
             }
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="of the parts only these")
     parser.add_argument("--model", type=Path, help="serve this directory instead of making the 134M model")
     parser.add_argument("--text", type=Path, help="train on this file, UTF-8")
-    parser.add_argument("--train-steps", type=int, default=500)
+    parser.add_argument("--train-steps", type=int, default=550)
     parser.add_argument("--work", type=Path, metavar="DIRECTORY", help="keep trained models here and use them again")
     parser.add_argument("--llama-cpp", type=Path, metavar="VENV", help="an environment with llama.cpp, RPC built in")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -19,7 +19,7 @@ import numpy as np
 
 from fusionai.cli.serving_options import ServingOptions
 from fusionai.client.serve import Served, ServeEvent, ServePlanned, ServeRequest
-from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
+from fusionai.serving.interface import Constraint, Emitted, Finished, Generation, Sampling
 
 PROMPT_TOKENS: Final = 32
 CONTEXT: Final = 256
@@ -86,11 +86,13 @@ def request(model: Path, home: Path, *, weights: str, sessions: int, **more: Any
     return ServeRequest(model=str(model), needs=options.needs, home=home, device="cpu", threads=1, **more)
 
 
-async def one_stream(served: Served, asked: tuple[int, ...], tokens: int) -> Stream:
+async def one_stream(
+    served: Served, asked: tuple[int, ...], tokens: int, constraint: Constraint | None = None
+) -> Stream:
     asked_s = time.perf_counter()
     at_s: list[float] = []
     answer: list[int] = []
-    generation = Generation(prompt=asked, max_tokens=tokens, sampling=Sampling(temperature=0.0))
+    generation = Generation(prompt=asked, max_tokens=tokens, sampling=Sampling(temperature=0.0), constraint=constraint)
     async for event in served.engine.submit(generation):
         match event:
             case Emitted(token=token):
