@@ -71,6 +71,9 @@ def test_an_answer_streams_and_its_way_is_shown(engine: ScriptedEngine):
             await page.locator("#state[data-state=ready]").wait_for()
             assert await page.locator("#model").inner_text() == "tiny"
             assert await page.locator("#stages .name").all_inner_texts() == ["owner", "laptop", "tower", "owner"]
+            # As the faults and the terminal number them.
+            numbers = await page.locator("#stages li").evaluate_all("all => all.map(one => one.dataset.stage)")
+            assert numbers == ["0", "1", "2", "3"]
             assert "attic stands by" in await page.locator("#stages li:nth-child(3)").inner_text()
             # By keyboard alone: the first stop leads past everything, the field sends with Enter.
             await page.keyboard.press("Tab")
@@ -84,7 +87,8 @@ def test_an_answer_streams_and_its_way_is_shown(engine: ScriptedEngine):
             facts = await page.locator(".turn.assistant .facts").inner_text()
             assert facts.startswith("owner → laptop → tower → owner")
             assert "attic takes its place" in facts
-            assert await page.locator("#hops li").count() == 4
+            ways = await page.locator("#hops .who").all_inner_texts()
+            assert ways == ["0 owner", "1 laptop", "2 tower", "3 owner"]
             # Read out once, when it is whole.
             announced = await page.locator("#announce").text_content()
             assert announced == "Answer: Together.\n```\none machine\n```\nThat is all."

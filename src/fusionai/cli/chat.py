@@ -24,7 +24,7 @@ from fusionai.cli import console
 from fusionai.cli.chat_client import Answer, ApiRefusal, ChatClient, Message, Note, Piece, Route, Status
 from fusionai.cli.options import home_option
 from fusionai.cli.serving_options import ServingOptions, serving_options
-from fusionai.primitives.errors import FusionError, UsageError
+from fusionai.primitives.errors import FusionError, TransportError, UsageError
 from fusionai.primitives.units import format_bytes, format_seconds
 
 URL: Final = "http://127.0.0.1:8000"
@@ -35,6 +35,9 @@ HELP: Final = """\
 /quit    leave (Ctrl-D does too); Ctrl-C breaks off an answer"""
 READY_POLL_S: Final = 0.2
 END_S: Final = 30.0
+ANSWER_TOKENS: Final = 512
+"""At most, where nobody says otherwise; fewer where fewer fit."""
+TOO_LONG: Final = "context_length_exceeded"
 
 
 class _Ready(msgspec.Struct, frozen=True):
@@ -55,7 +58,11 @@ class _Ready(msgspec.Struct, frozen=True):
 )
 @click.option("--local", type=click.IntRange(min=1), metavar="N", help="With MODEL: a pool of N peers on this machine.")
 @serving_options
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help=f"Longest answer.  [default: {ANSWER_TOKENS}, or what the model has room for]",
+)
 @click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="0: always the likeliest.  [default: the model's]")
 @click.option("--seed", type=int, help="The same seed gives the same answers.")
 @click.option("--system", metavar="TEXT", help="An instruction before the conversation.")
@@ -66,7 +73,7 @@ def chat(
     key_file: Path | None,
     local: int | None,
     served: ServingOptions,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float | None,
     seed: int | None,
     system: str | None,
@@ -90,7 +97,7 @@ class Conversation:
     """One talk with one model. `run` until the end of input or /quit."""
 
     client: ChatClient
-    max_tokens: int
+    max_tokens: int | None
     temperature: float | None
     seed: int | None
     system: str | None
@@ -143,9 +150,7 @@ class Conversation:
         written: list[str] = []
         began_s, first_s, pieces = time.monotonic(), None, 0
         try:
-            for part in self.client.answer(
-                asked, max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed
-            ):
+            for part in self._answer(asked):
                 match part:
                     case Piece(text=piece):
                         first_s = time.monotonic() if first_s is None else first_s
@@ -163,9 +168,28 @@ class Conversation:
             click.echo()
             console.note("[broken off]")
         except ApiRefusal as refusal:
-            console.note(f"[{refusal.message}]")
+            hint = " /new forgets the conversation." if refusal.code == TOO_LONG and self.messages else ""
+            console.note(f"[{refusal.message}{hint}]")
             return
-        self.messages = [*asked, Message("assistant", "".join(written))]
+        except TransportError as problem:
+            if not sys.stdin.isatty():
+                raise
+            # The gateway may be back by the next question; what was said so far would be lost with this process.
+            console.note(f"[{problem.message}]")
+            return
+        if written:
+            self.messages = [*asked, Message("assistant", "".join(written))]
+
+    def _answer(self, asked: list[Message]) -> Iterator[Piece | Note | Answer]:
+        try:
+            yield from self._parts(asked, self.max_tokens or ANSWER_TOKENS)
+        except ApiRefusal as refusal:
+            if self.max_tokens is not None or refusal.code != TOO_LONG:
+                raise
+            yield from self._parts(asked, None)
+
+    def _parts(self, asked: list[Message], max_tokens: int | None) -> Iterator[Piece | Note | Answer]:
+        return self.client.answer(asked, max_tokens=max_tokens, temperature=self.temperature, seed=self.seed)
 
     def _measure(self, answer: Answer, took_s: float, first_s: float | None, began_s: float) -> None:
         if not sys.stdout.isatty():
@@ -177,7 +201,9 @@ class Conversation:
         if speed is not None:
             said.append(f"{speed:.3g} tokens/s")
         if answer.finish == "length":
-            said.append("cut off at --max-tokens")
+            said.append(
+                "cut off there; --max-tokens allows more" if self.max_tokens is None else "cut off at --max-tokens"
+            )
         console.note(f"[{', '.join(said)}; /peers shows the route]")
 
     def _peers(self) -> None:

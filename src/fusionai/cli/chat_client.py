@@ -24,7 +24,11 @@ T = TypeVar("T")
 
 
 class ApiRefusal(FusionError):
-    """The gateway said no, and why."""
+    """The gateway said no, and why; `code` for programs."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -114,6 +118,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 class _Problem(msgspec.Struct, frozen=True):
     message: str = ""
+    code: str | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -165,17 +170,17 @@ class ChatClient:
         return self._get("/fusion/status", Status)
 
     def answer(
-        self, messages: Sequence[Message], *, max_tokens: int, temperature: float | None, seed: int | None
+        self, messages: Sequence[Message], *, max_tokens: int | None, temperature: float | None, seed: int | None
     ) -> Iterator[Piece | Note | Answer]:
-        """Left early, the answer is cancelled: the connection closes."""
+        """`max_tokens` None: as many as fit. Left early, the answer is cancelled: the connection closes."""
         body: dict[str, object] = {
             "model": self.model,
             "messages": list(messages),
-            "max_tokens": max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "fusion_route": True,
         }
+        body |= {} if max_tokens is None else {"max_tokens": max_tokens}
         body |= {} if temperature is None else {"temperature": temperature}
         body |= {} if seed is None else {"seed": seed}
         response = self._ask("POST", "/v1/chat/completions", msgspec.json.encode(body))
@@ -224,7 +229,9 @@ class ChatClient:
                 said = msgspec.json.decode(content, type=_Chunk).error
             except msgspec.DecodeError:
                 said = None
-            raise ApiRefusal(said.message if said is not None else f"the gateway answered {response.status}.")
+            if said is None:
+                raise ApiRefusal(f"the gateway answered {response.status}.")
+            raise ApiRefusal(said.message, said.code or "")
         return response
 
     def _sent(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:

@@ -47,6 +47,7 @@ class Gateway:
 
     lines: list[str] = field(default_factory=list)
     status: int = 200
+    room: int = 4096
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     address: str = ""
@@ -79,8 +80,9 @@ def gateway() -> Iterator[Gateway]:
 
         def do_POST(self) -> None:
             told.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            if told.status != 200:
-                self._answer(told.status, {"error": {"message": "The prompt is too long.", "type": "x"}})
+            if told.status != 200 or told.asked[-1].get("max_tokens", 0) > told.room:
+                problem = {"message": "The prompt is too long.", "type": "x", "code": "context_length_exceeded"}
+                self._answer(400, {"error": problem})
                 return
             self.send_response(200)
             self.send_header("Connection", "close")
@@ -162,6 +164,25 @@ def test_a_conversation_in_plain_lines(
         system, {"role": "user", "content": "hi"}, answered, {"role": "user", "content": "again"},
     ]  # fmt: skip
     assert gateway.asked[2]["messages"] == [system, {"role": "user", "content": "fresh"}]
+
+
+def test_a_model_with_little_room_answers_as_far_as_it_goes(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.room = 100
+    gateway.lines = [chunk("Hi."), *ending("length")]
+
+    def conversation(*options: str) -> str:
+        said = iter(["hi", "/quit"])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+        assert main(["chat", "--url", gateway.address, *options]) == 0
+        told = capsys.readouterr()
+        return told.out + told.err
+
+    assert "Hi." in conversation()
+    assert [asked.get("max_tokens") for asked in gateway.asked] == [512, None]
+    assert "The prompt is too long." in conversation("--max-tokens", "101")
+    assert len(gateway.asked) == 3, "what was asked for is not changed"
 
 
 def test_nobody_there_and_wrong_use(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ function showStages(stages) {
       row.append(element("span", "name"), element("span", "time"), element("span", "what"));
       list.append(row);
     }
-    row.dataset.stage = `${stage.stage + 1}`;
+    row.dataset.stage = `${stage.stage}`;
     row.dataset.state = stage.state;
     const [name, time, what] = row.children;
     write(name, stage.name || stage.peer);
@@ -114,7 +114,7 @@ export function showRoute(fusion) {
     }
     const words = element("span", "unseen",
       `: ${duration(hop.compute_s)} computing, ${duration(hop.transfer_s)} travelling, ${duration(hop.queued_s)} waiting; in all `);
-    const who = element("span", "who", `${hop.stage + 1} ${hop.peer}`);
+    const who = element("span", "who", `${hop.stage} ${hop.peer}`);
     who.title = hop.peer;
     const sum = element("span", "sum", duration(sums[at]));
     sum.prepend(words);
