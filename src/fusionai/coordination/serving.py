@@ -509,7 +509,7 @@ class ServingMachine:
         if not gone:
             return []
         commands: list[ServingCommand] = []
-        guarding = {peer: self.roles.guarded_by(peer) for peer in gone}
+        guarded = [stage for peer in gone for stage in self.roles.guarded_by(peer)]
         for peer in gone:
             self._lost.add(peer)
             self._leaving.discard(peer)
@@ -526,8 +526,8 @@ class ServingMachine:
             commands.append(TellFault(kind if stages else "guard", peer, stages, reason, inherited))
             commands.append(Dismiss(peer, reason))
         if not unmanned:
-            if any(guarding.values()) or self._is_waiting:
-                commands.append(self._ask(reason, urgent=self._is_waiting))
+            if guarded:
+                commands.append(self._ask(reason, urgent=False))
             return [*commands, *self._prepare()]
         self._promote(heirs)
         fell = f"lost {' and '.join(gone)} ({reason.rstrip('.')})"
@@ -555,7 +555,7 @@ class ServingMachine:
         """Once: another round under the same plan. Again before a pass came back: one of the two has to go."""
         assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
-        if len(pair) < 2 or not pair <= set(self.roles.places.values()) | {self.roles.owner} or pair & self._lost:
+        if len(pair) < 2 or not pair <= set(self.roles.places.values()) | {self.roles.owner}:
             return []
         self._link_faults[pair] += 1
         if self._link_faults[pair] > 1:

@@ -333,6 +333,21 @@ def test_a_round_that_stalls_is_repeated_then_sessions_are_read_again_then_it_co
     assert job.machine.lost == {"b", "g"}
 
 
+def test_a_pass_that_came_back_forgives_a_stall() -> None:
+    job = running()
+    computed = decoding(job)
+    for number in (2, 3, 4):
+        assert job.machine.next_pass(100.0 * number) is not None
+        job.tell(events.Tick(100.0 * number + 31.0))
+        assert job.batcher.live == {1: computed}, "not read again"
+        job.enlist()
+        job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
+        job.batcher.hold(1)
+        decoding(job, number)
+        job.batcher.cancel(number)
+        job.batcher.propose(1, ())
+
+
 def test_the_owner_alone_is_never_a_suspect() -> None:
     given = ServingRoles(version=1, owner="me", places={0: "me", 1: "me"}, caching=frozenset({1}))
     job = Job(given)

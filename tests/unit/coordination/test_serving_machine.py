@@ -475,3 +475,20 @@ def test_what_a_pass_told_to_forget_is_told_again_after_the_round_it_was_lost_in
     job.enlist()
     job.load(dict.fromkeys((1, 2, 3), ((2, 6),)))
     assert told_to_forget(job) == {1}
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_prefix_is_found_again_unless_a_stage_lost_its_cache(lost: bool) -> None:
+    """What living sessions don't have is computed again nowhere."""
+    job = running()
+    decoding(job)
+    job.batcher.cancel(1)
+    job.tell(events.MemberLost("b", "x") if lost else events.LinkBroken(job.fence, "a", "b", "x"))
+    job.enlist()
+    job.load()
+    if lost:
+        job.probe("x")
+    job.batcher.submit(SessionSpec(number=2, scope="", prompt=(5,) * 6, max_tokens=9), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert plan.segments[0].start == (0 if lost else 4)
