@@ -37,7 +37,7 @@ TRAINED: Final = {
     "vocab_size": 1024,
     "max_position_embeddings": 512,
 }
-DRAFT: Final = TRAINED | {"num_hidden_layers": 1}
+DRAFT: Final = TRAINED | {"num_hidden_layers": 2}
 CORPUS_BYTES: Final = 3_000_000
 PIECE: Final = 20_000
 """Characters: of the text every tenth piece of so many is held out."""
