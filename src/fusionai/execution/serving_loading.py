@@ -56,7 +56,7 @@ async def prepare_stage(
         raise ExecutionError(f"backend {host.backend.name} can't serve.")
     backend = cast("ServingBackend", host.backend)
 
-    def prepare() -> tuple[Graph, ServingProgram]:
+    def read() -> Graph:
         graph = parse(graph_bytes.data, host.graph_limits)
         if content_hash(graph) != load.graph_hash:
             raise GraphError(f"the graph of {place} has another hash than announced.")
@@ -67,12 +67,16 @@ async def prepare_stage(
         if needed != given:
             some = ", ".join(sorted(needed ^ given)[:5])
             raise GraphError(f"the load of {place} lists weights that the graph does not read, or leaves out: {some}.")
-        limit_bytes = memory_limit_bytes
-        if limit_bytes is not None:
-            limit_bytes -= retained_bytes(boundary, identity)
-        return graph, backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+        return graph
 
-    (graph, program), _ = await host.compute.run(prepare)
+    # One after the other, so that passes of other stages get their turns in between.
+    graph, _ = await host.compute.run(read)
+    limit_bytes = memory_limit_bytes
+    if limit_bytes is not None:
+        limit_bytes -= retained_bytes(boundary, identity)
+    program, _ = await host.compute.run(
+        lambda: backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+    )
     stage = ServingStage(
         identity=identity, boundary=boundary, graph=graph, program=program, compute=host.compute, postman=postman
     )

@@ -78,19 +78,23 @@ class Retained:
                 done += count
                 taken += count
 
-    def rows(self, session: int, start: int, length: int) -> dict[str, HostTensor]:
-        """Positions [start, start + length) of a session, as they were sent. Raises `ExecutionError` for what is not
-        (any longer) here."""
+    def rows(self, segments: Sequence[Segment]) -> dict[str, HostTensor]:
+        """The segments' positions one behind the other, as they were sent. Raises `ExecutionError` for what is not (any
+        longer) here."""
         parts: list[list[Bytes]] = [[] for _ in self._specs]
-        done = 0
-        while done < length:
-            page, offset = self._at(session, start + done)
-            count = min(self._page_tokens - offset, length - done)
-            if self._filled.get(page, 0) < offset + count:
-                raise ExecutionError(f"position {start + done} of session {session} is not retained here.")
-            for part, kept in zip(parts, self._pages[page], strict=True):
-                part.append(kept[offset : offset + count])
-            done += count
+        for segment in segments:
+            done = 0
+            while done < segment.length:
+                page, offset = self._at(segment.session, segment.start + done)
+                count = min(self._page_tokens - offset, segment.length - done)
+                if self._filled.get(page, 0) < offset + count:
+                    raise ExecutionError(
+                        f"position {segment.start + done} of session {segment.session} is not retained here."
+                    )
+                for part, kept in zip(parts, self._pages[page], strict=True):
+                    part.append(kept[offset : offset + count])
+                done += count
+        length = sum(segment.length for segment in segments)
         return {
             spec.name: HostTensor(spec.dtype, (1, length, *spec.row), np.concatenate(part).reshape(-1).data)
             for spec, part in zip(self._specs, parts, strict=True)

@@ -23,6 +23,7 @@ import numpy as np
 from fusionai.backends.serving import ServingProgram
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.serving_boundary import RowSpec, ServingBoundary
+from fusionai.execution.serving_packing import packed
 from fusionai.execution.serving_retained import Retained
 from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph
@@ -202,15 +203,15 @@ class ServingStage:
             for spec in self._boundary.sends:
                 sent[spec.name] = made[spec.name] if spec.name in made else _picked(order, spec)
         if ends:
-            done = message.segments[-1]
-            rebuilt = wire.Rebuilt(
-                fence=message.fence,
-                stage=self.stage,
-                number=message.number,
-                session=done.session,
-                length=done.start + done.length,
-            )
-            self._postman.to_driver(rebuilt)
+            for done in message.segments:
+                rebuilt = wire.Rebuilt(
+                    fence=message.fence,
+                    stage=self.stage,
+                    number=message.number,
+                    session=done.session,
+                    length=done.start + done.length,
+                )
+                self._postman.to_driver(rebuilt)
         elif answers:
             # After a selection nothing is left to compute for a pass that nobody wants to see.
             result = {} if not message.wanted else {message.output: made[message.output]}
@@ -249,8 +250,8 @@ class ServingStage:
         wanted = message.wanted
         if any(later <= row for row, later in itertools.pairwise(wanted)) or (wanted and wanted[-1] >= total):
             raise ExecutionError(f"{place}: expected ascending rows below {total}, got others.")
-        if message.rebuild >= 0 and (message.rebuild < self.stage or len(message.segments) != 1 or wanted):
-            raise ExecutionError(f"{place}: expected one segment for stage {self.stage} or later to be rebuilt.")
+        if message.rebuild >= 0 and (message.rebuild < self.stage or wanted):
+            raise ExecutionError(f"{place}: expected stage {self.stage} or later to be rebuilt, no rows wanted.")
         if {*tensors} != {spec.name for spec in self._boundary.receives}:
             raise ExecutionError(f"{place}: it carries {sorted(tensors)[:5]}, not what this stage receives.")
         came = next(iter(tensors.values())).shape[1:2] if tensors else (total,)
@@ -290,31 +291,25 @@ class ServingStage:
         if self.identity.last or order.through <= self.stage:
             raise ExecutionError(f"stage {self.stage} has nothing to rebuild through stage {order.through}.")
         try:
-            for segment in order.segments:
-                self._send_again(order, segment)
+            self._send_again(order)
         except ExecutionError as error:
             self._postman.to_driver(
                 wire.PassFailed(fence=order.fence, stage=self.stage, number=order.number, reason=str(error)[:4000])
             )
 
-    def _send_again(self, order: wire.Rebuild, segment: Segment) -> None:
+    def _send_again(self, order: wire.Rebuild) -> None:
         if self._retained is None:
             raise ExecutionError(f"stage {self.stage} retains nothing.")
-        self._retained.place(segment)
-        limit = self._options.pass_tokens
-        for done in range(0, segment.length, limit):
-            length = min(limit, segment.length - done)
-            start = segment.start + done
-            tensors = self._retained.rows(segment.session, start, length)
-            part = Segment(segment.session, start, length, segment.first_page + len(segment.pages))
-            if done == 0:
-                part = Segment(segment.session, start, length, segment.first_page, segment.pages)
+        for segment in order.segments:
+            self._retained.place(segment)
+        for segments in packed(order.segments, self._options.pass_tokens):
+            tensors = self._retained.rows(segments)
             again = wire.Pass(
                 fence=order.fence,
                 number=order.number,
                 producer=self.stage,
                 consumer=self.stage + 1,
-                segments=(part,),
+                segments=segments,
                 rebuild=order.through,
                 tensors=headers(tensors),
             )

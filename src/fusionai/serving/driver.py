@@ -30,6 +30,7 @@ from fusionai.execution.connections import Connections
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.execution.serving_member import ServingMember
+from fusionai.execution.serving_packing import packed
 from fusionai.execution.serving_weights import OwnWeights
 from fusionai.execution.state import headers
 from fusionai.execution.weight_desk import WeightDesk
@@ -403,11 +404,10 @@ class ServingDriver:
             self._connections.tell(PeerId(self.machine.roles.places[command.source]), order)
             return
         taken = 0
-        for segment in segments:
-            for part in parts_of(segment, self._job.options.pass_tokens):
-                tokens = command.tokens[taken : taken + part.length]
-                self._send(number, (part,), tokens, rebuild=command.through)
-                taken += part.length
+        for parts in packed(segments, self._job.options.pass_tokens):
+            length = sum(part.length for part in parts)
+            self._send(number, parts, command.tokens[taken : taken + length], rebuild=command.through)
+            taken += length
 
     def _on_result(self, message: wire.PassResult, tensors: Mapping[str, HostTensor]) -> None:
         """Never raises: a member that sends what is none counts as lost."""
@@ -571,16 +571,6 @@ class ServingDriver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._connections.close(self._highest, reason)
         self._desk.close()
-
-
-def parts_of(segment: Segment, limit: int) -> list[Segment]:
-    """In pieces of at most `limit` positions; the first brings the pages."""
-    parts: list[Segment] = []
-    for done in range(0, segment.length, limit):
-        length = min(limit, segment.length - done)
-        first, pages = (segment.first_page + len(segment.pages), ()) if done else (segment.first_page, segment.pages)
-        parts.append(Segment(segment.session, segment.start + done, length, first, pages))
-    return parts
 
 
 def as_float32(tensor: HostTensor) -> np.ndarray:

@@ -203,7 +203,7 @@ class PassResult(WireMessage, frozen=True, kw_only=True, tag="pass_result"):
 
 class Rebuild(WireMessage, frozen=True, kw_only=True, tag="rebuild"):
     """Driver -> member with `stage`: send what you retain of these segments once more, for stages `stage` + 1 to
-    `through`, whose caches are empty. Each segment becomes a `Pass` of its own, or several, within `pass_tokens`."""
+    `through`, whose caches are empty. They become passes of at most `pass_tokens`, each of one segment or of many."""
 
     fence: Fence
     stage: Count

@@ -20,7 +20,7 @@ def rows(*values: float) -> dict[str, HostTensor]:
 
 
 def got(retained: Retained, session: int, start: int, length: int) -> list[float]:
-    return array(retained.rows(session, start, length)["h"])[0, :, 0].tolist()
+    return array(retained.rows([Segment(session, start, length, 0)])["h"])[0, :, 0].tolist()
 
 
 def test_rows_of_packed_sessions_come_back_across_pages():
@@ -47,11 +47,11 @@ def test_what_was_overwritten_or_cut_off_is_not_given_out():
     retained.keep([Segment(1, 1, 1, 1)], rows(8))
     assert got(retained, 1, 0, 2) == [1, 8]
     with pytest.raises(ExecutionError, match="position 0 of session 1 is not retained"):
-        retained.rows(1, 0, 3)
+        retained.rows([Segment(1, 0, 3, 0)])
     retained.keep([Segment(2, 1, 1, 0, (5,))], rows(9))
     retained.keep([Segment(3, 3, 1, 0, (5,))], rows(9))
     with pytest.raises(ExecutionError, match="not retained"):
-        retained.rows(1, 0, 1)
+        retained.rows([Segment(1, 0, 1, 0)])
 
 
 def test_positions_without_a_page_are_refused():
@@ -62,7 +62,7 @@ def test_positions_without_a_page_are_refused():
         retained.keep([Segment(2, 0, 1, 1, (6,))], rows(1))
     retained.clear()
     with pytest.raises(ExecutionError, match="has no page"):
-        retained.rows(1, 0, 1)
+        retained.rows([Segment(1, 0, 1, 0)])
 
 
 def test_the_most_that_is_kept_is_known_beforehand():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -44,10 +44,10 @@ class Program:
         self.ran: list[tuple[tuple[Segment, ...], Sequence[int] | None]] = []
         self.forgotten: list[int] = []
         self.problem: Exception | None = None
+        self.cached: dict[int, int] = {}
 
     resident_bytes = 100
     missing: tuple[str, ...] = ()
-    cached: ClassVar[dict[int, int]] = {}
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None: ...
 
@@ -71,7 +71,8 @@ class Program:
     def forget(self, sessions: Iterable[int]) -> None:
         self.forgotten += sessions
 
-    def forget_all(self) -> None: ...
+    def forget_all(self) -> None:
+        self.cached.clear()
 
 
 class Postman:
@@ -214,6 +215,58 @@ def test_rows_that_are_not_here_any_more_fail_the_rebuild_not_the_stage():
     on_a_bench(work)
 
 
+def test_sessions_are_sent_again_together_within_the_limit_of_a_pass():
+    """Of six positions: the first of seven is cut as it would be alone, the others go with what is left of it."""
+    first, second, third = Segment(1, 0, 7, 0, (0, 1, 2, 3)), Segment(2, 0, 3, 0, (4, 5)), Segment(3, 0, 3, 0, (6, 7))
+
+    async def work(bench: Bench) -> None:
+        for segment, positions in ((first, (6, 1)), (second, (3,)), (third, (3,))):
+            done = 0
+            for length in positions:
+                pages = segment.pages if done == 0 else ()
+                part = Segment(segment.session, done, length, 0 if done == 0 else len(segment.pages), pages)
+                values = [segment.session * 10 + done + place for place in range(length)]
+                bench.stage.take(*pass_of(part, values=values))
+                done += length
+        await bench.settle()
+        bench.postman.sent.clear()
+        bench.stage.rebuild(wire.Rebuild(fence=FENCE, stage=1, through=2, number=8, segments=(first, second, third)))
+        passes = [(message, sent[0]) for _, message, sent in bench.postman.sent if isinstance(message, wire.Pass)]
+        assert [[(one.session, one.start, one.length) for one in message.segments] for message, _ in passes] == [
+            [(1, 0, 6)],
+            [(1, 6, 1), (2, 0, 3)],
+            [(3, 0, 3)],
+        ]
+        assert array(passes[1][1]).ravel().tolist() == [116, 120, 121, 122]
+        assert [one.pages for one in passes[1][0].segments] == [(), (4, 5)]
+
+    on_a_bench(work)
+
+
+def test_all_sessions_of_a_rebuilt_pass_are_told():
+    async def work(bench: Bench) -> None:
+        bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4], rebuild=1))
+        await bench.settle()
+        told = [(one.session, one.length) for one in bench.postman.told if isinstance(one, wire.Rebuilt)]
+        assert told == [(1, 3), (2, 1)]
+
+    on_a_bench(work)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_who_begins_fresh_has_nothing_that_was_cached_or_sent(fresh: bool):
+    async def work(bench: Bench) -> None:
+        bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4]))
+        await bench.settle()
+        bench.stage.allocated, bench.program.cached = False, {2: 1, 1: 3}
+        assert await bench.stage.begin(fresh=fresh) == (() if fresh else ((1, 3), (2, 1)))
+        assert bench.stage.allocated
+        bench.stage.rebuild(wire.Rebuild(fence=FENCE, stage=1, through=2, number=8, segments=TWO[1:]))
+        assert any(isinstance(one, wire.PassFailed) for one in bench.postman.told) == fresh
+
+    on_a_bench(work)
+
+
 def test_the_last_stage_of_a_rebuild_answers_and_keeps_what_it_would_have_sent():
     async def work(bench: Bench) -> None:
         bench.stage.take(*pass_of(Segment(1, 0, 3, 0, (0, 1)), values=[1, 2, 3], rebuild=1))
@@ -259,7 +312,7 @@ def test_a_pass_fails_alone_unless_the_stage_is_broken(problem: Exception, is_pa
         (pass_of(Segment(1, 0, 1, 0, (0,)), Segment(1, 1, 1, 1), values=[1, 2]), "a session is in it twice"),
         (pass_of(*TWO, values=[1, 2, 3, 4], wanted=(3, 2)), "ascending rows"),
         (pass_of(*TWO, values=[1, 2, 3, 4], wanted=(4,)), "ascending rows below 4"),
-        (pass_of(*TWO, values=[1, 2, 3, 4], rebuild=2), "expected one segment"),
+        (pass_of(*TWO, values=[1, 2, 3, 4], rebuild=2, wanted=(3,)), "no rows wanted"),
         (pass_of(Segment(1, 0, 1, 0, (0,)), values=[1], rebuild=0), "stage 1 or later"),
         (pass_of(*TWO, values=[1, 2, 3]), "expected 4 rows, got 3"),
     ],
