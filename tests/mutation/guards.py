@@ -18,6 +18,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
+import math
 import os
 import resource
 import signal
@@ -44,7 +45,8 @@ MEMORY_BYTES: Final = 4 << 30
 """A broken guard may let a list grow for ever."""
 LEAST_LIMIT_S: Final = 20.0
 LIMIT_FACTOR: Final = 6.0
-"""A mutant's tests may take so many times as long as the whole module's, then it counts as noticed: it hangs."""
+"""A mutant's tests may take so many times as long as the whole module's, then it counts as noticed: it hangs. Processor
+time, or a busy machine would notice mutants that no test does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ ACCEPTED: Final[dict[tuple[str, str], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`by`: the test that failed first, or `import`, `time` or `crash`; None: nobody noticed."""
+    """`by`: the test that failed first, or `import`, `time` or `crash`; None: nobody noticed. `took_s`: of processor
+    time."""
 
     by: str | None
     took_s: float
@@ -200,11 +203,11 @@ class Measure:
 def measure(subject: Subject, made: Sequence[Mutant], processes: int, tell: Callable[[str], None]) -> Measure:
     """Raises `SystemExit` when the tests fail without a mutant."""
     source = subject.path.read_text(encoding="utf-8")
-    baseline = _judge(subject, [(None, ast.unparse(ast.parse(source)))], 1, limit_s=600.0)
+    baseline = _judge(subject, [(None, ast.unparse(ast.parse(source)))], 1, limit_s=600)
     ((_, whole),) = baseline
     if whole.by is not None:
         raise SystemExit(f"{subject.name}: the tests fail without any mutant: {whole.by}")
-    limit_s = max(LEAST_LIMIT_S, LIMIT_FACTOR * whole.took_s)
+    limit_s = math.ceil(max(LEAST_LIMIT_S, LIMIT_FACTOR * whole.took_s))
     outcomes: list[Outcome] = []
     for mutant, verdict in _judge(subject, [(mutant, mutant.source) for mutant in made], processes, limit_s=limit_s):
         assert mutant is not None
@@ -223,11 +226,10 @@ class _Running:
     mutant: Mutant | None
     pid: int
     answers: IO[bytes]
-    began_s: float
 
 
 def _judge(
-    subject: Subject, sources: Sequence[tuple[Mutant | None, str]], processes: int, *, limit_s: float
+    subject: Subject, sources: Sequence[tuple[Mutant | None, str]], processes: int, *, limit_s: int
 ) -> Iterator[tuple[Mutant | None, Verdict]]:
     """So many at a time, each for `limit_s` at most. Yields verdicts as they come; ends every process it started."""
     waiting = list(reversed(sources))
@@ -236,20 +238,16 @@ def _judge(
         while waiting or running:
             while waiting and len(running) < processes:
                 mutant, source = waiting.pop()
-                begun = _fork(subject, mutant, source)
+                begun = _fork(subject, mutant, source, limit_s)
                 running[begun.pid] = begun
             for one in list(running.values()):
-                over_s = time.monotonic() - one.began_s
-                ended, status = os.waitpid(one.pid, os.WNOHANG)
-                if not ended and over_s <= limit_s:
-                    continue
+                ended, status, used = os.wait4(one.pid, os.WNOHANG)
                 if not ended:
-                    os.kill(one.pid, signal.SIGKILL)
-                    os.waitpid(one.pid, 0)
+                    continue
                 del running[one.pid]
                 with one.answers:
                     said = one.answers.read()
-                yield one.mutant, Verdict(_noticed_by(said, status, ended=bool(ended)), over_s)
+                yield one.mutant, Verdict(_noticed_by(said, status), used.ru_utime + used.ru_stime)
             time.sleep(0.005)
     finally:
         for one in running.values():
@@ -258,27 +256,28 @@ def _judge(
             one.answers.close()
 
 
-def _noticed_by(said: bytes, status: int, *, ended: bool) -> str | None:
-    if not ended:
+def _noticed_by(said: bytes, status: int) -> str | None:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
         return "time"
     if os.waitstatus_to_exitcode(status) != 0 or not said:
         return "crash"
     return json.loads(said)
 
 
-def _fork(subject: Subject, mutant: Mutant | None, source: str) -> _Running:
+def _fork(subject: Subject, mutant: Mutant | None, source: str, limit_s: int) -> _Running:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         try:
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
             said = _run_tests(subject, source)
         except BaseException as problem:  # noqa: BLE001
             said = f"crash: {problem!r}"
         os.write(writing, json.dumps(said).encode())
         os._exit(0)
     os.close(writing)
-    return _Running(mutant, pid, os.fdopen(reading, "rb"), time.monotonic())
+    return _Running(mutant, pid, os.fdopen(reading, "rb"))
 
 
 class _FirstFailure:
@@ -370,7 +369,8 @@ def main() -> int:
         accepted = len(made) - measured.noticed - len(measured.survivors)
         _say(
             f"{name}: {len(made)} mutants, {measured.noticed} noticed ({measured.share:.1%}), "
-            f"{len(measured.survivors)} survived, {accepted} accepted; the tests take {measured.baseline_s:.1f} s"
+            f"{len(measured.survivors)} survived, {accepted} accepted; the tests take {measured.baseline_s:.1f} s of "
+            "processor time"
         )
     if options.json is not None:
         figures = {"schema": "fusionai.mutation/1", "modules": [measured.as_json() for measured in measures]}

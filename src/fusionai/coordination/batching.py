@@ -135,8 +135,7 @@ class Batcher:
         session = self._sessions.get(number)
         if session is not None:
             session.held = False
-            if session.emitted > 0:
-                session.proposals = tuple(tokens)
+            session.proposals = tuple(tokens)
 
     def cancel(self, number: int) -> bool:
         """The session is over: its pages are free at once. False where it was over already."""
