@@ -218,6 +218,8 @@ async def _serve(
 
 def _announce(url: str, ready: Served, door: Door) -> None:
     name = door.name or ready.model.files.name
+    if ready.model.texts.template.is_plain:
+        console.line(f"{name} has no chat template: chats are given to it as lines of `role: text`.")
     console.line(f"ready: a probe token has crossed all stages and matched; {name} at {url}/v1")
     console.line(f"page: {url}/")
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True})

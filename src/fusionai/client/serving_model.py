@@ -24,10 +24,13 @@ from fusionai.ir.serving import LOGITS, require_servable, serving_graph
 from fusionai.primitives.errors import ModelError
 from fusionai.serving.graph import weight_keys
 from fusionai.serving.model_text import ModelText
+from fusionai.serving.text import read_json
 from fusionai.storage.reader import open_latest
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 
+SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+"""Says which tensor lies in which part, where a model's weights are several files."""
 CHECKPOINTS: Final = "checkpoints"
 """In a job's directory (`storage.rundir`)."""
 LONGEST_PASS: Final = 2048
@@ -67,6 +70,8 @@ def find_model(text: str) -> ServedFiles:
                 hint="Let it train on, or set checkpoint_every in its recipe.",
             )
         return ServedFiles(newest.directory, path.resolve().name)
+    if not path.exists() and (path.is_absolute() or text.startswith((".", "~"))):
+        raise ModelError(f"there is no directory {text}.", hint="Check the path, or give a hub id such as owner/name.")
     source = parse_source(text)
     match source:
         case DirectorySource() | HubSource():
@@ -76,14 +81,30 @@ def find_model(text: str) -> ServedFiles:
                 f"{text!r} has a configuration but no weights and no tokenizer.",
                 hint="Serve a directory in Hugging Face layout, a hub id, or the directory of a trained job.",
             )
-    if not any(directory.glob("*.safetensors")):
-        raise ModelError(
-            f"{text} holds no weights (*.safetensors).", hint="Save the model with save_pretrained, weights included."
-        )
+    _check_weights(directory, text, is_hub=isinstance(source, HubSource))
     # A checkpoint is called by its step: people know the job.
     step = isinstance(source, DirectorySource) and directory.resolve().parent.name == CHECKPOINTS
     place = directory.resolve().parent.parent if step else directory.resolve()
     return ServedFiles(directory, text if isinstance(source, HubSource) else place.name)
+
+
+def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
+    """That there are any, and no part is missing. Raises `ModelError`."""
+    again = "Connect to the network and try again." if is_hub else "Copy the model again."
+    if not any(directory.glob("*.safetensors")):
+        hint = (
+            "Choose a model whose repository has *.safetensors: other weights are never loaded."
+            if is_hub
+            else "Save the model with save_pretrained, weights included."
+        )
+        raise ModelError(f"{text} holds no weights (*.safetensors).", hint=hint)
+    parts = read_json(directory / SAFE_WEIGHTS_INDEX).get("weight_map", {})
+    if not isinstance(parts, dict):
+        raise ModelError(f"{text}: {SAFE_WEIGHTS_INDEX} has no list of its parts.", hint=again)
+    missing = sorted({str(name) for name in parts.values() if not (directory / str(name)).is_file()})
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{text} lacks a part of its weights: {missing[0]}{more}.", hint=again)
 
 
 def open_model(files: ServedFiles) -> ServedModel:

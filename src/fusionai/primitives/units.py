@@ -20,6 +20,8 @@ _BYTES: Final = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_ROUNDS_UP: Final = 0.9995
+"""From here on three digits of a number show the next larger unit."""
 _BITS: Final = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SECONDS: Final = {"s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -60,10 +62,15 @@ def parse_seconds(text: str) -> float:
     return number * _SECONDS[unit.lower()]
 
 
+def format_speed(per_s: float) -> str:
+    """`6,112`, `254.3`, `0.5`: how many in a second, four significant digits and never an exponent."""
+    return f"{per_s:,.0f}" if per_s >= 999.95 else f"{per_s:.4g}"
+
+
 def format_bytes(count: float) -> str:
     """Decimal units, three significant digits: `1.23 GB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
+        if abs(count) >= size * _ROUNDS_UP:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
 
@@ -71,7 +78,7 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """`134M`, `1.2B`, `950`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
+        if abs(count) >= size * _ROUNDS_UP:
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fusionai.primitives.errors import PlanError
-from fusionai.primitives.units import format_bytes
+from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.alone import fastest_alone
 from fusionai.scheduling.bound import step_time_bound_s
 from fusionai.scheduling.chain import Chain, check_blocks
@@ -66,7 +66,7 @@ def plan(problem: Problem) -> Plan:
             warnings.insert(
                 0,
                 f"One machine alone would be faster: {pool_name(problem, alone.peer.peer)} reaches "
-                f"{alone.tokens_per_s:.4g} tokens/s by itself, this plan {speed:.4g}.",
+                f"{format_speed(alone.tokens_per_s)} tokens/s by itself, this plan {format_speed(speed)}.",
             )
     placed = written_out(
         problem,
@@ -170,7 +170,8 @@ def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Sol
     tokens = problem.microbatches * problem.microbatch_tokens
     return [
         f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages} asked for: "
-        f"{tokens / pipeline.step_s(known):.4g} tokens/s instead of {tokens / pipeline.step_s(solved.best):.4g}."
+        f"{format_speed(tokens / pipeline.step_s(known))} tokens/s instead of "
+        f"{format_speed(tokens / pipeline.step_s(solved.best))}."
     ]
 
 

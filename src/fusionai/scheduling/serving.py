@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from fusionai.primitives.errors import PlanError
-from fusionai.primitives.units import format_bytes
+from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.links import check_access, check_links
@@ -77,8 +77,8 @@ def serving_plan(problem: Problem) -> Plan:
     if alone is not None and 1 / alone[1] > 1 / prediction.step_s:
         warnings.insert(
             0,
-            f"One machine alone would be faster: {pool_name(problem, alone[0])} reaches {1 / alone[1]:.4g} tokens/s "
-            f"by itself, this plan {1 / prediction.step_s:.4g}.",
+            f"One machine alone would be faster: {pool_name(problem, alone[0])} reaches "
+            f"{format_speed(1 / alone[1])} tokens/s by itself, this plan {format_speed(1 / prediction.step_s)}.",
         )
     used = {stage.peer for stage in stages if "stage" in stage.roles}
     bound = max(1 / found.bound_s, 1 / prediction.step_s)
@@ -271,7 +271,7 @@ def _warnings(
             count = len(fewer.best.order)
             warnings.append(
                 f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages} asked for: "
-                f"{1 / fewer.seconds:.4g} tokens/s instead of {1 / found.seconds:.4g}."
+                f"{format_speed(1 / fewer.seconds)} tokens/s instead of {format_speed(1 / found.seconds)}."
             )
     return warnings
 

@@ -8,7 +8,6 @@ when it calls one.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -23,7 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fusionai.primitives.errors import ModelError, UsageError
 
-_LOG: Final = logging.getLogger(__name__)
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
 MAX_RENDERED_CHARACTERS: Final = 16_777_216
@@ -66,8 +64,7 @@ class ChatTemplate:
 
     @classmethod
     def plain(cls) -> ChatTemplate:
-        """`PLAIN`, with a warning in the log."""
-        _LOG.warning("the model has no chat template: messages are given to it as `role: text`")
+        """`PLAIN`; whoever serves the model says so."""
         return cls(PLAIN, is_plain=True)
 
     def render(

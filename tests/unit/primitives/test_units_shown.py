@@ -1,0 +1,26 @@
+"""Numbers as people read them: three or four digits, never an exponent."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionai.primitives.units import format_bytes, format_count, format_speed
+
+
+@pytest.mark.parametrize(
+    ("shown", "told"),
+    [
+        (format_bytes(999), "999 B"),
+        (format_bytes(999_400), "999 kB"),
+        (format_bytes(999_600), "1 MB"),
+        (format_bytes(1_234_000_000), "1.23 GB"),
+        (format_count(999_600), "1M"),
+        (format_count(134_100_000), "134M"),
+        (format_speed(0.5), "0.5"),
+        (format_speed(254.31), "254.3"),
+        (format_speed(999.96), "1,000"),
+        (format_speed(61_120.4), "61,120"),
+    ],
+)
+def test_numbers_are_shown_short(shown: str, told: str) -> None:
+    assert shown == told
