@@ -161,7 +161,7 @@ class ServingMachine:
 
     def sessions_of(self, fence: Fence, number: int) -> tuple[int, ...]:
         """For whom a result that just came counts: the driver samples for those."""
-        return self.batcher.sessions_of(number) if self._takes_results(fence) else ()
+        return self.batcher.sessions_of(number) if fence == self.fence else ()
 
     def returned(
         self,
@@ -172,7 +172,7 @@ class ServingMachine:
         now_s: float,
     ) -> frozenset[int]:
         """See `Batcher.returned`: only what it gives back may be given out."""
-        if not self._takes_results(fence):
+        if fence != self.fence:
             return frozenset()
         counted = self.batcher.returned(number, tokens, finished, now_s)
         if counted:
@@ -685,9 +685,6 @@ class ServingMachine:
                 return event.fence == self.fence
             case MemberLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
                 return True
-
-    def _takes_results(self, fence: Fence) -> bool:
-        return self.phase is ServingPhase.RUNNING and fence == self.fence
 
 
 STORY_LENGTH: Final = 24

@@ -492,3 +492,36 @@ def test_a_prefix_is_found_again_unless_a_stage_lost_its_cache(lost: bool) -> No
     plan = job.machine.next_pass(0.0)
     assert plan is not None
     assert plan.segments[0].start == (0 if lost else 4)
+
+
+def test_a_stage_may_have_loaded_before_all_have_answered() -> None:
+    job = Job(roles())
+    job.tell(events.MemberEnlisted(job.fence, "a"), events.StageLoaded(job.fence, "a", 1))
+    job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "b", "c")))
+    assert job.phase is ServingPhase.LOADING
+    job.tell(*(events.StageLoaded(job.fence, peer, stage) for stage, peer in PLACES.items() if peer != "a"))
+    assert job.phase is ServingPhase.PROBING
+
+
+def test_what_somebody_without_a_part_says_does_not_count() -> None:
+    """Nor later, when it gets one."""
+    job = running(roles(guards={}))
+    assert job.tell(events.StandbyLoaded(job.fence, "n", 2)) == []
+    job.tell(events.PlanGiven(roles(2, guards={2: "n"})))
+    assert not job.machine.is_warm(2)
+    assert [command.peer for command in job.of(commands.EnlistStandby)] == ["n"]
+
+
+def test_a_result_that_comes_while_the_job_waits_or_is_over_counts_for_nobody() -> None:
+    """Its fence is still that of the last round."""
+    for end in (events.MemberLost("b", "x"), events.StopAsked("asked to")):
+        job = running(roles(guards={}))
+        job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+        plan = job.machine.next_pass(0.0)
+        assert plan is not None
+        fence = job.fence
+        job.tell(end)
+        assert job.fence == fence
+        assert job.machine.sessions_of(fence, plan.number) == ()
+        assert job.machine.returned(fence, plan.number, {1: (9,)}, (), 0.0) == frozenset()
+        assert job.machine.next_pass(0.0) is None
