@@ -156,7 +156,11 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         sock = self._transport.get_extra_info("socket")
         if sock is None:  # asyncio has lost it in this very turn of the loop; `connection_lost` comes next
             return
-        if silent_s(sock) > DEAD_AFTER_S:
+        try:
+            quiet_s = silent_s(sock)
+        except OSError:  # so says uvloop of a socket it has closed
+            return
+        if quiet_s > DEAD_AFTER_S:
             self._fail(ChannelClosed(f"the other side has acknowledged nothing for {DEAD_AFTER_S:g} s."))
             return
         self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
