@@ -61,6 +61,9 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "stop": LazyCommand("fusionai.cli.jobs:stop", "End a job cleanly."),
     "check": LazyCommand("fusionai.cli.check:check", "Does this model fit: operators, blocks, parameters."),
     "plan": LazyCommand("fusionai.cli.plan:plan", "How a model would be cut over a pool, and how fast it would run."),
+    "analyze": LazyCommand(
+        "fusionai.cli.analyze:analyze", "Would many small machines be as fast as a few big ones in a box?"
+    ),
     "doctor": LazyCommand(
         "fusionai.cli.doctor:doctor", "What this machine can do, and what to do about what it can't."
     ),

@@ -1,0 +1,415 @@
+"""The comparison of two fleets as tables of words and figures. Decides what is shown and how it is said.
+
+Page, terminal and document are written from the same tables, so that they can't differ. Neighbours:
+`scheduling.analysis_cases` computes; `analysis_page`, `analysis_document` and `cli.analyze` lay out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Final, Literal, NamedTuple
+
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.analysis import Assumptions, Fleet, Misfit, Outcome
+from fusionai.scheduling.analysis_cases import (
+    BANDWIDTHS_MBIT,
+    BEST,
+    BOTH_INT4,
+    DECODED,
+    DECODING_LEVERS,
+    FORWARD_LEVERS,
+    FORWARDED,
+    HALF,
+    HOLDS,
+    INT4,
+    INT4_INT8,
+    LATENCIES_MS,
+    TEXTBOOK,
+    TRAINED,
+    TRAINING_LEVERS,
+    WITHIN,
+    Cell,
+    Comparison,
+    Task,
+    Verdict,
+    verdict,
+)
+
+Mark = Literal["", "good", "fair", "bad"]
+
+MARKS: Final[dict[Verdict, Mark]] = {"holds": "good", "within 2x": "fair", "fails": "bad", "does not fit": "bad"}
+PLACES: Final = ((10, 100), (100, 50), (1_000, 20), (10_000, 1))
+"""Networks the tables of levers are for, as (Mbit/s, ms)."""
+GRIDS: Final[tuple[tuple[Task, str], ...]] = (
+    ("train", TEXTBOOK),
+    ("train", BEST),
+    ("decode", HALF),
+    ("decode", INT4_INT8),
+    ("forward", HALF),
+)
+TASKS: Final[dict[Task, str]] = {
+    "train": "Training",
+    "decode": "Decoding, all sessions together",
+    "forward": "Forward passes over whole sequences",
+}
+_LEVERS: Final[dict[Task, tuple[str, ...]]] = {
+    "train": tuple(TRAINING_LEVERS),
+    "decode": (*DECODING_LEVERS, BOTH_INT4),
+    "forward": tuple(FORWARD_LEVERS),
+}
+_MODELS: Final = {
+    "train": tuple(shape.name for shape in TRAINED),
+    "decode": tuple(shape.name for shape in DECODED),
+    "forward": tuple(shape.name for shape in FORWARDED),
+}
+
+
+class Entry(NamedTuple):
+    """One field of a table; `mark` colours what the text says anyway."""
+
+    text: str
+    mark: Mark = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """`right`: columns of numbers."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[Entry, ...], ...]
+    right: tuple[int, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def peaks(comparison: Comparison) -> Table:
+    """The two fleets on paper."""
+    rows = [
+        (
+            Entry(f"{peak.what}, {peak.unit}"),
+            Entry(f"{peak.ours:,.4g}"),
+            Entry(f"{peak.theirs:,.4g}"),
+            Entry(f"{peak.ratio:.2f}"),
+            _worth(peak.ratio if peak.better == "more" else 1 / peak.ratio),
+        )
+        for peak in comparison.peaks
+    ]
+    return Table(
+        title="On paper",
+        headers=("", comparison.fleet.name, comparison.reference.name, "ratio", "claim"),
+        rows=tuple(rows),
+        right=(1, 2, 3),
+        notes=("For power and price less is better: the claim holds where the fleet needs no more.",),
+    )
+
+
+def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[Table]:
+    """A table per model: what each lever comes to on a few networks. `layouts`: with the stages and what limits."""
+    tables: list[Table] = []
+    for model in _MODELS[task]:
+        rows = [
+            (
+                Entry(name),
+                *(_entry(comparison.cell(task, model, name, mbit, ms), layout=layouts) for mbit, ms in PLACES),
+            )
+            for name in _LEVERS[task]
+        ]
+        theirs = comparison.cell(task, model, _LEVERS[task][0], *PLACES[0]).theirs
+        tables.append(
+            Table(
+                title=f"{TASKS[task]}: {model}",
+                headers=("levers", *(network(mbit, ms) for mbit, ms in PLACES)),
+                rows=tuple(rows),
+                notes=(f"{comparison.reference.name}: {_speed(theirs)}.",),
+            )
+        )
+    return tables
+
+
+def grid(comparison: Comparison, task: Task, model: str, name: str) -> Table:
+    """Every bandwidth and latency for one model and one set of levers."""
+    rows = [
+        (
+            Entry(bandwidth(mbit)),
+            *(_entry(comparison.cell(task, model, name, mbit, ms), layout=False) for ms in LATENCIES_MS),
+        )
+        for mbit in BANDWIDTHS_MBIT
+    ]
+    return Table(
+        title=f"{TASKS[task]}: {model}, {name}",
+        headers=("uplink", *(f"{ms} ms" for ms in LATENCIES_MS)),
+        rows=tuple(rows),
+    )
+
+
+def grids(comparison: Comparison) -> list[Table]:
+    return [grid(comparison, task, model, name) for task, name in GRIDS for model in _MODELS[task]]
+
+
+def counts(comparison: Comparison) -> Table:
+    """How often the claim holds, over all networks and levers."""
+    rows: list[tuple[Entry, ...]] = []
+    for task in TASKS:
+        for model in _MODELS[task]:
+            cells = [cell for cell in comparison.cells if (cell.task, cell.model) == (task, model)]
+            said = [cell.verdict for cell in cells]
+            ratios = [cell.ratio for cell in cells if cell.ratio is not None]
+            span = f"{min(ratios):.2g} to {max(ratios):.2g}" if ratios else "-"
+            numbers = [Entry(str(said.count(word))) for word in MARKS]
+            rows.append((Entry(f"{TASKS[task].split(',')[0]}: {model}"), *numbers, Entry(span)))
+    return Table(
+        title="All cells",
+        headers=("", *MARKS, "ratios"),
+        rows=tuple(rows),
+        right=(1, 2, 3, 4),
+        notes=(
+            f"A cell is one network with one set of levers. The claim holds from a ratio of {HOLDS:g} on; within 2x: "
+            f"from {WITHIN:g} on.",
+        ),
+    )
+
+
+def costs(comparison: Comparison) -> Table:
+    """Energy and money per million tokens where the fleet does best on home links."""
+    rows: list[tuple[Entry, ...]] = []
+    for task, name in (("train", BEST), ("decode", INT4), ("forward", INT4)):
+        for model in _MODELS[task]:
+            cell = comparison.cell(task, model, name, 100, 50)
+            match cell.ours, cell.theirs:
+                case Outcome() as ours, Outcome() as theirs:
+                    joules = [
+                        comparison.joules_per_million_tokens("ours", ours),
+                        comparison.joules_per_million_tokens("theirs", theirs),
+                    ]
+                    usd = [
+                        comparison.usd_per_million_tokens("ours", ours),
+                        comparison.usd_per_million_tokens("theirs", theirs),
+                    ]
+                    rows.append(
+                        (
+                            Entry(f"{TASKS[task].split(',')[0]}: {model}, {name}"),
+                            *(Entry(f"{value / 1e3:,.3g}") for value in joules),
+                            _worth(joules[1] / joules[0], f"{joules[0] / joules[1]:.2g}x "),
+                            *(Entry("-" if value is None else f"{value:.3g}") for value in usd),
+                            Entry("-")
+                            if usd[0] is None or usd[1] is None
+                            else _worth(usd[1] / usd[0], f"{usd[0] / usd[1]:.2g}x "),
+                        )
+                    )
+                case _:
+                    pass
+    known = comparison.assumptions
+    return Table(
+        title="Energy and money per million tokens, 100 Mbit/s and 50 ms",
+        headers=("", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
+        rows=tuple(rows),
+        right=(1, 2, 4, 5),
+        notes=(
+            f"All machines at full power; electricity at {known.electricity_usd_per_kwh:g} USD per kWh, prices spread "
+            f"over {known.years:g} years of full use. Hosts, cooling and links are not counted on either side.",
+        ),
+    )
+
+
+def against(comparisons: Sequence[Comparison]) -> Table:
+    """The main figures against each reference, side by side."""
+    wanted: list[tuple[str, Task, str, str, int, int]] = []
+    for model in _MODELS["train"]:
+        wanted += [(f"Training: {model}, {name}", "train", model, name, 100, 50) for name in (TEXTBOOK, BEST)]
+    for model in _MODELS["decode"]:
+        wanted += [(f"Decoding: {model}, {name}", "decode", model, name, 100, 50) for name in (HALF, INT4)]
+    rows = [
+        (Entry(label), *(_entry(one.cell(task, model, name, mbit, ms), layout=False) for one in comparisons))
+        for label, task, model, name, mbit, ms in wanted
+    ]
+    paper = (
+        Entry("Peak, dense fp16"),
+        *(_worth(one.peaks[0].ratio, f"{one.peaks[0].ratio:.2f} ") for one in comparisons),
+    )
+    return Table(
+        title="Against each reference, at 100 Mbit/s and 50 ms",
+        headers=("", *(f"ratio to {one.reference.name}" for one in comparisons)),
+        rows=(paper, *rows),
+    )
+
+
+def assumptions(known: Assumptions) -> Table:
+    """Every number that is no data sheet's."""
+    said = {
+        "training_part": "part of its fp16 peak the fleet reaches in training (MFU)",
+        "reference_training_part": "the same for the machines in one box",
+        "forward_part": "part of its peak the fleet reaches in forward passes over whole sequences",
+        "reference_forward_part": "the same for the machines in one box",
+        "decode_part": "part of its peak either side reaches in batched decoding",
+        "bandwidth_part": "part of its memory bandwidth either side reaches",
+        "memory_part": "part of its memory either side can fill",
+        "overhead_s": "seconds of a decoding pass on a stage besides reading and computing",
+        "context_tokens": "tokens cached per session in decoding",
+        "state_bytes_per_parameter": "bytes per trained parameter: half-precision weight and gradient, Adam in fp32",
+        "gradient_bytes_per_parameter": "bytes per parameter that replicas exchange, before compression",
+        "electricity_usd_per_kwh": "USD per kWh",
+        "years": "years a machine's price is spread over",
+    }
+    rows = [(Entry(said[f.name]), Entry(f"{getattr(known, f.name):g}")) for f in fields(known)]
+    return Table(title="Assumptions", headers=("what", "value"), rows=tuple(rows), right=(1,), notes=tuple(LIMITS))
+
+
+LIMITS: Final = (
+    "Precision: fp16 or bf16 arithmetic with fp32 accumulation on both sides; dense peaks.",
+    "Boundary tensors are half precision; 8-bit and 64x mean half and 1/64 of their bytes, and that coding costs no "
+    "time. 64x compression of activations is a result from the literature, for models built for it.",
+    "Local updates: replicas exchange once in 50 steps, in 8 bits, beside computing. What that and large numbers of "
+    "replicas cost in convergence is not in these figures.",
+    "Access links carry the same both ways and no other traffic; no jitter, no loss, no machine that leaves.",
+    "Activations are recomputed (a third more arithmetic); those in flight are taken to fit beside the state.",
+    "Decoding: both sides keep as many sessions as memory holds. The box groups its machines as half-precision weights "
+    "need, and its links cost nothing.",
+    "4-bit weights are compared with half precision in the box unless the row says both sides.",
+)
+
+
+def shapes() -> Table:
+    """The models by their numbers."""
+    rows = [
+        (
+            Entry(shape.name),
+            Entry(f"{shape.parameters / 1e9:.4g}"),
+            Entry(str(shape.layers)),
+            Entry(str(shape.width)),
+            Entry(str(shape.sequence_tokens)),
+            Entry(f"{shape.batch_tokens:,}"),
+            Entry(f"{shape.cache_token_bytes / 1e3:,.4g}" if shape.cache_token_bytes else "-"),
+            Entry(f"{100 * shape.trainable:g} %"),
+        )
+        for shape in TRAINED
+    ]
+    return Table(
+        title="Models",
+        headers=(
+            "model",
+            "parameters, 10^9",
+            "layers",
+            "width",
+            "tokens per sequence",
+            "tokens per step",
+            "cache per token, kB",
+            "trained",
+        ),
+        rows=tuple(rows),
+        right=(1, 2, 3, 4, 5, 6, 7),
+    )
+
+
+def sources(comparison: Comparison, *others: Fleet) -> Table:
+    """Where the devices' figures come from."""
+    kinds = {"vendor": "published", "measured": "measured", "memory": "general knowledge"}
+    rows: list[tuple[Entry, ...]] = []
+    for fleet in dict.fromkeys((comparison.fleet, comparison.reference, *others)):
+        for name, value, source, kind in fleet.device.sources():
+            rows.append(
+                (
+                    Entry(fleet.device.name),
+                    Entry(name.replace("_", " ")),
+                    Entry(f"{value:.4g}"),
+                    Entry(kinds[kind]),
+                    Entry(source),
+                )
+            )
+    return Table(
+        title="Where the figures come from",
+        headers=("device", "figure", "value", "kind", "source"),
+        rows=tuple(rows),
+        right=(2,),
+    )
+
+
+def measured(comparison: Comparison) -> list[str]:
+    """What of the two fleets was measured, in sentences."""
+    found = [
+        f"{fleet.device.name}: {name}, {value:.4g} ({source})"
+        for fleet in (comparison.fleet, comparison.reference)
+        for name, value, source, kind in fleet.device.sources()
+        if kind == "measured"
+    ]
+    return found or [
+        "Nothing. Every speed in this comparison is a data sheet's figure times an assumed part of it. A catalogue "
+        'entry of kind "measured" takes the place of the data sheet\'s.'
+    ]
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """The comparison in a few sentences, each following from its cells."""
+    peak = comparison.peaks[0].ratio
+    said = [
+        f"On paper, {comparison.fleet.name} have {peak:.2f} of the dense fp16 peak of {comparison.reference.name}: "
+        f"the claim {_says(verdict(peak))}."
+    ]
+    for task, plain, best in (("train", TEXTBOOK, BEST), ("decode", HALF, INT4), ("forward", HALF, INT4)):
+        parts = [
+            f"{model} {_range(comparison, task, model, plain)}, with {best} {_range(comparison, task, model, best)}"
+            for model in _MODELS[task]
+            if comparison.cell(task, model, plain, 100, 50).ratio is not None
+        ]
+        said.append(f"{TASKS[task].split(',')[0]} at 100 Mbit/s and 50 ms: {'; '.join(parts)}.")
+    power = next(peak for peak in comparison.peaks if peak.what == "power")
+    said.append(
+        f"The fleet draws {power.ours:.3g} kW, the box {power.theirs:.3g} kW: energy per token is "
+        f"{power.ratio:.2g}x the box's at equal speed."
+    )
+    return said
+
+
+def bandwidth(mbit: int) -> str:
+    return f"{mbit} Mbit/s" if mbit < 1_000 else f"{mbit // 1_000} Gbit/s"
+
+
+def network(mbit: int, ms: int) -> str:
+    return f"{bandwidth(mbit)}, {ms} ms"
+
+
+def lines(table: Table) -> Iterator[tuple[str, ...]]:
+    for row in table.rows:
+        yield tuple(entry.text for entry in row)
+
+
+def _range(comparison: Comparison, task: Task, model: str, name: str) -> str:
+    cell = comparison.cell(task, model, name, 100, 50)
+    return "does not fit" if cell.ratio is None else f"{cell.ratio:.2g} ({cell.verdict})"
+
+
+def _entry(cell: Cell, *, layout: bool) -> Entry:
+    mark = MARKS[cell.verdict]
+    match cell.ours:
+        case Misfit():
+            return Entry(f"does not fit: {format_bytes(cell.ours.missing_bytes)} missing", mark)
+        case Outcome() as ours:
+            pass
+    if cell.ratio is None:
+        return Entry("does not fit the box", mark)
+    how = f", {_layout(ours)}, {ours.limit}" if layout else ""
+    return Entry(f"{_figure(cell.ratio)} {cell.verdict}{how}", mark)
+
+
+def _layout(outcome: Outcome) -> str:
+    stages = "whole model each" if outcome.stages == 1 else f"{outcome.stages} stages"
+    return f"{outcome.replicas} x {stages}"
+
+
+def _speed(outcome: Outcome | Misfit) -> str:
+    if isinstance(outcome, Misfit):
+        return f"does not fit, {format_bytes(outcome.missing_bytes)} are missing"
+    return f"{outcome.tokens_per_s:,.0f} tokens/s"
+
+
+def _figure(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}"
+
+
+def _worth(ratio: float, before: str = "") -> Entry:
+    said = verdict(ratio)
+    return Entry(f"{before}{said}", MARKS[said])
+
+
+def _says(said: Verdict) -> str:
+    return {"holds": "holds", "within 2x": "is off by less than 2x", "fails": "fails", "does not fit": "fails"}[said]

@@ -1,0 +1,329 @@
+"""How fast a fleet of equal machines trains and serves a model over slow links, against a fleet in one box.
+
+Decides the best number of stages and replicas by trying all of them with the closed forms; plans no real pool. Every
+number that is not in the catalogue is an assumption with a name (`Assumptions`). The fleet in one box has free links:
+that favours it. Parameters are counted with the optimizer's state (16 bytes each in mixed precision); activations are
+recomputed, and those in flight are taken to fit beside it.
+
+Neighbours: `closed_form` (the formulas), `analysis_cases` (which models, networks and levers), `catalogue` (devices).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor
+from typing import Final
+
+from fusionai.scheduling.catalogue import Device
+from fusionai.scheduling.closed_form import GenerationTerms, Limit, PipelineTerms
+
+HALF_BYTES: Final = 2
+INT4_BYTES: Final = 4.5 / 8
+"""Four bits, and a half-precision scale for each 32 weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What no data sheet says. Parts are of the catalogue's peaks."""
+
+    training_part: float = 0.40
+    """Of its dense fp16 peak a machine of the fleet reaches in training (MFU)."""
+    reference_training_part: float = 0.45
+    forward_part: float = 0.45
+    """The same for forward passes over whole sequences (prefill, scoring)."""
+    reference_forward_part: float = 0.50
+    decode_part: float = 0.50
+    """The same for batched decoding, on both sides: where many sessions share a pass, arithmetic limits it."""
+    bandwidth_part: float = 0.75
+    """Of its memory bandwidth a machine reaches when it reads weights and caches."""
+    memory_part: float = 0.85
+    """Of its memory a machine can fill with a model."""
+    overhead_s: float = 0.0002
+    """Of a decoding pass on one stage, besides reading and computing."""
+    context_tokens: int = 1024
+    """Cached per session in decoding."""
+    state_bytes_per_parameter: float = 16.0
+    """Weights and gradients in half precision, three fp32 values for Adam."""
+    gradient_bytes_per_parameter: float = 2.0
+    electricity_usd_per_kwh: float = 0.15
+    years: float = 3.0
+    """A machine's price is spread over so long, at full use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model by its numbers. `trainable`: part of the parameters that is trained; the rest stays in half precision."""
+
+    name: str
+    parameters: float
+    layers: int
+    width: int
+    cache_token_bytes: int
+    """Keys and values of one token in half precision; 0: the model does not generate."""
+    vocabulary: int
+    sequence_tokens: int
+    batch_tokens: int
+    """Of one optimizer step."""
+    trainable: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """`count` equal machines."""
+
+    device: Device
+    count: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.count} x {self.device.name}"
+
+    @property
+    def flops_per_s(self) -> float:
+        """Peak of one machine."""
+        return self.device.speed("fp16").flops_per_s
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of one machine."""
+        return self.device.memory_bytes.value
+
+    @property
+    def power_w(self) -> float:
+        """Of all."""
+        return self.count * self.device.power_w.value
+
+    @property
+    def price_usd(self) -> float | None:
+        """Of all; None where the catalogue names none."""
+        return None if self.device.price_usd is None else self.count * self.device.price_usd.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Each machine's access link, the same both ways; `latency_s` one way between any two."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levers:
+    """What can be done about slow links. `boundary_part`: bytes of boundary tensors by half precision's."""
+
+    overlap: bool = False
+    boundary_part: float = 1.0
+    local_steps: int = 1
+    """Steps between two exchanges of replicas; 1: gradients, every step."""
+    sync_part: float = 1.0
+    """Bytes of what replicas exchange by half precision's."""
+    recompute: bool = True
+    replicas: bool = True
+    """False: one pipeline of the best length."""
+    weight_bytes: float = HALF_BYTES
+    """Serving: of one parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`terms`: what the speed follows from, for a discrete-event run to be given; None where a formula suffices."""
+
+    tokens_per_s: float
+    stages: int
+    replicas: int
+    limit: Limit
+    terms: PipelineTerms | GenerationTerms | None
+    in_flight_bytes: float = 0.0
+    """Training: boundary activations the first stage keeps; not part of what is checked against memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """The model is too large for the fleet by so much."""
+
+    missing_bytes: float
+
+
+def train(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+    """The best numbers of stages and replicas, and what they come to."""
+    room = fleet.memory_bytes * known.memory_part
+    state = state_bytes(shape, known)
+    speed = fleet.flops_per_s * known.training_part
+    forward, backward = _training_flops(shape, levers.recompute)
+    tokens = shape.sequence_tokens
+    boundary_s = HALF_BYTES * tokens * shape.width * levers.boundary_part / network.bandwidth_bytes_per_s
+    best: PipelineTerms | None = None
+    for stages in range(max(1, ceil(state / room)), min(fleet.count, shape.layers) + 1):
+        replicas = fleet.count // stages if levers.replicas else 1
+        microbatches = shape.batch_tokens / (replicas * tokens)
+        if microbatches < 1:
+            continue
+        gradient = known.gradient_bytes_per_parameter * shape.parameters * shape.trainable / stages
+        exchanged = 2 * (replicas - 1) / replicas * gradient * levers.sync_part / levers.local_steps
+        alone = stages == 1
+        terms = PipelineTerms(
+            stages=stages,
+            replicas=replicas,
+            microbatches=round(microbatches),
+            forward_s=forward / stages * tokens / speed,
+            backward_s=backward / stages * tokens / speed,
+            activation_s=0.0 if alone else boundary_s,
+            gradient_s=0.0 if alone else boundary_s,
+            latency_s=network.latency_s,
+            sync_s=exchanged / network.bandwidth_bytes_per_s,
+            overlapped=levers.overlap,
+        )
+        if best is None or _speed(terms, tokens) > _speed(best, tokens):
+            best = terms
+    if best is None:
+        return Misfit(missing_bytes=max(0.0, state - room * min(fleet.count, shape.layers)))
+    return Outcome(
+        tokens_per_s=_speed(best, tokens),
+        stages=best.stages,
+        replicas=best.replicas,
+        limit=best.limit,
+        terms=best,
+        in_flight_bytes=best.in_flight * HALF_BYTES * tokens * shape.width * levers.boundary_part,
+    )
+
+
+def train_in_one_box(shape: Shape, fleet: Fleet, known: Assumptions) -> Outcome | Misfit:
+    """Links are free, memory is shared, nothing is recomputed."""
+    missing = state_bytes(shape, known) - fleet.count * fleet.memory_bytes * known.memory_part
+    if missing > 0:
+        return Misfit(missing_bytes=missing)
+    speed = fleet.count * fleet.flops_per_s * known.reference_training_part
+    rate = speed / sum(_training_flops(shape, recompute=False))
+    return Outcome(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
+
+
+def generate(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+    """Decoding with as many sessions as memory holds: the most tokens per second of all of them together."""
+    room = fleet.memory_bytes * known.memory_part
+    weights = shape.parameters * levers.weight_bytes
+    best: GenerationTerms | None = None
+    for stages in range(1, min(fleet.count, shape.layers) + 1):
+        cache = shape.cache_token_bytes * known.context_tokens / stages
+        sessions = floor((room - weights / stages) / cache)
+        if sessions < 1:
+            continue
+        terms = _generation(shape, fleet, network, levers, known, stages, sessions)
+        if best is None or terms.tokens_per_s > best.tokens_per_s:
+            best = terms
+    if best is None:
+        least = weights + shape.cache_token_bytes * known.context_tokens
+        return Misfit(missing_bytes=max(0.0, least - room * min(fleet.count, shape.layers)))
+    return Outcome(
+        tokens_per_s=best.tokens_per_s, stages=best.stages, replicas=best.replicas, limit=best.limit, terms=best
+    )
+
+
+def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+    """Replicas on the smallest groups of 1, 2, 4, ... machines that hold the half-precision weights and a session; the
+    groups stay the same where weights are kept smaller. Within a group links are free."""
+    cache = shape.cache_token_bytes * known.context_tokens
+    room = fleet.memory_bytes * known.memory_part
+    needed = shape.parameters * HALF_BYTES + cache
+    group = 1
+    while group * room < needed:
+        group *= 2
+    if group > fleet.count:
+        return Misfit(missing_bytes=needed - fleet.count * room)
+    weights = shape.parameters * levers.weight_bytes
+    sessions = floor((group * room - weights) / cache)
+    bandwidth = group * fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part
+    memory_s = (weights + sessions * cache) / bandwidth
+    compute_s = 2 * shape.parameters * sessions / (group * fleet.flops_per_s * known.decode_part)
+    replicas = fleet.count // group
+    return Outcome(
+        tokens_per_s=replicas * sessions / (max(memory_s, compute_s) + known.overhead_s),
+        stages=1,
+        replicas=replicas,
+        limit="memory bandwidth" if memory_s >= compute_s else "compute",
+        terms=None,
+    )
+
+
+def forward(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+    """Whole sequences forward (prefill, scoring, embeddings), as many at a time as fill the pipeline."""
+    # One sequence's logits lie beside the weights.
+    logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
+    room = fleet.memory_bytes * known.memory_part - logits
+    weights = shape.parameters * levers.weight_bytes
+    link_rate = network.bandwidth_bytes_per_s / (HALF_BYTES * shape.width * levers.boundary_part)
+    best: Outcome | None = None
+    for stages in range(1, min(fleet.count, shape.layers) + 1):
+        if weights / stages > room:
+            continue
+        replicas = fleet.count // stages
+        compute_rate = fleet.flops_per_s * known.forward_part * stages / (2 * shape.parameters)
+        limit: Limit = "compute" if stages == 1 or compute_rate <= link_rate else "links"
+        rate = replicas * (compute_rate if limit == "compute" else link_rate)
+        if best is None or rate > best.tokens_per_s:
+            best = Outcome(tokens_per_s=rate, stages=stages, replicas=replicas, limit=limit, terms=None)
+    if best is None:
+        return Misfit(missing_bytes=max(0.0, weights - room * min(fleet.count, shape.layers)))
+    return best
+
+
+def forward_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+    logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
+    missing = shape.parameters * levers.weight_bytes + logits - fleet.count * fleet.memory_bytes * known.memory_part
+    if missing > 0:
+        return Misfit(missing_bytes=missing)
+    rate = fleet.count * fleet.flops_per_s * known.reference_forward_part / (2 * shape.parameters)
+    return Outcome(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
+
+
+def state_bytes(shape: Shape, known: Assumptions) -> float:
+    """Of training: weights, gradients and optimizer of what is trained, half-precision weights of the rest."""
+    trained = shape.parameters * shape.trainable * known.state_bytes_per_parameter
+    return trained + shape.parameters * (1 - shape.trainable) * HALF_BYTES
+
+
+def _training_flops(shape: Shape, recompute: bool) -> tuple[float, float]:
+    """Forward and backward of one token. Frozen parameters need no gradient of their own."""
+    forward = 2 * shape.parameters
+    backward = 2 * shape.parameters * (1 + (shape.trainable if shape.trainable == 1.0 else 0.0))
+    return forward, backward + (forward if recompute else 0.0)
+
+
+def _speed(terms: PipelineTerms, sequence_tokens: int) -> float:
+    return terms.replicas * terms.microbatches * sequence_tokens / terms.step_s
+
+
+def _generation(
+    shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions, stages: int, sessions: int
+) -> GenerationTerms:
+    """With the number of passes in flight that gives most: a trip gets shorter with more of them, the rounds of the
+    busiest stage or link longer, so the best is where the two meet."""
+    bandwidth = fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part
+    speed = fleet.flops_per_s * known.decode_part
+    cache = shape.cache_token_bytes * known.context_tokens / stages
+    weights, parameters = shape.parameters * levers.weight_bytes / stages, shape.parameters / stages
+    row_bytes = HALF_BYTES * shape.width * levers.boundary_part
+
+    def with_passes(passes: int) -> GenerationTerms:
+        rows = sessions / passes
+        return GenerationTerms(
+            stages=stages,
+            replicas=fleet.count // stages,
+            passes=passes,
+            rows=rows,
+            weights_s=(weights + rows * cache) / bandwidth,
+            compute_s=2 * parameters * rows / speed,
+            overhead_s=known.overhead_s,
+            transfer_s=0.0 if stages == 1 else rows * row_bytes / network.bandwidth_bytes_per_s,
+            latency_s=network.latency_s,
+            hops=0 if stages == 1 else stages,
+        )
+
+    low, high = 1, sessions
+    while low < high:
+        middle = (low + high) // 2
+        terms = with_passes(middle)
+        if middle * max(terms.stage_s, terms.transfer_s) >= terms.trip_s:
+            high = middle
+        else:
+            low = middle + 1
+    return max((with_passes(passes) for passes in {max(1, low - 1), low}), key=lambda terms: terms.tokens_per_s)

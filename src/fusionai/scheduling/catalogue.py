@@ -1,0 +1,127 @@
+"""Devices by name: speed, memory, power and price, each figure with its source. Decides which speed counts.
+
+Public tables mix dense and sparse speeds, and accumulation in half and in single precision; an entry says which is
+which, and only dense speeds that accumulate in fp32 are planned with. All figures are peaks of a data sheet: whoever
+plans with them multiplies by the part that is reached in practice, and prefers a measured profile wherever there is
+one. Reads no file: the entries are in `data/catalogue.toml`, `cli.catalogue_file` reads it.
+
+Neighbours: `analysis_*` compare fleets of catalogue devices; a pool described on paper names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Final, Literal
+
+import msgspec
+
+from fusionai.primitives.errors import UsageError
+
+Kind = Literal["vendor", "measured", "memory"]
+"""vendor: a published table repeats the vendor's figure; memory: general knowledge, check before quoting."""
+Dtype = Literal["fp32", "fp16"]
+
+_NEAREST: Final = 3
+
+
+class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One figure and where it comes from. `low` and `high` where sources name a range."""
+
+    value: float
+    source: str
+    kind: Kind
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.value > 0:
+            raise ValueError(f"expected a positive figure, got {self.value}")
+
+
+class Speed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A peak. `sparse`: counts operations on zeros that structured sparsity skips."""
+
+    dtype: Dtype
+    accumulator: Dtype
+    sparse: bool
+    flops_per_s: float
+    source: str
+    kind: Kind
+
+    def __post_init__(self) -> None:
+        if not self.flops_per_s > 0:
+            raise ValueError(f"expected a positive speed, got {self.flops_per_s}")
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`price_usd` None: sold only as a part of something else."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    speeds: tuple[Speed, ...]
+    memory_bytes: Figure
+    memory_bandwidth_bytes_per_s: Figure
+    power_w: Figure
+    price_usd: Figure | None = None
+
+    def speed(self, dtype: Dtype) -> Speed:
+        """The dense peak that accumulates in fp32. A device without one for fp16 computes fp16 at its fp32 speed. A
+        measured speed is preferred to any other. Raises `UsageError` when there is none."""
+        for wanted in (dtype, "fp32") if dtype == "fp16" else (dtype,):
+            fitting = [s for s in self.speeds if s.dtype == wanted and s.accumulator == "fp32" and not s.sparse]
+            measured = [s for s in fitting if s.kind == "measured"]
+            if fitting:
+                return (measured or fitting)[0]
+        raise UsageError(
+            f"the catalogue has no dense {dtype} speed with fp32 accumulation for {self.name}.",
+            hint="Give the machine's measured `flops_per_s` instead.",
+        )
+
+    def sources(self) -> Iterable[tuple[str, float, str, Kind]]:
+        """(field, value, source, kind) of everything the entry says."""
+        for speed in self.speeds:
+            what = f"{speed.dtype} with {speed.accumulator} accumulation, {'sparse' if speed.sparse else 'dense'}"
+            yield what, speed.flops_per_s, speed.source, speed.kind
+        for name in ("memory_bytes", "memory_bandwidth_bytes_per_s", "power_w", "price_usd"):
+            figure: Figure | None = getattr(self, name)
+            if figure is not None:
+                yield name, figure.value, figure.source, figure.kind
+
+
+class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Devices in the order of the file."""
+
+    devices: tuple[Device, ...]
+
+    def find(self, name: str) -> Device:
+        """By name or alias, whatever the case, spaces and hyphens. Raises `UsageError` that names the nearest."""
+        known = self._names()
+        found = known.get(_plain(name))
+        if found is not None:
+            return found
+        # Several spellings of one device are one suggestion.
+        close = get_close_matches(_plain(name), known, n=4 * _NEAREST, cutoff=0.4)
+        names = list(dict.fromkeys(known[spelling].name for spelling in close))[:_NEAREST]
+        nearest = f"The nearest: {', '.join(names)}." if names else f"Known: {', '.join(d.name for d in self.devices)}."
+        raise UsageError(
+            f"GPU {name!r} is not in the catalogue.",
+            hint=f"{nearest} Or give the machine's measured `flops_per_s` and `memory`.",
+        )
+
+    def with_devices(self, devices: Iterable[Device]) -> Catalogue:
+        """Entries of the same name are replaced, others come after."""
+        merged = {_plain(device.name): device for device in self.devices}
+        merged.update((_plain(device.name), device) for device in devices)
+        return Catalogue(devices=tuple(merged.values()))
+
+    def _names(self) -> Mapping[str, Device]:
+        names: dict[str, Device] = {}
+        for device in self.devices:
+            for spelling in (device.name, *device.aliases):
+                names.setdefault(_plain(spelling), device)
+        return names
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())

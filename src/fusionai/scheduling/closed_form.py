@@ -1,0 +1,127 @@
+"""Steps and passes of equal stages in closed form, from plain numbers. Decides nothing; knows no device and no model.
+
+    step  = M * period + (P - 1) * (compute + transfer + 2 * latency) + sync
+    period = max(compute, transfer) where sending runs beside computing, else their sum
+
+Where sending is hidden, so is the synchronisation of replicas: it then counts only where it takes longer than the rest.
+An inner stage's uplink carries the activation of one microbatch and the gradient of another: `transfer` is both.
+The terms are public so that a discrete-event run can be given the same numbers and held against the same result.
+
+Neighbours: `analysis` derives the terms from models, devices and links; `pipeline` has the formulas of unequal stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Limit = Literal["compute", "links", "latency", "synchronisation", "memory bandwidth", "one trip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTerms:
+    """One training step of `replicas` equal pipelines. Seconds are those of one microbatch on one stage or hop."""
+
+    stages: int
+    replicas: int
+    microbatches: int
+    """Of one replica."""
+    forward_s: float
+    backward_s: float
+    """With the recomputation, if there is one."""
+    activation_s: float
+    gradient_s: float
+    latency_s: float
+    """One way."""
+    sync_s: float
+    """Of a stage's gradients (or of what local updates exchange) among replicas, per step."""
+    overlapped: bool
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def transfer_s(self) -> float:
+        return self.activation_s + self.gradient_s
+
+    @property
+    def period_s(self) -> float:
+        if self.overlapped:
+            return max(self.compute_s, self.transfer_s)
+        return self.compute_s + self.transfer_s
+
+    @property
+    def fill_s(self) -> float:
+        """The first microbatch's way there and back, over what the periods already count."""
+        return (self.stages - 1) * (self.compute_s + self.transfer_s + 2 * self.latency_s)
+
+    @property
+    def step_s(self) -> float:
+        pipeline_s = self.microbatches * self.period_s + self.fill_s
+        return max(pipeline_s, self.sync_s) if self.overlapped else pipeline_s + self.sync_s
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches the first stage must keep for its links to be hidden: ceil(round trip / period) + 2."""
+        round_trip_s = self.fill_s
+        return min(self.microbatches, -int(-round_trip_s // self.period_s) + 2)
+
+    @property
+    def limit(self) -> Limit:
+        """What the largest part of a step is spent on."""
+        parts: dict[Limit, float] = {
+            "synchronisation": self.sync_s,
+            "compute": self.microbatches * self.compute_s,
+            "links": self.microbatches * self.transfer_s,
+            "latency": self.fill_s,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationTerms:
+    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions each are
+    in flight; seconds are those of one pass on one stage or hop. `hops`: with the way back to the first stage."""
+
+    stages: int
+    replicas: int
+    passes: int
+    rows: float
+    weights_s: float
+    """Reading the stage's weights and the cache of the pass from memory."""
+    compute_s: float
+    overhead_s: float
+    transfer_s: float
+    latency_s: float
+    hops: int
+
+    @property
+    def stage_s(self) -> float:
+        return max(self.weights_s, self.compute_s) + self.overhead_s
+
+    @property
+    def trip_s(self) -> float:
+        """Of one pass through all stages and back: no session gets a token sooner (Little's law)."""
+        return self.stages * self.stage_s + self.hops * (self.latency_s + self.transfer_s)
+
+    @property
+    def round_s(self) -> float:
+        return max(self.trip_s, self.passes * max(self.stage_s, self.transfer_s))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.replicas * self.passes * self.rows / self.round_s
+
+    @property
+    def limit(self) -> Limit:
+        if self.hops and self.passes * max(self.stage_s, self.transfer_s) <= self.trip_s * (1 + 1e-9):
+            hop_parts: dict[Limit, float] = {
+                "latency": self.hops * self.latency_s,
+                "links": self.hops * self.transfer_s,
+                "one trip": self.stages * self.stage_s,
+            }
+            return max(hop_parts, key=lambda part: hop_parts[part])
+        if self.transfer_s > self.stage_s:
+            return "links"
+        return "compute" if self.compute_s > self.weights_s else "memory bandwidth"
