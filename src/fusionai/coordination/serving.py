@@ -755,7 +755,6 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     (_W, PlanGiven): _row(ServingMachine.on_plan, _N, _W),
     **{(phase, Tick): _row(ServingMachine.on_tick, phase, _N, _W) for phase in _ROUND},
     (_G, Tick): _row(ServingMachine.on_tick, _G, _N),
-    (_W, Tick): _row(ServingMachine.on_tick, _W),
     **{(phase, StopAsked): _row(ServingMachine.on_stop, _E) for phase in _ALIVE},
     **{(phase, CommandFailed): _row(ServingMachine.on_command_failed, _E) for phase in _ALIVE},
 }
