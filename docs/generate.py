@@ -1,9 +1,9 @@
-"""Writes the generated pages of this folder: `wire.md` (every message) and `machines.md` (every state machine).
+"""Writes the generated pages of this folder: `wire.md` (every message), `machines.md` (every state machine) and
+`analysis.md` (many small machines against a few big ones).
 
 `python docs/generate.py` writes them, `--check` says whether they are what the code says and writes nothing. Text
-above the marker of a page is written by hand and kept. Neighbours: `wire.messages` and `coordination` are the source;
-`wire_fields.toml` holds the
-meaning of fields that several messages share.
+above the marker of a page is written by hand and kept. Neighbours: `wire.messages`, `coordination` and
+`scheduling.analysis_cases` are the source; `wire_fields.toml` holds the meaning of fields that several messages share.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import NODEFAULT
 
+from fusionai.cli.analyze import shipped_comparisons
 from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, serving, stage
 from fusionai.coordination.machine import START, rows
+from fusionai.dashboard.analysis_document import document
 from fusionai.wire import messages
 
 DOCS: Final = Path(__file__).parent
@@ -236,7 +238,12 @@ def _phase(name: str) -> str:
     return name.replace("-", "_").replace(" ", "_")
 
 
-GENERATED: Final = {"wire.md": wire_page, "machines.md": machines_page}
+def analysis_page() -> str:
+    """What `fusion analyze` says of the shipped catalogue."""
+    return document(shipped_comparisons())
+
+
+GENERATED: Final = {"wire.md": wire_page, "machines.md": machines_page, "analysis.md": analysis_page}
 
 
 def rendered(name: str) -> str:

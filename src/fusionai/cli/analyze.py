@@ -9,14 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import click
 
 from fusionai.cli import console
-from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
+from fusionai.cli.catalogue_file import catalogue_option, read_catalogue, shipped_catalogue
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.analysis import Assumptions, Fleet, Misfit, Outcome
@@ -61,10 +61,7 @@ def analyze(
     """
     from fusionai.dashboard.analysis_page import render_analysis
 
-    catalogue = read_catalogue(catalogue_file)
-    ours = _fleet(catalogue, fleet, "--fleet")
-    known = Assumptions()
-    comparisons = [compare(ours, _fleet(catalogue, text, "--against"), known) for text in against]
+    comparisons = _comparisons(read_catalogue(catalogue_file), fleet, against)
     show(comparisons)
     _make(out)
     figures = figures_of(comparisons)
@@ -76,10 +73,15 @@ def analyze(
     console.line(f"Written: {out / 'analysis.html'}, analysis.csv and analysis.json beside it.")
 
 
+def shipped_comparisons() -> list[Comparison]:
+    """What the command computes without flags; the document of the repository is written from it."""
+    return _comparisons(shipped_catalogue(), FLEET, REFERENCES)
+
+
 def show(comparisons: list[Comparison]) -> None:
     """For people: the claim on paper, each lever on a few networks, and what all cells come to."""
     from fusionai.dashboard import analysis_tables as tables
-    from fusionai.dashboard.analysis_page import overall
+    from fusionai.dashboard.analysis_document import overall
 
     first = comparisons[0]
     for table in (
@@ -151,6 +153,11 @@ def row(comparison: Comparison, cell: Cell) -> dict[str, object]:
         "usd_per_million_tokens": ours and comparison.usd_per_million_tokens("ours", ours),
         "reference_usd_per_million_tokens": theirs and comparison.usd_per_million_tokens("theirs", theirs),
     }
+
+
+def _comparisons(catalogue: Catalogue, fleet: str, against: Sequence[str]) -> list[Comparison]:
+    ours = _fleet(catalogue, fleet, "--fleet")
+    return [compare(ours, _fleet(catalogue, text, "--against"), Assumptions()) for text in against]
 
 
 def _terms(cell: Cell) -> dict[str, object] | None:

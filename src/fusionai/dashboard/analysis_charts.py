@@ -105,7 +105,8 @@ def lever_chart(comparison: Comparison) -> str:
             axes.set_title(title, loc="left", fontsize=11)
             _thresholds(axes)
             axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
-            axes.set_ylim(0, 1.3 if task == "train" else None)
+            # Room for the legend above the highest bar and the upper threshold.
+            axes.set_ylim(0, 1.4 * max(axes.get_ylim()[1] / 1.05, 0.95))
         return inline_svg(figure, "levers")
 
 

@@ -392,8 +392,8 @@ def _entry(cell: Cell, *, layout: bool) -> Entry:
 
 
 def _layout(outcome: Outcome) -> str:
-    stages = "whole model each" if outcome.stages == 1 else f"{outcome.stages} stages"
-    return f"{outcome.replicas} x {stages}"
+    replicas = f"{outcome.replicas} {'replica' if outcome.replicas == 1 else 'replicas'}"
+    return replicas if outcome.stages == 1 else f"{replicas} of {outcome.stages} stages"
 
 
 def _speed(outcome: Outcome | Misfit) -> str:
