@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.background import in_background
 from fusionai.client.beginning import first_deployment, nobody
+from fusionai.client.local_homes import local_home
 from fusionai.client.local_pool import LocalPeer, LocalPool
 from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
@@ -270,12 +270,9 @@ async def _local_pool(request: ServeRequest) -> AsyncIterator[LocalPool]:
         )
         for number in range(machines)
     ]
-    directory = request.home / "local" / secrets.token_hex(4)
-    try:
+    with local_home(request.home / "local") as directory:
         async with LocalPool(directory, peers, name="local") as pool:
             yield pool
-    finally:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
 def _local_threads(peers: int) -> int:
