@@ -1,0 +1,34 @@
+"""Virtual time: what happens next. Decides the order of events, equal times in the order they were noted.
+
+Neighbours: everything in this package acts through it; nothing here ever waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class Agenda:
+    """`now_s` is the time of the event that is happening."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.happened = 0
+        self._entries: list[tuple[float, int, Callable[[], None]]] = []
+        self._noted = 0
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """`time_s` before now counts as now."""
+        self._noted += 1
+        heapq.heappush(self._entries, (max(time_s, self.now_s), self._noted, action))
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.at(self.now_s + delay_s, action)
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Everything up to and at `until_s`, or until nothing is left."""
+        while self._entries and self._entries[0][0] <= until_s:
+            self.now_s, _, action = heapq.heappop(self._entries)
+            self.happened += 1
+            action()

@@ -1,0 +1,189 @@
+"""Transfers between peers: access links that are shared, latency, jitter, packet loss. Decides when bytes arrive.
+
+Every peer has one uplink and one downlink, as in `scheduling.links`: a transfer goes through the sender's uplink and
+through the receiver's downlink, each at its own speed; the second begins with the first byte, not the last, so that an
+undisturbed transfer takes size / slower link + latency. Transfers of one connection follow each other; connections
+share a link evenly, as TCP does. An exceptional link serves its own direction of its own pair and takes neither access
+link. Nothing is lost for good: packet loss costs speed, by the formula of Mathis et al. 1997 (rate <= 1.22 * segment /
+(round trip * sqrt(loss))), and jitter costs time.
+
+Neighbours: `step` and `generation` send over it; `scheduling.stage_costs` knows the links.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf, sqrt
+from typing import Final
+
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.simulator.agenda import Agenda
+
+SEGMENT_BYTES: Final = 1448
+MATHIS: Final = 1.22
+ROUNDING_S: Final = 1e-9
+
+Connection = tuple[str, str]
+"""Sender and receiver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """What links suffer. `jitter_s`: mean of an exponential delay on top of each transfer's latency. `loss`: part of
+    the packets that is lost, in [0, 1)."""
+
+    jitter_s: float = 0.0
+    loss: float = 0.0
+
+
+CALM: Final = Weather()
+
+
+@dataclass(slots=True)
+class _Transfer:
+    left_s: float
+    """Of the line's undivided time."""
+    begun: Callable[[], None]
+    done: Callable[[], None]
+
+
+@dataclass(slots=True)
+class Line:
+    """One direction of a link. Connections share it evenly; each has one transfer after the other on it."""
+
+    agenda: Agenda
+    busy_s: float = 0.0
+    """So long it has served."""
+    _queues: dict[Connection, deque[_Transfer]] = field(default_factory=dict[Connection, deque[_Transfer]])
+    _since_s: float = 0.0
+    """Up to here what is served has been counted."""
+    _round: int = 0
+    """What was foreseen before the last change does not happen."""
+
+    def carry(
+        self, connection: Connection, seconds: float, begun: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        """`seconds`: undivided. `begun` is called when the first byte goes, `done` when the last one has gone."""
+        transfer = _Transfer(seconds, begun, done)
+        queue = self._queues.get(connection)
+        if queue is not None:
+            queue.append(transfer)
+            return
+        self._count()
+        self._queues[connection] = deque((transfer,))
+        self._foresee()
+        begun()
+
+    def _count(self) -> None:
+        """What has been served since the last time."""
+        elapsed_s = self.agenda.now_s - self._since_s
+        self._since_s = self.agenda.now_s
+        if self._queues:
+            self.busy_s += elapsed_s
+            for queue in self._queues.values():
+                queue[0].left_s -= elapsed_s / len(self._queues)
+
+    def _foresee(self) -> None:
+        self._round += 1
+        if self._queues:
+            least_s = min(queue[0].left_s for queue in self._queues.values())
+            self.agenda.after(max(0.0, least_s) * len(self._queues), partial(self._served, self._round))
+
+    def _served(self, at_round: int) -> None:
+        if at_round != self._round:
+            return
+        self._count()
+        least_s = min(queue[0].left_s for queue in self._queues.values())
+        # What ends together ends together, however the arithmetic rounds.
+        through = [c for c, queue in self._queues.items() if queue[0].left_s <= least_s + ROUNDING_S]
+        over = [self._queues[connection].popleft() for connection in through]
+        begun: list[_Transfer] = []
+        for connection in through:
+            if self._queues[connection]:
+                begun.append(self._queues[connection][0])
+            else:
+                del self._queues[connection]
+        self._foresee()
+        for transfer in over:
+            transfer.done()
+        for transfer in begun:
+            transfer.begun()
+
+
+class Network:
+    """The links of a problem's peers. The same seed gives the same jitter."""
+
+    def __init__(self, agenda: Agenda, costs: StageCosts, weather: Weather = CALM, seed: int = 0) -> None:
+        self.sent_bytes: defaultdict[str, float] = defaultdict(float)
+        """By sender, over its uplink or an exceptional link."""
+        self._agenda = agenda
+        self._costs = costs
+        self._weather = weather
+        self._draw = random.Random(seed)
+        self._lines: defaultdict[tuple[str, str], Line] = defaultdict(lambda: Line(agenda))
+        """("up", peer), ("down", peer), or a connection's own."""
+        self._arrived_s: defaultdict[Connection, float] = defaultdict(float)
+
+    def send(self, sender: str, receiver: str, size_bytes: float, deliver: Callable[[], None]) -> None:
+        """Call `deliver` when all of it is there. Peers nobody describes have no bottleneck and no latency."""
+        if sender == receiver:
+            self._agenda.after(0.0, deliver)
+            return
+        connection = (sender, receiver)
+        hop = self._costs.hop(sender, receiver)
+        if size_bytes <= 0:
+            self._arrive(connection, hop.latency_s, deliver)
+            return
+        self.sent_bytes[sender] += size_bytes
+        bandwidth_bytes_per_s = self._capped(sender, receiver, hop.bandwidth_bytes_per_s)
+        own_s = size_bytes / bandwidth_bytes_per_s
+        if not hop.shared:
+            arrive = partial(self._arrive, connection, hop.latency_s, deliver)
+            self._lines[connection].carry(connection, own_s, _nothing, arrive)
+            return
+        profiles = self._costs.profiles
+        up_s = size_bytes / profiles[sender].uplink.bandwidth_bytes_per_s
+        down_s = size_bytes / profiles[receiver].downlink.bandwidth_bytes_per_s
+        held_up = bandwidth_bytes_per_s < hop.bandwidth_bytes_per_s
+        # All have to be through: the uplink and the latency, the downlink, and what loss leaves of the connection.
+        parts = [3 if held_up else 2]
+
+        def through() -> None:
+            parts[0] -= 1
+            if parts[0] == 0:
+                self._arrive(connection, 0.0, deliver)
+
+        def begun() -> None:
+            down = self._lines["down", receiver]
+            self._agenda.after(hop.latency_s, partial(down.carry, connection, down_s, _nothing, through))
+            if held_up:
+                later = partial(self._agenda.after, hop.latency_s, through)
+                self._lines[connection].carry(connection, own_s, _nothing, later)
+
+        later = partial(self._agenda.after, hop.latency_s, through)
+        self._lines["up", sender].carry(connection, up_s, begun, later)
+
+    def _arrive(self, connection: Connection, delay_s: float, deliver: Callable[[], None]) -> None:
+        """In the order in which it was sent."""
+        if self._weather.jitter_s > 0:
+            delay_s += self._draw.expovariate(1 / self._weather.jitter_s)
+        in_order_s = max(self._agenda.now_s + delay_s, self._arrived_s[connection])
+        self._arrived_s[connection] = in_order_s
+        self._agenda.at(in_order_s, deliver)
+
+    def _capped(self, sender: str, receiver: str, bandwidth_bytes_per_s: float) -> float:
+        """What one connection gets of a link that loses packets."""
+        if self._weather.loss <= 0:
+            return bandwidth_bytes_per_s
+        there, back = self._costs.hop(sender, receiver), self._costs.hop(receiver, sender)
+        round_trip_s = there.latency_s + back.latency_s + 2 * self._weather.jitter_s
+        most = MATHIS * SEGMENT_BYTES / (round_trip_s * sqrt(self._weather.loss)) if round_trip_s > 0 else inf
+        return min(bandwidth_bytes_per_s, most)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,347 @@
+"""Training steps of a plan, event by event: what every stage computes and sends, and when. Decides no order.
+
+The order of work is decided by the shipped machine of a stage (`coordination.stage`): 1F1B with credit, weight
+gradients that lag, what waits for a commit. Here its commands take time: work on the peer's one compute lane, transfers
+on the network. The driver's part is what `coordination.driver` does in an undisturbed run: feed at most one step ahead
+of the vote and within the window, commit when all losses and votes are in.
+
+Durations are the planner's: operations over measured speed, bytes over links. What the closed form leaves out is here:
+waiting in turn for a link or a peer, credit that runs out between bursts, the vote's round trip, the update. With
+`Rules(bare=True)` only forward and backward of one step are simulated, from its first forward to its last backward:
+what `scheduling.prediction` predicts.
+
+Neighbours: `network` carries, `scheduling.stage_costs` prices, `course` asks how long a step takes under a plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Final, Literal
+
+from fusionai.coordination.stage import (
+    Attached,
+    BackwardArrived,
+    Committed,
+    Compute,
+    ForwardArrived,
+    Refuse,
+    ReportPrepared,
+    Resumed,
+    StageEvent,
+    StageMachine,
+    StageShape,
+    Work,
+    WorkDone,
+)
+from fusionai.primitives.errors import FusionError
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import Plan, Problem, StagePlacement
+from fusionai.simulator.agenda import Agenda
+from fusionai.simulator.network import CALM, Network, Weather
+from fusionai.training.deployment import stage_options
+from fusionai.wire.messages import CommitRecord, Fence, StageOptions
+
+FEED: Final = -1
+_FENCE: Final = Fence(plan_version=1, incarnation=1, attempt=1)
+UPDATE_PASSES: Final = 7 / 3
+"""AdamW reads parameter, gradient and two slots and writes three of them: so often it goes over its state's bytes."""
+
+Kind = Literal["forward", "backward", "weights", "update"]
+
+
+class SimulationError(FusionError):
+    """The simulated machines came to a stand: a defect, never a user's mistake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How steps are simulated. `weight_lag`: whether stages put weight gradients off, as peers with room do; else the
+    backward computes them. `weight_part`: of a backward's time. `journal_s`: for a commit to be on the disk."""
+
+    steps: int = 3
+    bare: bool = False
+    weight_lag: bool = True
+    weight_part: float = 0.5
+    journal_s: float = 0.0
+    weather: Weather = CALM
+    seed: int = 0
+
+
+BARE: Final = Rules(steps=1, bare=True, weight_lag=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work on a peer's compute lane."""
+
+    stage: int
+    peer: str
+    kind: Kind
+    step: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRun:
+    """`committed_s`: when each step was official; of a bare run, when its last work was done."""
+
+    spans: tuple[Span, ...]
+    committed_s: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    """By stage, the most microbatches that were forwarded and not returned."""
+    sent_bytes: Mapping[str, float]
+    """By peer, in all steps."""
+
+    @property
+    def step_s(self) -> float:
+        """Between two commits, once the pipeline runs; of a single step, its whole length."""
+        gaps = [after - before for before, after in pairwise(self.committed_s)]
+        return median(gaps) if gaps else self.committed_s[0]
+
+    @property
+    def utilisation(self) -> Mapping[str, float]:
+        """By peer, the part of the time it computes, between the first commit and the last; of one step, in that."""
+        begin_s, end_s = min(self.committed_s), max(self.committed_s)
+        begin_s = begin_s if begin_s < end_s else 0.0
+        busy: defaultdict[str, float] = defaultdict(float)
+        for span in self.spans:
+            busy[span.peer] += max(0.0, min(span.end_s, end_s) - max(span.start_s, begin_s))
+        return {peer: seconds / (end_s - begin_s) for peer, seconds in busy.items()} if end_s > begin_s else {}
+
+
+def simulate_steps(plan: Plan, problem: Problem, rules: Rules = Rules()) -> StepRun:
+    """`rules.steps` steps of `plan` over the machines and links of `problem`, from standing. Same inputs, same run."""
+    job = _Job(plan, problem, rules)
+    job.begin()
+    job.agenda.run()
+    if len(job.committed_s) != rules.steps:
+        stories = "; ".join(f"stage {stage.placement.stage}: {stage.machine.story[-3:]}" for stage in job.stages)
+        raise SimulationError(f"{len(job.committed_s)} of {rules.steps} simulated steps were committed: {stories}.")
+    return StepRun(
+        spans=tuple(job.spans),
+        committed_s=tuple(job.committed_s),
+        in_flight=tuple(stage.most_in_flight for stage in job.stages),
+        sent_bytes=dict(job.network.sent_bytes),
+    )
+
+
+@dataclass(slots=True)
+class Lane:
+    """A peer's one compute thread: one piece of work after another, in the order they were asked for."""
+
+    agenda: Agenda
+    _waiting: deque[tuple[float, Callable[[float], None]]] = field(
+        default_factory=deque[tuple[float, Callable[[float], None]]]
+    )
+    _busy: bool = False
+
+    def work(self, seconds: float, done: Callable[[float], None]) -> None:
+        """`done` is told when the work began."""
+        self._waiting.append((seconds, done))
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._busy:
+            seconds, done = self._waiting.popleft()
+            began_s = self.agenda.now_s
+            self.agenda.after(seconds, partial(self._finish, began_s, done))
+
+    def _finish(self, began_s: float, done: Callable[[float], None]) -> None:
+        done(began_s)
+        self._next()
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One stage's machine and what its work takes."""
+
+    machine: StageMachine
+    placement: StagePlacement
+    lane: Lane
+    seconds: Mapping[str, float]
+    forward_bytes: float
+    gradient_bytes: float
+    most_in_flight: int = 0
+
+
+class _Job:
+    """The driver's side, and the wiring."""
+
+    def __init__(self, plan: Plan, problem: Problem, rules: Rules) -> None:
+        self.agenda = Agenda()
+        self.rules = rules
+        self.plan = plan
+        self.spans: list[Span] = []
+        self.committed_s: list[float] = []
+        costs = StageCosts(problem)
+        self.network = Network(self.agenda, costs, rules.weather, rules.seed)
+        lanes: defaultdict[str, Lane] = defaultdict(lambda: Lane(self.agenda))
+        self.stages = [self._stage(placement, costs, lanes[placement.peer]) for placement in plan.stages]
+        self._window = max(placement.in_flight for placement in plan.stages) + 1
+        self._fed = (0, 0)
+        self._losses: defaultdict[int, int] = defaultdict(int)
+        self._votes: defaultdict[int, int] = defaultdict(int)
+        self._last = len(plan.stages) - 1
+
+    def begin(self) -> None:
+        for index in range(len(self.stages)):
+            self._tell(index, Attached(_FENCE))
+            self._tell(index, Resumed(committed=0, source="keep", base=0))
+        if self.rules.bare:
+            for microbatch in range(self.plan.microbatches):
+                self._tell(0, ForwardArrived("train", 0, microbatch, FEED))
+        else:
+            self._feed()
+
+    def _stage(self, placement: StagePlacement, costs: StageCosts, lane: Lane) -> _Stage:
+        plan, rules = self.plan, self.rules
+        index, last = placement.stage, len(plan.stages) - 1
+        lag = (
+            stage_options(StageOptions(microbatches=plan.microbatches), placement).weight_lag if rules.weight_lag else 0
+        )
+        producers = {index - 1} | ({FEED} if index == last and not rules.bare else set())
+        shape = StageShape(
+            stage=index,
+            microbatches=plan.microbatches,
+            in_flight=placement.in_flight,
+            producers={"train": frozenset(producers)},
+            consumers=frozenset() if index == last else frozenset({index + 1}),
+            weight_lag=lag,
+        )
+        forward_s, backward_s = _passes_s(placement, costs)
+        return _Stage(
+            machine=StageMachine(shape, applied=0),
+            placement=placement,
+            lane=lane,
+            seconds={
+                "forward": forward_s,
+                "backward": backward_s * (1 - rules.weight_part) if lag else backward_s,
+                "weights": backward_s * rules.weight_part,
+                "apply": 0.0 if rules.bare else _update_s(placement, costs),
+            },
+            forward_bytes=costs.forward_bytes(placement),
+            gradient_bytes=costs.gradient_bytes(placement),
+        )
+
+    # ------------------------------------------------------------------------------------------------------ stages
+
+    def _tell(self, index: int, event: StageEvent) -> None:
+        stage = self.stages[index]
+        for command in stage.machine.handle(event):
+            match command:
+                case Compute(work):
+                    stage.lane.work(stage.seconds.get(work.kind, 0.0), partial(self._computed, index, work))
+                case ReportPrepared(step):
+                    vote = partial(self._voted, step)
+                    self.network.send(stage.placement.peer, self.plan.feed, 0.0, vote)
+                case Refuse(reason):
+                    raise SimulationError(f"a simulated stage refuses: {reason}.")
+                case _:
+                    pass  # what is retained, held and reported for a recovery takes no time here
+
+    def _computed(self, index: int, work: Work, began_s: float) -> None:
+        stage = self.stages[index]
+        kind: Kind | None = "update" if work.kind == "apply" else None
+        if work.kind in ("forward", "backward", "weights"):
+            kind = work.kind
+        if kind is not None:
+            span = Span(index, stage.placement.peer, kind, work.step, work.microbatch, began_s, self.agenda.now_s)
+            self.spans.append(span)
+        self._tell(index, WorkDone(work))
+        stage.most_in_flight = max(stage.most_in_flight, stage.machine.in_flight)
+        if work.kind == "forward":
+            self._send_forward(index, work)
+        elif work.kind == "backward" and index > 0:
+            event = BackwardArrived(work.step, work.microbatch, index)
+            self._pass_on(index, index - 1, stage.gradient_bytes, event)
+
+    def _send_forward(self, index: int, work: Work) -> None:
+        if index < self._last:
+            event = ForwardArrived("train", work.step, work.microbatch, index)
+            self._pass_on(index, index + 1, self.stages[index].forward_bytes, event)
+        else:
+            known = partial(self._loss_known, work.step)
+            self.network.send(self.stages[index].placement.peer, self.plan.feed, 0.0, known)
+
+    def _pass_on(self, index: int, other: int, size_bytes: float, event: StageEvent) -> None:
+        sender, receiver = self.stages[index].placement.peer, self.stages[other].placement.peer
+        self.network.send(sender, receiver, size_bytes, partial(self._tell, other, event))
+
+    # ------------------------------------------------------------------------------------------------------ driver
+
+    def _feed(self) -> None:
+        """In order; see `coordination.driver`."""
+        microbatches = self.plan.microbatches
+        step = len(self.committed_s)
+        known = step * microbatches + sum(count for at, count in self._losses.items() if at >= step)
+        last = min(step + 1, self.rules.steps - 1)
+        while self._fed[0] <= last and self._fed[0] * microbatches + self._fed[1] < known + self._window:
+            at, microbatch = self._fed
+            for index in sorted({0, self._last}):
+                event = ForwardArrived("train", at, microbatch, FEED)
+                deliver = partial(self._tell, index, event)
+                self.network.send(self.plan.feed, self.stages[index].placement.peer, 0.0, deliver)
+            self._fed = (at, microbatch + 1) if microbatch + 1 < microbatches else (at + 1, 0)
+
+    def _loss_known(self, step: int) -> None:
+        self._losses[step] += 1
+        if not self.rules.bare:
+            self._feed()
+            self._decide(step)
+
+    def _voted(self, step: int) -> None:
+        self._votes[step] += 1
+        self._decide(step)
+
+    def _decide(self, step: int) -> None:
+        if self._votes[step] < len(self.stages) or self._losses[step] < self.plan.microbatches:
+            return
+        if self.rules.bare:
+            self.committed_s.append(max(span.end_s for span in self.spans))
+        else:
+            self.agenda.after(self.rules.journal_s, partial(self._commit, step))
+
+    def _commit(self, step: int) -> None:
+        self.committed_s.append(self.agenda.now_s)
+        record = CommitRecord(
+            step=step,
+            scale=1.0,
+            learning_rate=0.0,
+            total_norm=0.0,
+            norms_hash="",
+            data_cursor=(step + 1) * self.plan.microbatches,
+            fence=_FENCE,
+            loss=0.0,
+        )
+        for index, stage in enumerate(self.stages):
+            deliver = partial(self._tell, index, Committed(record, line=step + 1))
+            self.network.send(self.plan.feed, stage.placement.peer, 0.0, deliver)
+        if len(self.committed_s) < self.rules.steps:
+            self._feed()
+
+
+def _passes_s(placement: StagePlacement, costs: StageCosts) -> tuple[float, float]:
+    """Forward and backward of one microbatch."""
+    whole_s = costs.compute_s(placement, placement.peer)
+    first = costs.problem.blocks[0].block
+    blocks = costs.problem.blocks[placement.blocks[0] - first : placement.blocks[1] - first]
+    forward_flops = sum(block.forward_flops for block in blocks)
+    flops = forward_flops + sum(block.backward_flops for block in blocks)
+    part = forward_flops / flops if flops > 0 else 1.0
+    return whole_s * part, whole_s * (1 - part)
+
+
+def _update_s(placement: StagePlacement, costs: StageCosts) -> float:
+    """The optimizer is held up by memory alone; a peer without a measured memory bandwidth is taken to need no time."""
+    profile = costs.profiles.get(placement.peer)
+    bandwidth = 0.0 if profile is None else profile.memory_bandwidth_bytes_per_s * profile.share
+    return UPDATE_PASSES * costs.state_bytes(placement) / bandwidth if bandwidth > 0 else 0.0
