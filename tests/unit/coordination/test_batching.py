@@ -578,3 +578,17 @@ def test_the_last_token_of_a_prompt_is_read_not_decoded() -> None:
     for number in (2, 3):
         batcher.submit(session(number, 8), 0.0)
     assert [(one.session, one.length) for one in sent(batcher).segments] == [(1, 1), (2, 8), (3, 8)]
+
+
+def test_whose_pass_failed_is_in_nobody_else_s_pass_until_it_has_tried_alone() -> None:
+    batcher = limited(in_flight=1)
+    read(batcher, session(1, 4, 9))
+    batcher.hold(1)
+    batcher.submit(session(2, 4, 9), 0.0)
+    assert batcher.failed(sent(batcher).number, 0.0) == ()
+    batcher.propose(1, ())
+    for expected in (1, 2):
+        plan = sent(batcher)
+        assert [one.session for one in plan.segments] == [expected]
+        back(batcher, plan)
+    assert [one.session for one in sent(batcher).segments] == [1, 2]
