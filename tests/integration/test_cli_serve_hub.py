@@ -1,0 +1,141 @@
+"""`fusion serve OWNER/NAME`: fetched from a hub by the shipped client and served; everything that can be wrong is said.
+
+The hub is one on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fusionai.corpus.tokenizer import train_tokenizer
+from harness.hub import Hub, hub
+
+pytestmark = pytest.mark.slow
+NAME = "someone/tiny"
+FIND = "import sys; from fusionai.client.serving_model import find_model; print(find_model(sys.argv[1]).directory)"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its weights in several parts."""
+    directory = tmp_path_factory.mktemp("hub") / "tiny"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="60KB")
+    for name, content in train_tokenizer(iter(["a pool of peers serves a model " * 40]), 300).files.items():
+        (directory / name).write_bytes(content)
+    (directory / "README.md").write_text("nobody needs it")
+    (directory / "modeling.py").write_text("raise SystemExit('code of strangers')")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+@pytest.fixture
+def online(model: Path, tmp_path: Path) -> Iterator[Hub]:
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(model / "config.json", pickled)
+    (pickled / "pytorch_model.bin").write_bytes(b"\x80")
+    with hub({NAME: model, "someone/closed": model, "someone/pickled": pickled}) as shared:
+        shared.gated.add("someone/closed")
+        yield shared
+
+
+def fusion(*arguments: object, environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusionai", *map(str, arguments)],
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def refused(name: str, tmp_path: Path, environment: dict[str, str]) -> str:
+    """What is said; it must not take long, nor show a traceback."""
+    with fusion("serve", name, "--port", 0, "--home", tmp_path / "home", environment=environment) as command:
+        said, _ = command.communicate(timeout=300)
+    assert command.returncode != 0, said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.timeout(600)
+def test_a_model_of_the_hub_is_fetched_and_served(online: Hub, tmp_path: Path) -> None:
+    part = sorted(online.repositories[NAME].glob("*.safetensors"))[0].name
+    online.breaks.add(part)
+    figures, cache = tmp_path / "serve.json", tmp_path / "cache"
+    arguments = ("--local", 1, "--spares", 0, "--context", 32, "--port", 0, "--json", figures, "--lifeline")
+    server = fusion("serve", NAME, *arguments, "--home", tmp_path / "home", environment=online.environment(cache))
+    try:
+        assert server.stdout is not None
+        said = ""
+        while "curl " not in said and (line := server.stdout.readline()):
+            said += line
+        assert "curl " in said, said
+        url = json.loads(figures.read_text())["url"]
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+            assert [card["id"] for card in json.load(answer)["data"]] == [NAME]
+        body = json.dumps({"model": NAME, "prompt": "a pool", "max_tokens": 4, "temperature": 0}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] >= 1
+        assert len(online.fetched(part)) == 2, "the first was cut off"
+        assert not online.fetched("modeling.py")
+        assert not online.fetched("README.md")
+    finally:
+        server.communicate()  # the end of its standard input is the end of it
+    assert server.returncode == 0
+    # Without a network what was fetched is there.
+    offline = {**online.environment(cache), "HF_HUB_OFFLINE": "1"}
+    snapshot = next((cache / "hub").glob("models--*/snapshots/*"))
+    found = subprocess.run(
+        [sys.executable, "-c", FIND, NAME], env={**os.environ, **offline}, capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()) == snapshot
+    (snapshot / part).unlink()
+    said = refused(NAME, tmp_path, offline)
+    assert f"lacks a part of its weights: {part}." in said
+    assert "Connect to the network" in said
+
+
+@pytest.mark.timeout(600)
+def test_what_can_be_wrong_with_a_hub_id_is_said(online: Hub, tmp_path: Path) -> None:
+    environment = online.environment(tmp_path / "cache")
+    unknown = refused("someone/unknown", tmp_path, environment)
+    assert "the hub has no model 'someone/unknown'" in unknown
+    assert "hf auth login" in refused("someone/closed", tmp_path, environment)
+    assert "someone/pickled holds no weights (*.safetensors)" in refused("someone/pickled", tmp_path, environment)
+    nobody = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    away = refused("someone/new", tmp_path, nobody)
+    assert "is not on this machine and the hub can't be reached" in away
+    with suppress(FileNotFoundError):
+        assert not any((tmp_path / "home").iterdir()), "nothing was begun"
+
+
+def test_a_path_that_is_none_is_said(tmp_path: Path) -> None:
+    assert f"there is no directory {tmp_path}/nowhere" in refused(str(tmp_path / "nowhere"), tmp_path, {})
