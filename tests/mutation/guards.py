@@ -132,6 +132,10 @@ ACCEPTED: Final[dict[tuple[str, str], str]] = {
         "silence",
         "_Rhythm.heard: self.gaps[-1][1] <= gap_s  ->  self.gaps[-1][1] < gap_s",
     ): "of two equal gaps the earlier is kept too, and forgotten first: the longest is the same at any time",
+    (
+        "batching",
+        "Batcher._composed: decoding[0].turn > reading[0].turn  ->  decoding[0].turn >= reading[0].turn",
+    ): "no two sessions have the same turn",
 }
 """(module, `Mutant.name`) -> why no test can notice it. Such a mutant changes nothing that anybody could see."""
 

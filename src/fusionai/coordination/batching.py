@@ -375,7 +375,7 @@ class Batcher:
     def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[Part]:
         """About as many as make every pass in flight equal; all of them count, also those under way."""
         parts: list[Part] = []
-        group = -(-sum(one.admitted and one.decodes for one in self._sessions.values()) // self.limits.in_flight)
+        group = -(-sum(one.decodes for one in self._sessions.values()) // self.limits.in_flight)
         for session in decoding:
             if len(parts) >= group or room < 1:
                 break
@@ -384,7 +384,7 @@ class Batcher:
             proposals = self._proposals(session, room - 1)
             if not self._find_page(session):
                 continue
-            if proposals and not self.pages.extend(session.number, len(session.tokens) + len(proposals)):
+            if not self.pages.extend(session.number, len(session.tokens) + len(proposals)):
                 proposals = ()
             session.under_way = number
             room -= 1 + len(proposals)

@@ -592,3 +592,94 @@ def test_whose_pass_failed_is_in_nobody_else_s_pass_until_it_has_tried_alone() -
         assert [one.session for one in plan.segments] == [expected]
         back(batcher, plan)
     assert [one.session for one in sent(batcher).segments] == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------------ how much fits
+
+
+def parts(plan: PassPlan) -> list[tuple[int, int]]:
+    return [(one.session, one.length) for one in plan.segments]
+
+
+def test_guesses_take_what_room_a_prompt_leaves_and_prompts_what_guesses_leave() -> None:
+    batcher = limited(in_flight=1, pages=80)
+    read(batcher, session(1, 4, 30))
+    for number, length in ((2, 3), (3, 1)):
+        batcher.submit(session(number, length), 0.0)
+    batcher.propose(1, range(30))
+    assert parts(sent(batcher)) == [(1, 13), (2, 3)]
+
+
+def test_a_pass_is_filled_with_those_that_decode_and_no_further() -> None:
+    batcher = limited(in_flight=1, pages=80, pass_tokens=8, sessions=16, queue=16)
+    read(batcher, *(session(number, 2, 30) for number in range(1, 11)))
+    seen: list[int] = []
+    for count in (8, 8, 4):
+        plan = sent(batcher)
+        seen += [one for one, _ in parts(plan)][:count]
+        assert len(plan.tokens) == 8
+        back(batcher, plan)
+    assert sorted(seen) == sorted([*range(1, 11), *range(1, 11)]), "each twice before anyone's third turn"
+
+
+def test_guesses_of_several_share_a_pass() -> None:
+    batcher = limited(in_flight=1, pages=80, pass_tokens=8)
+    read(batcher, session(1, 2, 30), session(2, 2, 30), session(3, 2, 30))
+    batcher.propose(1, range(3))
+    batcher.propose(2, range(30))
+    batcher.propose(3, range(30))
+    assert parts(sent(batcher)) == [(1, 4), (2, 4)]
+
+
+def test_who_only_reads_does_not_make_passes_of_those_that_decode_larger() -> None:
+    batcher = limited(in_flight=2, pages=80)
+    read(batcher, session(1, 2, 30), session(2, 2, 30))
+    for number in (3, 4, 5):
+        batcher.submit(session(number, 8), 0.0)
+    assert len([one for one, length in parts(sent(batcher)) if length == 1]) == 1
+
+
+# ------------------------------------------------------------------------------------------------ what may come back
+
+
+def test_what_comes_back_must_fit_what_was_asked() -> None:
+    reading = limited()
+    reading.submit(session(1, 12), 0.0)
+    with pytest.raises(ValueError, match="only there"):
+        reading.returned(sent(reading).number, {1: (7,)}, (), 0.0)
+    read_all = limited()
+    read_all.submit(session(1, 4), 0.0)
+    with pytest.raises(ValueError, match="only there"):
+        read_all.returned(sent(read_all).number, {}, (), 0.0)
+    prompt_only = limited()
+    prompt_only.submit(session(1, 4, 0), 0.0)
+    with pytest.raises(ValueError, match="was given"):
+        prompt_only.returned(sent(prompt_only).number, {1: (7,)}, (), 0.0)
+
+
+@pytest.mark.parametrize("tokens", [(), (7,)])
+def test_who_has_finished_is_over_with_its_last_token_or_without_another(tokens: tuple[int, ...]) -> None:
+    batcher = limited()
+    batcher.submit(session(1, 4, 9), 0.0)
+    assert batcher.returned(sent(batcher).number, {1: tokens}, {1}, 0.0) == {1}
+    assert (batcher.running, batcher.live) == (0, {})
+
+
+def test_a_prompt_without_an_answer_ends_with_its_last_chunk() -> None:
+    batcher = limited(in_flight=1)
+    batcher.submit(session(1, 12, 0), 0.0)
+    for running in (1, 0):
+        batcher.returned(sent(batcher).number, {}, (), 0.0)
+        assert batcher.running == running
+
+
+def test_how_fast_sessions_end_is_not_known_in_the_moment_of_the_first() -> None:
+    batcher = limited(queue=1, sessions=1, in_flight=1)
+    batcher.submit(session(1, 4, 1), 0.0)
+    back(batcher, sent(batcher), now_s=4.0)
+    for number in (2, 3):
+        batcher.submit(session(number, 4, 1), 4.0)
+    for now_s in (3.9, 4.0):
+        with pytest.raises(QueueFull) as full:
+            batcher.submit(session(4, 4, 1), now_s)
+        assert full.value.retry_after_s == 1.0
