@@ -22,7 +22,7 @@ from math import ceil, floor
 from typing import Final, NamedTuple
 
 from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.links import hops
+from fusionai.scheduling.links import Hop, hops
 from fusionai.scheduling.types import PeerProfile, Problem
 
 
@@ -61,7 +61,8 @@ class Pipeline:
         self.microbatches = problem.microbatches
         self.peers = sorted(peers, key=lambda p: (-p.effective_flops_per_s, p.peer))
         self.owner = len(self.peers)
-        everyone = [*self.peers, *([] if owner is None else [owner])]
+        self.everyone = [*self.peers, *([] if owner is None else [owner])]
+        everyone = self.everyone
         blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
         self.chain = Chain(problem, blocks)
         self.loss = Chain(problem, problem.blocks[-1:]) if loss_at_owner else None
@@ -158,6 +159,13 @@ class Pipeline:
         """`transfer_s` and both latencies."""
         latency_s = self._hops[upstream][downstream].latency_s + self._hops[downstream][upstream].latency_s
         return self.transfer_s(upstream, downstream, cut) + latency_s
+
+    def hop(self, sender: int, receiver: int) -> Hop:
+        return self._hops[sender][receiver]
+
+    def busy_s(self, peer: int) -> float:
+        """Of the peer's time per microbatch, what the owner's loss stage on the same machine takes."""
+        return self._busy_s[peer]
 
     def access_s(self, peer: int, start: int, end: int) -> float:
         """Occupancy of the busier direction of the peer's access link by stage [start, end)."""

@@ -30,12 +30,14 @@ from fusionai.scheduling.search import Limits, search
 from fusionai.scheduling.serving import serving_plan
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
 
-EXACT_PEERS: Final = 10
+EXACT_PEERS: Final = 12
 """Up to here the exact search is given its full budget: it nearly always ends."""
-HOPEFUL_PEERS: Final = 16
-"""Up to here it is tried with a small one: it ends where few stages are needed."""
-SEARCH_BUDGET: Final = 2_000_000
-HOPEFUL_BUDGET: Final = 300_000
+HOPEFUL_PEERS: Final = 20
+"""Up to here it is tried with a smaller one: it ends where few stages are needed."""
+SEARCH_BUDGET: Final = 8_000_000
+HOPEFUL_BUDGET: Final = 2_000_000
+START_BUDGET: Final = 2_000
+"""Of local search where the exact search comes after it."""
 IMPROVEMENT_BUDGET: Final = 40_000
 
 
@@ -88,10 +90,11 @@ class _Solved:
 
 
 def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved:
-    known, explored = improve(pipeline, limits, budget=IMPROVEMENT_BUDGET)
+    searched = pipeline.owner <= HOPEFUL_PEERS
+    known, explored = improve(pipeline, limits, budget=START_BUDGET if searched else IMPROVEMENT_BUDGET)
     known = _faster(pipeline, _incumbent(problem, pipeline, limits), known)
     tokens = problem.microbatches * problem.microbatch_tokens
-    if pipeline.owner <= HOPEFUL_PEERS:
+    if searched:
         found = search(pipeline, limits, known=known, budget=_budget(pipeline))
         explored += found.explored
         if found.complete:
@@ -106,7 +109,9 @@ def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved:
                 explored=explored,
             )
             return _Solved(found.best, certificate)
-        known = found.best
+        improved, tried = improve(pipeline, limits, budget=IMPROVEMENT_BUDGET)
+        known = _faster(pipeline, found.best, improved)
+        explored += tried
     if known is None:
         raise infeasible(problem, pipeline, limits, proven=False)
     speed = tokens / pipeline.step_s(known)
@@ -161,8 +166,9 @@ def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Sol
     fewer = Limits(fewest=max(1, limits.required.bit_count()), most=problem.stages - 1, required=limits.required)
     if fewer.most < fewer.fewest:
         return []
-    known, _ = improve(pipeline, fewer, budget=IMPROVEMENT_BUDGET)
-    if pipeline.owner <= HOPEFUL_PEERS:
+    searched = pipeline.owner <= HOPEFUL_PEERS
+    known, _ = improve(pipeline, fewer, budget=START_BUDGET if searched else IMPROVEMENT_BUDGET)
+    if searched:
         known = search(pipeline, fewer, known=known, budget=_budget(pipeline)).best
     if known is None or pipeline.step_s(known) >= pipeline.step_s(solved.best):
         return []
