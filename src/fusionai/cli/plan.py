@@ -1,32 +1,62 @@
 """`fusion plan`: how a model would be cut over a pool, how fast it would run, and whether one machine would do better.
 
-Decides how a plan reads; `scheduling.planner` decides the plan. Neighbours: `capture` gives the graph, `ir.cost` prices
-it, `cli.pool_file` or the pool itself gives the machines.
+Decides what the planner is asked; `scheduling.planner` decides the plan. Neighbours: `capture` gives the graph,
+`ir.cost` prices it, `cli.pool_file` or the pool itself gives the machines, `plan_view` and `plan_figures` say the
+result, `what_would_fit` what to change when there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import click
 import msgspec
 
 from fusionai.cli import console
+from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
-from fusionai.cli.pool_file import PoolOnPaper, read_pool
+from fusionai.cli.plan_figures import figures
+from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
+from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
+from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.cli.what_would_fit import Change, what_would_fit
 from fusionai.client.serving_problem import serving_problem
 from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
-from fusionai.primitives.errors import UsageError
-from fusionai.primitives.units import format_bytes, format_seconds, format_speed
+from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.scheduling import planner
-from fusionai.scheduling.guards import Guarding, guarding
-from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement, StagePlacement
+from fusionai.scheduling.crossings import Crossing, crossings
+from fusionai.scheduling.expense import expense
+from fusionai.scheduling.guards import guarding
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+
+FASTER: Final = 1.01
+"""By so much a plan without the user's constraints must be faster to be worth a warning."""
+_Place = Literal["owner", "pool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the flags say."""
+
+    task: Literal["train", "serve"]
+    batch: int
+    microbatches: int
+    sequence: int
+    constraints: ConstraintsTable
+    takeover: Literal["exact", "tolerant"]
+    served: ServingOptions
+
+    @property
+    def rows(self) -> int:
+        return self.batch // self.microbatches
 
 
 @click.command()
@@ -44,12 +74,22 @@ from fusionai.scheduling.types import BlockCost, Plan, Problem, RolePlacement, S
 @click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
 @click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
 @click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
+@click.option("--require", multiple=True, metavar="PEER", help="Use this peer; may be given again.")
+@click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer; may be given again.")
 @serving_options
 @click.option(
     "--takeover",
     type=click.Choice(["exact", "tolerant"]),
     help="Whether a machine that computes other bits may guard a stage.  [default: exact; serve: tolerant]",
 )
+@click.option(
+    "--picture",
+    "picture_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="Also draw the plan.",
+)
+@catalogue_option
 @home_option
 @json_option
 def plan(
@@ -61,8 +101,12 @@ def plan(
     sequence: int,
     stages: int | None,
     spares: int | None,
+    require: tuple[str, ...],
+    exclude: tuple[str, ...],
     served: ServingOptions,
     takeover: Literal["exact", "tolerant"] | None,
+    picture_file: Path | None,
+    catalogue_file: Path | None,
     home: Path,
     json_file: Path | None,
 ) -> None:
@@ -72,69 +116,110 @@ def plan(
     """
     if batch % microbatches:
         raise UsageError(f"{batch} rows can't be parted into {microbatches} equal microbatches.")
-    pool = read_pool(pool_file) if pool_file is not None else _live_pool(home)
-    rows = batch // microbatches
-    graph = _captured(model, rows, sequence, training=task == "train")
-    if task == "serve":
-        problem = serving_problem(
-            serving_graph(graph),
-            pool.peers,
-            pool.owner,
-            served.needs(None),
-            ends="pool" if pool.owner is None else served.ends,
-            stages=stages,
-            spares=spares,
-            takeover=takeover or "tolerant",
-        )
-    else:
-        problem = _problem(graph, pool, rows, microbatches, sequence, stages, spares, takeover or "exact")
-    found = planner.plan(problem)
-    names = {profile.peer: profile.name for profile in (*pool.peers, *((pool.owner,) if pool.owner else ()))}
+    if picture_file is not None and picture_file.suffix != ".svg":
+        raise UsageError(f"--picture: expected a name that ends in .svg, got {picture_file.name}.")
+    catalogue = read_catalogue(catalogue_file)
+    pool = read_pool(pool_file, catalogue) if pool_file is not None else _live_pool(home)
+    asked = Asked(
+        task=task,
+        batch=batch,
+        microbatches=microbatches,
+        sequence=sequence,
+        constraints=_constraints(pool, stages, spares, require, exclude),
+        takeover=takeover or ("tolerant" if task == "serve" else "exact"),
+        served=served,
+    )
+    graph = _captured(model, asked.rows, sequence, training=task == "train")
+    problem = _problem(graph, pool, asked)
+    found = _planned(problem, graph, pool, asked)
+    found = msgspec.structs.replace(
+        found,
+        warnings=(*found.warnings, *_constraint_warnings(found, problem)),
+        excluded=(*found.excluded, *pool.absent),
+    )
+    names = {profile.peer: profile.name or profile.peer for profile in _everyone(pool)}
     watch = guarding(found, problem)
+    between = crossings(found, StageCosts(problem))
+    cost = expense(found, _everyone(pool), pool.prices)
+    show_picture(found, between, names)
     show_plan(found, names)
-    _show_guards(watch, names)
+    show_guards(watch, names)
+    show_expense(cost, names)
+    for sentence in pool.assumed:
+        console.line(f"Assumed: {sentence}")
+    if picture_file is not None:
+        _draw(picture_file, found, between, names)
     if json_file is not None:
-        write_json(json_file, "plan", figures(watch, names))
+        write_json(json_file, "plan", figures(watch, names, between, cost, pool.assumed))
 
 
-def figures(watch: Guarding, names: dict[str, str]) -> dict[str, object]:
-    """What `--json` writes."""
-    found = watch.plan
-    return {
-        "stages": [
-            {
-                "peer": names.get(stage.peer, stage.peer),
-                "blocks": list(stage.blocks),
-                "roles": list(stage.roles),
-                "compute_s": stage.compute_s,
-                "send_s": stage.send_s,
-                "memory_bytes": stage.memory_bytes,
-                "memory_limit_bytes": stage.memory_limit_bytes,
-                **_serving_part(found, stage),
-            }
-            for stage in found.stages
-        ],
-        "step_time_s": found.step_time_s,
-        "tokens_per_s": found.tokens_per_s,
-        "bound_tokens_per_s": found.certificate.bound_tokens_per_s,
-        "optimality_gap": found.certificate.optimality_gap,
-        "method": found.certificate.method,
-        "bottleneck": found.bottleneck,
-        "spares": [names.get(peer, peer) for peer in found.spares],
-        "guards": [{"stage": guard.stage, "peer": names.get(guard.peer, guard.peer)} for guard in found.guards],
-        "unguarded": [entry.stage for entry in watch.unguarded],
-        "snapshot_every": found.snapshot_every,
-        "excluded": [{"peer": names.get(entry.peer, entry.peer), "reason": entry.reason} for entry in found.excluded],
-        "single_peer_tokens_per_s": found.single_peer_tokens_per_s,
-        "warnings": list(found.warnings),
-        "serving": found.serving,
-    }
+def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
+    """Raises `PlanError` that says what would fit, where anything does."""
+    try:
+        return planner.plan(problem)
+    except PlanError as refusal:
+        changes = what_would_fit(problem, list(_smaller(graph, pool, asked)))
+        absent = f" Not connected: {', '.join(entry.peer for entry in pool.absent)}." if pool.absent else ""
+        if not changes:
+            raise PlanError(refusal.message, hint=f"{refusal.hint or ''}{absent}".strip() or None) from refusal
+        raise PlanError(refusal.message, hint=f"There is a plan {', or '.join(changes)}.{absent}") from refusal
 
 
-def _serving_part(found: Plan, stage: StagePlacement) -> dict[str, object]:
-    if found.serving is None:
-        return {}
-    return {"weight_bytes": stage.weight_bytes, "cache_bytes": stage.cache_bytes}
+def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
+    """The same model with less to hold at a time."""
+
+    def changed(words: str, smaller: Asked) -> Change:
+        return Change(words=words, problem=lambda: _problem(graph, pool, smaller))
+
+    if asked.task == "serve":
+        for weights in ("int8", "int4"):
+            if asked.served.weights not in ("int4", weights):
+                yield changed(
+                    f"with --weights {weights}", replace(asked, served=replace(asked.served, weights=weights))
+                )
+        context = asked.served.needs(None).context_tokens // 4
+        if context >= 2:
+            shorter = replace(asked.served, context_tokens=context)
+            yield changed(f"with --context {context}", replace(asked, served=shorter))
+        return
+    if asked.rows > 1:
+        yield changed(f"with --microbatches {asked.batch}", replace(asked, microbatches=asked.batch))
+    if asked.sequence > 1:
+        half = asked.sequence // 2
+        yield changed(f"with --sequence {half}", replace(asked, sequence=half))
+
+
+def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
+    """Say so when the plan would be faster without what the user asked for."""
+    asked = [name for name, given in (("required", problem.required), ("spares", problem.spares_wanted)) if given]
+    if not asked:
+        return
+    free = planner.plan(msgspec.structs.replace(problem, required=(), spares_wanted=None))
+    if free.tokens_per_s > found.tokens_per_s * FASTER:
+        used = len({stage.peer for stage in free.stages if "stage" in stage.roles})
+        yield (
+            f"Without {' and '.join(asked)} it would be faster: {free.tokens_per_s:.4g} tokens/s on {used} "
+            f"{'peer' if used == 1 else 'peers'} instead of {found.tokens_per_s:.4g}."
+        )
+
+
+def _constraints(
+    pool: PoolOnPaper, stages: int | None, spares: int | None, require: tuple[str, ...], exclude: tuple[str, ...]
+) -> ConstraintsTable:
+    """The file's, with the flags over them."""
+    table = pool.constraints
+    required = (*table.required, *resolve(require, pool.peers, "--require"))
+    excluded = (*table.excluded, *resolve(exclude, pool.peers, "--exclude"))
+    both = sorted(set(required) & set(excluded))
+    if both:
+        raise UsageError(f"peer {both[0]!r} is both required and excluded.")
+    return msgspec.structs.replace(
+        table,
+        required=tuple(dict.fromkeys(required)),
+        excluded=tuple(dict.fromkeys(excluded)),
+        stages=table.stages if stages is None else stages,
+        spares=table.spares if spares is None else spares,
+    )
 
 
 def _live_pool(home: Path) -> PoolOnPaper:
@@ -151,103 +236,58 @@ def _captured(model: str, rows: int, sequence: int, *, training: bool) -> Graph:
     return capture(source, batch=(1, max(rows, 2)), sequence=(1, max(sequence, 2)), train=training).graph
 
 
-def _problem(
-    graph: Graph,
-    pool: PoolOnPaper,
-    rows: int,
-    microbatches: int,
-    sequence: int,
-    stages: int | None,
-    spares: int | None,
-    takeover: Literal["exact", "tolerant"],
-) -> Problem:
-    sizes = {"b": rows, "s": sequence}
-    symbols = {name: sizes[name] for name in graph.symbols}
-    costs = block_costs(graph, symbols, training=True)
+def _problem(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
+    wishes = asked.constraints
     # Without a word about the owner's machine, nothing can be placed there.
-    place: Literal["owner", "pool"] = "pool" if pool.owner is None else "owner"
-    return Problem(
-        graph_hash=content_hash(graph),
-        blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
-        peers=pool.peers,
-        owner=pool.owner,
-        roles=(RolePlacement(role="feed", place=place), RolePlacement(role="loss", place=place)),
-        stages=stages,
-        microbatches=microbatches,
-        microbatch_tokens=rows * sequence,
-        spares_wanted=spares,
-        takeover=takeover,
-    )
-
-
-def show_plan(found: Plan, names: Mapping[str, str]) -> None:
-    """For people: the stages, how fast, how good, who stands by."""
-    rows = [
-        (
-            str(stage.stage),
-            names.get(stage.peer, stage.peer),
-            f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
-            "+".join(stage.roles),
-            format_seconds(stage.compute_s),
-            format_seconds(stage.send_s),
-            f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}",
+    default: _Place = "pool" if pool.owner is None else "owner"
+    if asked.task == "serve":
+        problem = serving_problem(
+            serving_graph(graph),
+            pool.peers,
+            pool.owner,
+            asked.served.needs(None),
+            ends="pool" if pool.owner is None else asked.served.ends,
+            takeover=asked.takeover,
         )
-        for stage in found.stages
-    ]
-    console.table(
-        ("stage", "peer", "blocks", "roles", "compute", "send", "memory"),
-        rows,
-        title="Plan, per microbatch" if found.serving is None else "Plan, per token",
-        right=(4, 5),
-    )
-    _show_speed(found)
-    certificate = found.certificate
-    if certificate.exact:
-        console.line(f"Proven best ({certificate.method}).")
+        roles = tuple(
+            msgspec.structs.replace(role, place=_wished(wishes, role.role) or role.place) for role in problem.roles
+        )
     else:
-        console.line(
-            f"At most {certificate.optimality_gap:.1%} below the best possible ({certificate.method}; bound "
-            f"{format_speed(certificate.bound_tokens_per_s)} tokens/s)."
+        sizes = {"b": asked.rows, "s": asked.sequence}
+        symbols = {name: sizes[name] for name in graph.symbols}
+        costs = block_costs(graph, symbols, training=True)
+        roles = tuple(RolePlacement(role=role, place=_wished(wishes, role) or default) for role in ("feed", "loss"))
+        problem = Problem(
+            graph_hash=content_hash(graph),
+            blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
+            peers=pool.peers,
+            owner=pool.owner,
+            microbatches=asked.microbatches,
+            microbatch_tokens=asked.rows * asked.sequence,
+            takeover=asked.takeover,
         )
-    if found.single_peer_tokens_per_s is not None:
-        console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} tokens/s.")
-    if found.spares:
-        console.line(f"Standing by: {', '.join(names.get(peer, peer) for peer in found.spares)}.")
-    for entry in found.excluded:
-        console.line(f"Left out: {names.get(entry.peer, entry.peer)}: {entry.reason}.")
-    for warning in found.warnings:
-        console.warning(warning)
-
-
-def _show_speed(found: Plan) -> None:
-    sizes = found.serving
-    if sizes is None:
-        console.line(
-            f"{format_speed(found.tokens_per_s)} tokens/s, a step of {found.microbatches} microbatches in "
-            f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
-        )
-        return
-    console.line(
-        f"One session: {format_speed(found.tokens_per_s)} tokens/s, a token in {format_seconds(found.step_time_s)}; "
-        f"slowest: {found.bottleneck}."
-    )
-    console.line(
-        f"{sizes.sessions} sessions together: {format_speed(sizes.tokens_per_s_together)} tokens/s with "
-        f"{sizes.passes_in_flight} passes in flight."
-    )
-    console.line(
-        f"Weights {sizes.weights}, cache {sizes.cache}: {sizes.pages} pages, {sizes.pages * sizes.page_tokens} tokens "
-        f"(contexts of up to {sizes.context_tokens})."
+    return msgspec.structs.replace(
+        problem,
+        roles=roles,
+        stages=wishes.stages,
+        links=dict(pool.links),
+        required=wishes.required,
+        excluded=wishes.excluded,
+        spares_wanted=wishes.spares,
     )
 
 
-def _show_guards(watch: Guarding, names: dict[str, str]) -> None:
-    """Who stands in for whom, and why nobody does where that is so."""
-    for guard in watch.plan.guards:
-        bits = "" if guard.exact else ", with other bits"
-        console.line(f"Stage {guard.stage} is guarded by {names.get(guard.peer, guard.peer)}{bits}.")
-    if watch.plan.guards:
-        console.line(f"Snapshots: {watch.interval.reason}")
-    for entry in watch.unguarded:
-        reasons = "; ".join(f"{names.get(e.peer, e.peer)}: {e.reason.rstrip('.')}" for e in entry.reasons)
-        console.line(f"Stage {entry.stage} is not guarded: {reasons or 'no peer stands by'}.")
+def _wished(wishes: ConstraintsTable, role: str) -> _Place | None:
+    return wishes.feed if role == "feed" else wishes.loss
+
+
+def _everyone(pool: PoolOnPaper) -> tuple[PeerProfile, ...]:
+    return (*pool.peers, *((pool.owner,) if pool.owner is not None else ()))
+
+
+def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping[str, str]) -> None:
+    from fusionai.dashboard.plan_chart import plan_picture
+    from fusionai.storage.atomic import write_atomic
+
+    write_atomic(path, plan_picture(found, between, names).encode())
+    console.line(f"Drawn: {path}.")

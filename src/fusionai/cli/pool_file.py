@@ -1,45 +1,39 @@
 """A pool written down by hand, for `fusion plan --pool POOL.toml`: machines one has or thinks of getting.
 
-Decides the file's keys and their units; measures nothing. Each `[[peers]]` table is one machine, or `count` equal ones;
-`[owner]` is the job owner's. Neighbours: `cli.plan` reads it, `corpus.strict` says what is wrong with it.
+Decides what a file's tables mean; measures nothing. Each `[[peers]]` table is one machine, or `count` equal ones, by
+measured speed or by a `gpu` of the catalogue; `[owner]` is the job owner's, `[[links]]` say what access links do not,
+`[constraints]` what the plan must obey. Neighbours: `pool_tables` has the keys, `cli.plan` and `cli.simulate` read
+pools, `corpus.strict` says what is wrong with one.
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Final
 
 import msgspec
-from msgspec import Meta
 
-from fusionai.corpus.strict import convert
+from fusionai.cli.catalogue_file import read_toml, shipped_catalogue
+from fusionai.cli.pool_tables import (
+    BANDWIDTH_PART,
+    MEMORY_PART,
+    ConstraintsTable,
+    LinkTable,
+    PeerTable,
+    PoolTable,
+    PricesTable,
+)
+from fusionai.corpus.strict import convert, nearest
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.units import parse_bandwidth_bytes_per_s, parse_bytes, parse_seconds, parse_share
-from fusionai.scheduling.types import Link, PeerProfile
+from fusionai.scheduling.catalogue import Catalogue
+from fusionai.scheduling.expense import Prices
+from fusionai.scheduling.types import Excluded, Link, PeerProfile
 
-
-class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine. `flops_per_s` as `fusion doctor` measures it; sizes and links with units, e.g. 8GB, 20Mbit, 15ms."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
-    flops_per_s: Annotated[float, Meta(gt=0)]
-    memory: str
-    memory_bandwidth_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    uplink: str = "1Gbit"
-    downlink: str = "1Gbit"
-    latency: str = "0s"
-    share: str = "100%"
-    fingerprint: Annotated[str, Meta(max_length=256)] = ""
-    """Machines with equal ones compute equal bits. Left out, `count` machines of one table are alike and no others."""
-    count: Annotated[int, Meta(ge=1, le=10_000)] = 1
-
-
-class _PoolTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    peers: Annotated[tuple[PeerTable, ...], Meta(min_length=1)]
-    owner: PeerTable | None = None
+MOST_PAIRS: Final = 250_000
+"""Pairs with a link of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,47 +42,216 @@ class PoolOnPaper:
 
     peers: tuple[PeerProfile, ...]
     owner: PeerProfile | None
+    links: Mapping[str, Link] = field(default_factory=dict[str, Link])
+    constraints: ConstraintsTable = field(default_factory=ConstraintsTable)
+    """`required` and `excluded` as peer ids."""
+    prices: Prices = field(default_factory=Prices)
+    assumed: tuple[str, ...] = ()
+    """What was not measured, a sentence each."""
+    absent: tuple[Excluded, ...] = ()
+    """Members of a live pool that can't be planned with now."""
 
 
-def read_pool(path: Path) -> PoolOnPaper:
-    """Raises `RecipeError` with one sentence that says what to mend."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"no pool file at {path}.", hint="Give the path of a TOML file.") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise RecipeError(f"{path}: not valid TOML: {problem}.") from None
-    except OSError as problem:
-        raise RecipeError(f"{path}: can't be read ({problem.strerror}).") from None
-    read = convert(table, _PoolTable, path.name)
-    peers = tuple(profile for peer in read.peers for profile in _profiles(peer, path))
-    names = [peer.peer for peer in peers]
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """A profile with the names rules know it by."""
+
+    profile: PeerProfile
+    table: str
+    region: str
+
+    def nearness(self, name: str) -> int:
+        return 3 if name == self.profile.peer else 2 if name == self.table else 1 if name == self.region else 0
+
+
+def read_pool(path: Path, catalogue: Catalogue | None = None) -> PoolOnPaper:
+    """Raises `RecipeError` with one sentence that says what to mend, `UsageError` on a GPU nobody knows."""
+    known = catalogue or shipped_catalogue()
+    read = convert(read_toml(path, "pool"), PoolTable, path.name)
+    tables = [_peer_table(entry, f"{path.name}: peer {_called(entry, n)}") for n, entry in enumerate(read.peers, 1)]
+    machines = [machine for table in tables for machine in _machines(table, known, path)]
+    owner_table = None if read.owner is None else _peer_table(read.owner, f"{path.name}: [owner]")
+    owner = None if owner_table is None else next(_machines(owner_table, known, path))
+    names: set[str] = set()
+    for machine in machines:
+        if machine.profile.peer in names:
+            raise RecipeError(
+                f"{path.name}: two peers are called {machine.profile.peer!r}.", hint="Use `count` for equal machines."
+            )
+        names.add(machine.profile.peer)
+    everyone = [*machines, *([] if owner is None or owner.profile.peer in names else [owner])]
+    links = [convert(entry, LinkTable, f"{path.name}: link {n}") for n, entry in enumerate(read.links, 1)]
+    return PoolOnPaper(
+        peers=tuple(machine.profile for machine in machines),
+        owner=None if owner is None else owner.profile,
+        links=_links(links, everyone, path),
+        constraints=_constraints(read.constraints, machines, path),
+        prices=_prices(read.prices, tables, machines, owner_table),
+        assumed=tuple(_assumed([*tables, *([] if owner_table is None else [owner_table])], known)),
+    )
+
+
+def resolve(names: Sequence[str], peers: Sequence[PeerProfile], where: str) -> tuple[str, ...]:
+    """Peer ids for ids or names as people say them. Raises `UsageError` that names the nearest."""
+    by_name = {known: peer.peer for peer in peers for known in (peer.name, peer.peer) if known}
     for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"{path.name}: two peers are called {name!r}.", hint="Use `count` for equal machines.")
-    owner = None if read.owner is None else next(_profiles(read.owner, path))
-    return PoolOnPaper(peers, owner)
+        if name not in by_name:
+            raise UsageError(f"{where}: there is no peer {name!r}; {nearest(name, by_name)}")
+    return tuple(by_name[name] for name in names)
 
 
-def _profiles(peer: PeerTable, path: Path) -> Iterator[PeerProfile]:
+def _peer_table(entry: Mapping[str, object], where: str) -> PeerTable:
+    table = convert(entry, PeerTable, where)
+    if table.gpu is None:
+        missing = [key for key in ("flops_per_s", "memory") if getattr(table, key) is None]
+        if missing:
+            raise RecipeError(
+                f"{where} lacks the key {missing[0]!r}.",
+                hint='Measure it with `fusion doctor`, or name a `gpu` of the catalogue, e.g. gpu = "RTX 3080".',
+            )
+    return table
+
+
+def _called(entry: Mapping[str, object], number: int) -> str:
+    return repr(entry.get("name", number))
+
+
+def _machines(table: PeerTable, catalogue: Catalogue, path: Path) -> Iterator[_Machine]:
+    profile = _profile(table, catalogue, path)
+    if table.count == 1:
+        yield _Machine(profile, table.name, table.region)
+        return
+    for number in range(1, table.count + 1):
+        name = f"{table.name}-{number}"
+        yield _Machine(msgspec.structs.replace(profile, peer=name, name=name), table.name, table.region)
+
+
+def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
+    """What the table says; where it is silent, the catalogue's figures, less what practice takes off them."""
     try:
-        latency_s = parse_seconds(peer.latency)
-        profile = PeerProfile(
-            peer=peer.name,
-            name=peer.name,
-            flops_per_s=peer.flops_per_s,
-            memory_bandwidth_bytes_per_s=peer.memory_bandwidth_bytes_per_s,
-            memory_bytes=parse_bytes(peer.memory),
-            share=parse_share(peer.share),
-            fingerprint=peer.fingerprint or f"as {peer.name}",
-            uplink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(peer.uplink), latency_s=latency_s),
-            downlink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(peer.downlink), latency_s=latency_s),
+        device = None if table.gpu is None else catalogue.find(table.gpu)
+        flops_per_s, bandwidth = table.flops_per_s, table.memory_bandwidth_bytes_per_s
+        memory_bytes = None if table.memory is None else parse_bytes(table.memory)
+        power_w = table.power_w
+        if device is not None:
+            if flops_per_s is None:
+                flops_per_s = device.speed(table.precision).flops_per_s * table.utilisation
+            if memory_bytes is None:
+                memory_bytes = int(device.memory_bytes.value * MEMORY_PART)
+            if bandwidth is None:
+                bandwidth = device.memory_bandwidth_bytes_per_s.value * BANDWIDTH_PART
+            power_w = power_w or device.power_w.value
+        assert flops_per_s is not None, "a table without a GPU was checked to say it"
+        assert memory_bytes is not None, "a table without a GPU was checked to say it"
+        latency_s = parse_seconds(table.latency)
+        return PeerProfile(
+            peer=table.name,
+            name=table.name,
+            device_name="" if device is None else device.name,
+            flops_per_s=flops_per_s,
+            memory_bandwidth_bytes_per_s=bandwidth or 0.0,
+            memory_bytes=memory_bytes,
+            share=parse_share(table.share),
+            fingerprint=table.fingerprint or f"as {table.name}",
+            uplink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(table.uplink), latency_s=latency_s),
+            downlink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(table.downlink), latency_s=latency_s),
+            power_w=power_w,
         )
     except UsageError as wrong:
-        raise RecipeError(f"{path.name}: peer {peer.name!r}: {wrong.message}") from wrong
-    if peer.count == 1:
-        yield profile
-        return
-    for number in range(1, peer.count + 1):
-        name = f"{peer.name}-{number}"
-        yield msgspec.structs.replace(profile, peer=name, name=name)
+        raise RecipeError(f"{path.name}: peer {table.name!r}: {wrong.message}", hint=wrong.hint) from wrong
+
+
+def _links(rules: Sequence[LinkTable], machines: Sequence[_Machine], path: Path) -> dict[str, Link]:
+    """Every pair a rule speaks of, by the nearest rule."""
+    known = {name for m in machines for name in (m.profile.peer, m.table, m.region) if name}
+    chosen: dict[tuple[int, int], tuple[int, LinkTable]] = {}
+    for rule in rules:
+        for name in rule.between:
+            if name not in known:
+                raise RecipeError(
+                    f"{path.name}: a link names {name!r}, which is no peer or region; {nearest(name, known)}"
+                )
+        if rule.bandwidth is None and rule.latency is None:
+            raise RecipeError(
+                f"{path.name}: the link between {rule.between[0]!r} and {rule.between[1]!r} says neither bandwidth nor "
+                "latency."
+            )
+        ways = [rule.between] if rule.one_way else [rule.between, (rule.between[1], rule.between[0])]
+        for start, end in ways:
+            senders = [(i, near) for i, m in enumerate(machines) if (near := m.nearness(start))]
+            receivers = [(j, near) for j, m in enumerate(machines) if (near := m.nearness(end))]
+            if len(senders) * len(receivers) > MOST_PAIRS:
+                raise RecipeError(
+                    f"{path.name}: the link between {start!r} and {end!r} makes {len(senders) * len(receivers)} pairs, "
+                    f"more than {MOST_PAIRS}.",
+                    hint="Give machines of one region their uplink, downlink and latency instead.",
+                )
+            for i, near in senders:
+                for j, close in receivers:
+                    if i != j and near + close >= chosen.get((i, j), (0, rule))[0]:
+                        chosen[i, j] = (near + close, rule)
+    return {
+        f"{machines[i].profile.peer}>{machines[j].profile.peer}": _link(rule, machines[i], machines[j], path)
+        for (i, j), (_, rule) in chosen.items()
+    }
+
+
+def _link(rule: LinkTable, sender: _Machine, receiver: _Machine, path: Path) -> Link:
+    up, down = sender.profile.uplink, receiver.profile.downlink
+    try:
+        bandwidth = None if rule.bandwidth is None else parse_bandwidth_bytes_per_s(rule.bandwidth)
+        latency_s = None if rule.latency is None else parse_seconds(rule.latency)
+    except UsageError as wrong:
+        raise RecipeError(f"{path.name}: link {' - '.join(rule.between)}: {wrong.message}") from wrong
+    return Link(
+        bandwidth_bytes_per_s=min(up.bandwidth_bytes_per_s, down.bandwidth_bytes_per_s)
+        if bandwidth is None
+        else bandwidth,
+        latency_s=up.latency_s + down.latency_s if latency_s is None else latency_s,
+    )
+
+
+def _constraints(table: ConstraintsTable, machines: Sequence[_Machine], path: Path) -> ConstraintsTable:
+    known = {name for machine in machines for name in (machine.profile.peer, machine.table)}
+
+    def spread(key: str, names: Sequence[str]) -> tuple[str, ...]:
+        for name in names:
+            if name not in known:
+                raise RecipeError(
+                    f"{path.name}: [constraints] {key} names {name!r}, which is no peer; {nearest(name, known)}"
+                )
+        return tuple(dict.fromkeys(m.profile.peer for name in names for m in machines if m.nearness(name) >= 2))
+
+    required, excluded = spread("required", table.required), spread("excluded", table.excluded)
+    both = sorted(set(required) & set(excluded))
+    if both:
+        raise RecipeError(f"{path.name}: [constraints] peer {both[0]!r} is both required and excluded.")
+    return msgspec.structs.replace(table, required=required, excluded=excluded)
+
+
+def _prices(
+    table: PricesTable, tables: Sequence[PeerTable], machines: Sequence[_Machine], owner: PeerTable | None
+) -> Prices:
+    by_table = {peer.name: peer.price_per_hour for peer in tables}
+    per_hour = {machine.profile.peer: by_table[machine.table] for machine in machines}
+    if owner is not None:
+        per_hour.setdefault(owner.name, owner.price_per_hour)
+    return Prices(
+        currency=table.currency,
+        electricity_per_kwh=table.electricity_per_kwh,
+        per_hour={peer: price for peer, price in per_hour.items() if price is not None},
+    )
+
+
+def _assumed(tables: Sequence[PeerTable], catalogue: Catalogue) -> Iterator[str]:
+    """A sentence per kind of machine whose speed nobody measured."""
+    said: dict[str, None] = {}
+    for table in tables:
+        if table.gpu is not None and table.flops_per_s is None:
+            device = catalogue.find(table.gpu)
+            speed = device.speed(table.precision)
+            said[
+                f"{device.name}: not measured; {speed.flops_per_s / 1e12:.4g} TFLOP/s {speed.dtype} ({speed.source}) "
+                f"times {table.utilisation:g}."
+            ] = None
+    yield from said

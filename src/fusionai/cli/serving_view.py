@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from fusionai.cli import console
-from fusionai.cli.plan import show_plan
+from fusionai.cli.plan_view import show_plan
 from fusionai.client.serve import Hashed, Met, Noted, ServeEvent, ServePlanned
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds

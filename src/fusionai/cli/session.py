@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from fusionai.cli.pool_file import PoolOnPaper
 from fusionai.client.owner import any_membership
 from fusionai.client.pool_session import PoolSession
 from fusionai.primitives.errors import UsageError
+from fusionai.scheduling.types import Excluded
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.event_loop import run
 
 _Answer = TypeVar("_Answer")
+
+_PRESENT: Final = ("idle", "active")
+_ABSENT: Final = {
+    "silent": "nothing has been heard from it lately.",
+    "lost": "it is not connected.",
+    "draining": "it is leaving.",
+}
 
 
 def in_pool(
@@ -33,11 +41,19 @@ def in_pool(
 
 
 def pool_profiles(home: Path) -> PoolOnPaper:
-    """The pool's present machines, for planning. Raises `UsageError` when nobody is there."""
+    """The pool's present machines, for planning; who is a member but can't be planned with is named. Raises
+    `UsageError` when nobody is there."""
     members = in_pool(home, lambda session: session.pool())
-    peers = tuple(member.profile for member in members if member.view.state in ("idle", "active"))
+    peers = tuple(member.profile for member in members if member.view.state in _PRESENT)
+    absent = tuple(
+        Excluded(peer=member.profile.name or member.profile.peer, reason=_ABSENT.get(state, f"it is {state}."))
+        for member in members
+        if (state := member.view.state) not in _PRESENT
+    )
     if not peers:
+        who = "; ".join(f"{entry.peer}: {entry.reason.rstrip('.')}" for entry in absent)
         raise UsageError(
-            "there is no peer in the pool.", hint="Let machines join, or describe some in a file: --pool POOL.toml."
+            f"there is no peer in the pool that could be planned with{f' ({who})' if who else ''}.",
+            hint="Let machines join, or describe some in a file: --pool POOL.toml.",
         )
-    return PoolOnPaper(peers, None)
+    return PoolOnPaper(peers, None, absent=absent)

@@ -1,0 +1,176 @@
+"""How a plan reads in a terminal: a table, a picture in text, a few sentences. Decides no plan.
+
+Neighbours: `cli.plan` and `cli.serving_view` show plans; `dashboard.plan_chart` draws the same as SVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from fusionai.cli import console
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.crossings import Crossing
+from fusionai.scheduling.expense import Expense
+from fusionai.scheduling.guards import Guarding
+from fusionai.scheduling.types import Plan, StagePlacement
+
+_BAR: Final = 10
+_NAMED: Final = 8
+"""Of several peers, so many are named."""
+
+
+def show_plan(found: Plan, names: Mapping[str, str]) -> None:
+    """The stages, how fast, how good, who stands by."""
+    rows = [
+        (
+            str(stage.stage),
+            names.get(stage.peer, stage.peer),
+            _blocks(stage),
+            "+".join(stage.roles),
+            format_seconds(stage.compute_s),
+            format_seconds(stage.send_s),
+            f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}",
+        )
+        for stage in found.stages
+    ]
+    console.table(
+        ("stage", "peer", "blocks", "roles", "compute", "send", "memory"),
+        rows,
+        title="Plan, per microbatch" if found.serving is None else "Plan, per token",
+        right=(4, 5),
+    )
+    _show_speed(found)
+    certificate = found.certificate
+    if certificate.exact:
+        console.line(f"Proven best ({certificate.method}).")
+    else:
+        console.line(
+            f"At most {certificate.optimality_gap:.1%} below the best possible ({certificate.method}; bound "
+            f"{certificate.bound_tokens_per_s:.4g} tokens/s)."
+        )
+    if found.single_peer_tokens_per_s is not None:
+        console.line(f"One machine alone: {found.single_peer_tokens_per_s:.4g} tokens/s.")
+    if found.spares:
+        console.line(f"Standing by: {_list([names.get(peer, peer) for peer in found.spares])}.")
+    for reason, peers in _by_reason(found, names).items():
+        console.line(f"Left out: {_list(peers)}: {reason}.")
+    for warning in found.warnings:
+        console.warning(warning)
+
+
+def show_picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> None:
+    for line in picture(found, crossings, names):
+        console.line(console.printable(line))
+    console.line()
+
+
+def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> Iterator[str]:
+    """The pipeline from the feed down: who holds what, how long each stage and link takes, how full memory is. The
+    slowest of them is marked."""
+    slowest_s = max([*(s.compute_s for s in found.stages), *(c.transfer_s for c in crossings), 1e-12])
+    width = max(len(names.get(stage.peer, stage.peer)) for stage in found.stages)
+    held = max(len(_holds(stage)) for stage in found.stages)
+    marked = False
+    if found.feed != found.stages[0].peer:
+        yield f"    {names.get(found.feed, found.feed)}: feed"
+        yield "     |"
+    for place, stage in enumerate(found.stages):
+        name = names.get(stage.peer, stage.peer)
+        slowest = not marked and stage.compute_s == slowest_s
+        marked = marked or slowest
+        memory = stage.memory_bytes / stage.memory_limit_bytes if stage.memory_limit_bytes else 0.0
+        yield (
+            f"[{stage.stage:>2}] {name:<{width}}  {_holds(stage):<{held}}  compute {_bar(stage.compute_s / slowest_s)} "
+            f"{format_seconds(stage.compute_s):>8}  memory {_bar(memory)} {format_bytes(stage.memory_bytes)} of "
+            f"{format_bytes(stage.memory_limit_bytes)}{'  <- slowest' if slowest else ''}"
+        )
+        if place < len(crossings):
+            link = crossings[place]
+            slowest = not marked and link.transfer_s == slowest_s
+            marked = marked or slowest
+            back = f" there, {format_bytes(link.gradient_bytes)} back" if link.gradient_bytes else ""
+            yield (
+                f"     |  link {_bar(link.transfer_s / slowest_s)} {format_seconds(link.transfer_s)}"
+                f" + {format_seconds(link.latency_s)} latency, {format_bytes(link.forward_bytes)}{back}"
+                f"{'  <- slowest' if slowest else ''}"
+            )
+    if found.spares:
+        yield f"     spares: {_list([names.get(peer, peer) for peer in found.spares])}"
+
+
+def show_guards(watch: Guarding, names: Mapping[str, str]) -> None:
+    """Who stands in for whom, and why nobody does where that is so."""
+    for guard in watch.plan.guards:
+        bits = "" if guard.exact else ", with other bits"
+        console.line(f"Stage {guard.stage} is guarded by {names.get(guard.peer, guard.peer)}{bits}.")
+    if watch.plan.guards:
+        console.line(f"Snapshots: {watch.interval.reason}")
+    for entry in watch.unguarded:
+        reasons = "; ".join(f"{names.get(e.peer, e.peer)}: {e.reason.rstrip('.')}" for e in entry.reasons)
+        console.line(f"Stage {entry.stage} is not guarded: {reasons or 'no peer stands by'}.")
+
+
+def show_expense(found: Expense, names: Mapping[str, str]) -> None:
+    """Energy and money where they are known, and what is missing where only some of it is."""
+    if found.joules is not None and found.power_w is not None:
+        console.line(
+            f"Energy: {found.joules / 1e3:,.4g} kJ per million tokens, {found.power_w:,.4g} W while the job runs (all that "
+            "have a stage, at full power)."
+        )
+    if found.money is not None:
+        console.line(f"Money: {found.money:.3g} {found.currency} per million tokens.")
+    some_price = found.money is None and found.joules is not None
+    for what, missing in (("Energy", found.without_power), ("Money", found.without_price if some_price else ())):
+        if missing:
+            word = "power" if what == "Energy" else "price"
+            console.line(f"{what}: not known; no {word} is given for {_list([names.get(p, p) for p in missing])}.")
+
+
+def _show_speed(found: Plan) -> None:
+    sizes = found.serving
+    if sizes is None:
+        console.line(
+            f"{found.tokens_per_s:.4g} tokens/s, a step of {found.microbatches} microbatches in "
+            f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
+        )
+        return
+    console.line(
+        f"One session: {found.tokens_per_s:.4g} tokens/s, a token in {format_seconds(found.step_time_s)}; slowest: "
+        f"{found.bottleneck}."
+    )
+    console.line(
+        f"{sizes.sessions} sessions together: {sizes.tokens_per_s_together:.4g} tokens/s with "
+        f"{sizes.passes_in_flight} passes in flight."
+    )
+    console.line(
+        f"Weights {sizes.weights}, cache {sizes.cache}: {sizes.pages} pages, {sizes.pages * sizes.page_tokens} tokens "
+        f"(contexts of up to {sizes.context_tokens})."
+    )
+
+
+def _by_reason(found: Plan, names: Mapping[str, str]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for entry in found.excluded:
+        reasons.setdefault(entry.reason.rstrip("."), []).append(names.get(entry.peer, entry.peer))
+    return reasons
+
+
+def _holds(stage: StagePlacement) -> str:
+    roles = [role for role in stage.roles if role != "stage"]
+    return ", ".join([f"blocks {_blocks(stage)}", *roles])
+
+
+def _blocks(stage: StagePlacement) -> str:
+    first, last = stage.blocks[0], stage.blocks[1] - 1
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _bar(part: float) -> str:
+    full = min(_BAR, max(0, round(part * _BAR)))
+    return "#" * full + "." * (_BAR - full)
+
+
+def _list(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

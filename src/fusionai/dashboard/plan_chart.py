@@ -1,0 +1,126 @@
+"""A plan as a picture: time per stage and link, memory used of what is lent, who stands by. Decides its look only.
+
+The SVG stands alone: it brings its colours along, for light and dark. Neighbours: `svg` (colours by role),
+`scheduling.crossings` (the links); `cli.plan` writes the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fusionai.dashboard.svg import (
+    APPLY,
+    FAULT,
+    FORWARD,
+    GRID,
+    INK,
+    MUTED,
+    SEND,
+    chart_style,
+    inline_svg,
+    quiet,
+)
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.crossings import Crossing
+from fusionai.scheduling.types import Plan, StagePlacement
+
+_WIDTH_IN: Final = 9.2
+_ROW_IN: Final = 0.62
+_STAGE_HEIGHT: Final = 0.5
+_LINK_HEIGHT: Final = 0.22
+_MOST_STAGES: Final = 60
+_COLOURS: Final = """<style>svg { --ink:#1b1f24; --muted:#59636e; --line:#d8dee4; --page:#ffffff; --blue:#2f6fc0; \
+--green:#1f8a5b; --grey:#8b95a1; --red:#b42318; background: var(--page); }
+@media (prefers-color-scheme: dark) { svg { --ink:#e6edf3; --muted:#9aa6b2; --line:#30363d; --page:#0f141a; \
+--blue:#5b9bea; --green:#46c18c; --grey:#7d8893; --red:#ff8a7a; } }</style>"""
+
+
+def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> str:
+    """An SVG file. Stages in pipeline order; the bar of what is slowest is red."""
+    stages = plan.stages[:_MOST_STAGES]
+    links = crossings[: max(0, len(stages) - 1)]
+    with chart_style():
+        figure = Figure(figsize=(_WIDTH_IN, 1.9 + _ROW_IN * len(stages)), layout="constrained")
+        times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        _times(times, stages, links)
+        _memory(memory, stages)
+        times.set_yticks(range(len(stages)), [_label(stage, names) for stage in stages])
+        times.set_ylim(len(stages) - 0.4, -0.6)
+        figure.suptitle(_title(plan), x=0.01, ha="left", fontsize=12)
+        figure.supxlabel("\n".join(_below(plan, len(stages), names)), x=0.01, ha="left", fontsize=9.5, color=MUTED)
+        svg = inline_svg(figure, "plan")
+    opening, rest = svg.replace(' aria-hidden="true"', ' role="img"', 1).split(">", 1)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{opening}>{_COLOURS}{rest}\n'
+
+
+def _times(axes: Axes, stages: Sequence[StagePlacement], links: Sequence[Crossing]) -> None:
+    quiet(axes)
+    axes.grid(False, axis="y")
+    slowest_s = max([*(stage.compute_s for stage in stages), *(link.transfer_s for link in links), 1e-12])
+    for row, stage in enumerate(stages):
+        _bar(axes, row, stage.compute_s, slowest_s, FORWARD, _STAGE_HEIGHT, format_seconds(stage.compute_s))
+    for row, link in enumerate(links):
+        label = f"{format_seconds(link.transfer_s)} + {format_seconds(link.latency_s)} latency"
+        _bar(axes, row + 0.5, link.transfer_s, slowest_s, SEND, _LINK_HEIGHT, label)
+    axes.set_xlim(0, slowest_s * 1.45 * 1e3)
+    axes.set_xlabel("milliseconds: computing (thick), sending on (thin)")
+
+
+def _bar(axes: Axes, row: float, seconds: float, slowest_s: float, colour: str, height: float, label: str) -> None:
+    shade = FAULT if seconds == slowest_s else colour
+    axes.barh(row, seconds * 1e3, height=height, color=shade)
+    size = 9.5 if height == _STAGE_HEIGHT else 8
+    axes.text(
+        seconds * 1e3 + slowest_s * 12,
+        row,
+        label,
+        va="center",
+        fontsize=size,
+        color=INK if height == _STAGE_HEIGHT else MUTED,
+    )
+
+
+def _memory(axes: Axes, stages: Sequence[StagePlacement]) -> None:
+    quiet(axes)
+    axes.grid(False, axis="y")
+    for row, stage in enumerate(stages):
+        part = 100 * stage.memory_bytes / stage.memory_limit_bytes if stage.memory_limit_bytes else 0.0
+        axes.barh(row, 100, height=_STAGE_HEIGHT, color=GRID)
+        axes.barh(row, part, height=_STAGE_HEIGHT, color=APPLY)
+        text = f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}"
+        axes.text(2, row - 0.38, text, va="center", fontsize=8, color=MUTED)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("memory, % of what is lent")
+    axes.tick_params(labelleft=False)
+
+
+def _label(stage: StagePlacement, names: Mapping[str, str]) -> str:
+    roles = [role for role in stage.roles if role != "stage"]
+    first, last = stage.blocks[0], stage.blocks[1] - 1
+    blocks = f"block {first}" if first == last else f"blocks {first}-{last}"
+    return f"{stage.stage}  {names.get(stage.peer, stage.peer)[:28]}\n{', '.join([blocks, *roles])}"
+
+
+def _title(plan: Plan) -> str:
+    if plan.serving is not None:
+        return (
+            f"{plan.tokens_per_s:.4g} tokens/s for one session, {plan.serving.tokens_per_s_together:.4g} for "
+            f"{plan.serving.sessions} together"
+        )
+    return f"{plan.tokens_per_s:.4g} tokens/s, a step in {format_seconds(plan.step_time_s)}"
+
+
+def _below(plan: Plan, shown: int, names: Mapping[str, str]) -> list[str]:
+    lines = [f"Slowest: {plan.bottleneck}."]
+    if shown < len(plan.stages):
+        lines.append(f"{len(plan.stages) - shown} more stages are not drawn.")
+    if plan.spares:
+        more = len(plan.spares) - 6
+        spares = ", ".join(names.get(peer, peer) for peer in plan.spares[:6])
+        lines.append(f"Standing by: {spares}{f' and {more} more' if more > 0 else ''}.")
+    lines += [warning for warning in plan.warnings[:1] if len(warning) < 140]
+    return lines

@@ -1,0 +1,72 @@
+"""What a plan's tokens cost in energy and money, where power and prices are known. Decides nothing about the plan.
+
+Machines with a stage count, at full power for as long as the job runs; whoever stands by does not. Money: a machine's
+price per hour where it has one (all in), else its electricity. A figure is given only if it is known for every machine.
+
+Neighbours: `cli.plan` shows it; profiles bring the power, a pool on paper the prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from fusionai.scheduling.types import PeerProfile, Plan
+
+JOULES_PER_KWH: Final = 3.6e6
+_MILLION: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """`per_hour`: by peer id, what an hour of the machine costs, electricity included."""
+
+    currency: str = "USD"
+    electricity_per_kwh: float | None = None
+    per_hour: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expense:
+    """Per million tokens. None: not known, and `unknown` says of whom."""
+
+    power_w: float | None
+    joules: float | None
+    money: float | None
+    currency: str
+    without_power: tuple[str, ...]
+    without_price: tuple[str, ...]
+    """Peer ids."""
+
+
+def expense(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> Expense:
+    """Of `plan` at its predicted speed: in serving, that of all sessions together."""
+    known = {profile.peer: profile for profile in profiles}
+    used = list(dict.fromkeys(stage.peer for stage in plan.stages))
+    tokens_per_s = plan.tokens_per_s if plan.serving is None else plan.serving.tokens_per_s_together
+    million_s = _MILLION / tokens_per_s
+    watts = {peer: known[peer].power_w for peer in used if peer in known}
+    powers = [watts[peer] for peer in used if watts.get(peer) is not None]
+    without_power = tuple(peer for peer in used if watts.get(peer) is None)
+    power_w = None if without_power else sum(power for power in powers if power is not None)
+    hourly = {peer: _per_hour(peer, watts.get(peer), prices) for peer in used}
+    without_price = tuple(peer for peer in used if hourly[peer] is None)
+    per_hour = None if without_price else sum(price for price in hourly.values() if price is not None)
+    return Expense(
+        power_w=power_w,
+        joules=None if power_w is None else power_w * million_s,
+        money=None if per_hour is None else per_hour / 3600 * million_s,
+        currency=prices.currency,
+        without_power=without_power,
+        without_price=without_price,
+    )
+
+
+def _per_hour(peer: str, power_w: float | None, prices: Prices) -> float | None:
+    own = prices.per_hour.get(peer)
+    if own is not None:
+        return own
+    if power_w is None or prices.electricity_per_kwh is None:
+        return None
+    return power_w * 3600 / JOULES_PER_KWH * prices.electricity_per_kwh

@@ -1,0 +1,338 @@
+"""The comparison of two fleets: the formulas, what was worked out by hand, and that each entry moves what it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import msgspec
+import pytest
+
+from fusionai.cli.catalogue_file import shipped_catalogue
+from fusionai.scheduling.analysis import (
+    Assumptions,
+    Fleet,
+    Levers,
+    Misfit,
+    Network,
+    Outcome,
+    generate,
+    state_bytes,
+    train,
+)
+from fusionai.scheduling.analysis_cases import (
+    BEST,
+    BOTH_INT4,
+    HALF,
+    INT4,
+    INT4_INT8,
+    LLAMA_8B,
+    LLAMA_70B,
+    TEXTBOOK,
+    TRAINED,
+    Comparison,
+    compare,
+    verdict,
+)
+from fusionai.scheduling.catalogue import Device
+from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
+
+INT8 = "overlap, 8-bit, local updates"
+FULL = "overlap, 64x, local updates, no recomputation"
+KNOWN = Assumptions()
+
+
+def fleet(name: str, count: int, **changed: float) -> Fleet:
+    """With figures of the catalogue multiplied."""
+    device = shipped_catalogue().find(name)
+    for field, factor in changed.items():
+        device = scaled(device, field, factor)
+    return Fleet(device=device, count=count)
+
+
+def scaled(device: Device, field: str, factor: float) -> Device:
+    if field == "speeds":
+        speeds = tuple(msgspec.structs.replace(s, flops_per_s=s.flops_per_s * factor) for s in device.speeds)
+        return msgspec.structs.replace(device, speeds=speeds)
+    figure = getattr(device, field)
+    return msgspec.structs.replace(device, **{field: msgspec.structs.replace(figure, value=figure.value * factor)})
+
+
+@cache
+def shipped(reference: str = "H100 SXM") -> Comparison:
+    return compare(fleet("RTX 3080", 50), fleet(reference, 4), KNOWN)
+
+
+def ratio(comparison: Comparison, task: str, model: str, levers: str, mbit: int, ms: int) -> float:
+    found = comparison.cell(task, model, levers, mbit, ms).ratio  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_the_claim_on_paper():
+    peaks = {peak.what: peak for peak in shipped().peaks}
+    assert (peaks["dense fp16"].ours, peaks["dense fp16"].theirs) == (2975, 3956)
+    assert round(peaks["dense fp16"].ratio, 2) == 0.75
+    assert round(shipped("H100 PCIe").peaks[0].ratio, 2) == 0.98
+    assert (peaks["memory"].ours, peaks["memory"].theirs) == (500, 320)
+    assert (peaks["memory bandwidth"].ours, peaks["memory bandwidth"].theirs) == (38, 13.4)
+    assert (peaks["power"].ours, peaks["power"].theirs) == (16, 2.8)
+
+
+@pytest.mark.parametrize(
+    ("model", "worked_out"),
+    [
+        # (100 Mbit 50 ms as it stands, int8 and local updates, 64x), (1 Gbit 20 ms as it stands, int8), 10 Gbit LAN.
+        ("BERT-Large", (0.015, 0.50, 0.50, 0.11, 0.50, 0.36)),
+        ("GPT-3 type, 24 layers", (0.029, 0.20, 0.44, 0.18, 0.45, 0.40)),
+        ("Llama-3-8B", (0.046, 0.11, 0.44, 0.24, 0.43, 0.41)),
+    ],
+)
+def test_training_is_what_was_worked_out_before(model: str, worked_out: tuple[float, ...]):
+    """Independent figures for the same comparison, to two digits. Within rounding but for BERT-Large as it stands,
+    0.01 higher on fast links: the earlier figures don't say how they rounded microbatches."""
+    places = (
+        (TEXTBOOK, 100, 50),
+        (INT8, 100, 50),
+        (BEST, 100, 50),
+        (TEXTBOOK, 1_000, 20),
+        (INT8, 1_000, 20),
+        (TEXTBOOK, 10_000, 1),
+    )
+    for (levers, mbit, ms), expected in zip(places, worked_out, strict=True):
+        found = ratio(shipped(), "train", model, levers, mbit, ms)
+        slack = 0.01 if model == "BERT-Large" and levers == TEXTBOOK and mbit > 100 else 0.0
+        assert abs(found - expected) <= 0.5 * 10 ** -(3 if expected < 0.1 else 2) + slack, (levers, mbit, ms, found)
+
+
+def test_neither_side_trains_the_largest_model_whole():
+    cell = shipped().cell("train", LLAMA_70B.name, BEST, 10_000, 1)
+    assert isinstance(cell.ours, Misfit)
+    assert isinstance(cell.theirs, Misfit)
+    assert cell.verdict == "does not fit"
+    assert state_bytes(LLAMA_70B, KNOWN) == pytest.approx(1.13e12, rel=0.01)
+    assert cell.ours.missing_bytes == pytest.approx(1.1296e12 - 50 * 8.5e9)
+
+
+@pytest.mark.parametrize(
+    ("levers", "mbit", "ms", "worked_out"),
+    [
+        # The earlier figures left out the pipeline's fill, 9 % here.
+        ("overlap", 100, 50, 0.13),
+        (INT8, 100, 50, 0.24),
+        (BEST, 100, 50, 0.45),
+        ("overlap", 1_000, 20, 0.44),
+        (INT8, 1_000, 20, 0.45),
+    ],
+)
+def test_adapters_are_what_was_worked_out_less_the_fill(levers: str, mbit: int, ms: int, worked_out: float):
+    found = ratio(shipped(), "train", "Llama-3-70B, adapters", levers, mbit, ms)
+    assert 0.85 * worked_out <= found <= worked_out
+
+
+@pytest.mark.parametrize(
+    ("model", "levers", "worked_out", "slack"),
+    [
+        ("Llama-3-8B", HALF, (6_600, 14_800, 39_800), 0.02),
+        ("Llama-3-8B", INT4, (91_000, 91_000, 91_000), 0.01),
+        ("Llama-3-70B", HALF, (303, 680, 2_100), 0.04),
+        # The earlier figures don't say how wide the scales of 4-bit weights are: 4.5 bits here leave less for caches.
+        ("Llama-3-70B", INT4_INT8, (1_300, 2_900, 8_300), 0.17),
+    ],
+)
+def test_decoding_is_what_was_worked_out_before(model: str, levers: str, worked_out: tuple[float, ...], slack: float):
+    for (mbit, ms), expected in zip(((100, 50), (1_000, 20), (1_000, 1)), worked_out, strict=True):
+        ours = shipped().cell("decode", model, levers, mbit, ms).ours
+        assert isinstance(ours, Outcome)
+        assert ours.tokens_per_s == pytest.approx(expected, rel=slack), (mbit, ms)
+
+
+@pytest.mark.parametrize(("model", "worked_out"), [("Llama-3-8B", 57_000), ("Llama-3-70B", 14_600)])
+def test_the_box_decodes_what_was_worked_out_before(model: str, worked_out: float):
+    theirs = shipped().cell("decode", model, HALF, 100, 50).theirs
+    assert isinstance(theirs, Outcome)
+    assert theirs.tokens_per_s == pytest.approx(worked_out, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "levers", "worked_out"),
+    [
+        ("GPT-3 type, 24 layers", HALF, 0.68),
+        ("Llama-3-8B", HALF, 0.20),
+        ("Llama-3-8B", "4-bit boundary", 0.65),
+        ("Llama-3-70B", HALF, 0.11),
+        ("Llama-3-70B", "4-bit boundary", 0.44),
+    ],
+)
+def test_forward_passes_are_what_was_worked_out_before(model: str, levers: str, worked_out: float):
+    assert ratio(shipped(), "forward", model, levers, 100, 50) == pytest.approx(worked_out, abs=0.005)
+
+
+def test_a_faster_gpu_in_the_catalogue_is_that_much_faster_where_computing_limits():
+    """Twice the speed: twice the ratio where arithmetic is all, nothing where links are, half against a faster box."""
+    faster = compare(fleet("RTX 3080", 50, speeds=2), fleet("H100 SXM", 4), KNOWN)
+    fast_box = compare(fleet("RTX 3080", 50), fleet("H100 SXM", 4, speeds=2), KNOWN)
+    compute = ("train", "BERT-Large", BEST, 1_000, 20)
+    assert ratio(faster, *compute) == pytest.approx(2 * ratio(shipped(), *compute), rel=1e-6)
+    assert ratio(fast_box, *compute) == pytest.approx(ratio(shipped(), *compute) / 2)
+    links = ("train", "Llama-3-8B", INT8, 10, 50)
+    assert ratio(faster, *links) == pytest.approx(ratio(shipped(), *links), rel=0.05)
+    assert ratio(faster, *links) > ratio(shipped(), *links)
+
+
+def test_more_memory_holds_the_model_in_fewer_stages_and_more_sessions():
+    larger = compare(fleet("RTX 3080", 50, memory_bytes=2), fleet("H100 SXM", 4), KNOWN)
+    before = shipped().cell("train", LLAMA_8B.name, INT8, 100, 50).ours
+    after = larger.cell("train", LLAMA_8B.name, INT8, 100, 50).ours
+    assert isinstance(before, Outcome)
+    assert isinstance(after, Outcome)
+    assert after.stages < before.stages
+    decode = ("decode", LLAMA_70B.name, HALF, 100, 50)
+    assert ratio(larger, *decode) > 2 * ratio(shipped(), *decode)
+
+
+def test_memory_bandwidth_moves_decoding_and_nothing_else():
+    wider = compare(fleet("RTX 3080", 50, memory_bandwidth_bytes_per_s=2), fleet("H100 SXM", 4), KNOWN)
+    small = ("decode", "GPT-3 type, 24 layers", HALF, 100, 50)
+    assert ratio(wider, *small) > 1.3 * ratio(shipped(), *small)
+    for cell, other in zip(shipped().cells, wider.cells, strict=True):
+        if cell.task != "decode":
+            assert cell == other
+
+
+def test_power_and_price_move_energy_and_money_and_no_ratio():
+    cheap = compare(fleet("RTX 3080", 50, power_w=0.5, price_usd=0.5), fleet("H100 SXM", 4), KNOWN)
+    cell = cheap.cell("train", LLAMA_8B.name, BEST, 100, 50)
+    assert isinstance(cell.ours, Outcome)
+    assert [c.ratio for c in cheap.cells] == [c.ratio for c in shipped().cells]
+    assert cheap.joules_per_million_tokens("ours", cell.ours) == pytest.approx(
+        shipped().joules_per_million_tokens("ours", cell.ours) / 2
+    )
+    assert cheap.usd_per_million_tokens("ours", cell.ours) == pytest.approx(
+        (shipped().usd_per_million_tokens("ours", cell.ours) or 0) / 2
+    )
+
+
+def test_better_links_never_hurt():
+    cells = {(c.task, c.model, c.levers, c.bandwidth_mbit, c.latency_ms): c.ratio for c in shipped().cells}
+    for (task, model, levers, mbit, ms), found in cells.items():
+        wider = cells.get((task, model, levers, {10: 100, 100: 1_000, 1_000: 10_000}.get(mbit, 0), ms))
+        nearer = cells.get((task, model, levers, mbit, {100: 50, 50: 20, 20: 1}.get(ms, 0)))
+        for better in (wider, nearer):
+            assert better is None or found is None or better >= found * (1 - 1e-3), (task, model, levers, mbit, ms)
+
+
+@pytest.mark.parametrize("shape", TRAINED, ids=lambda shape: shape.name)
+def test_levers_that_take_off_work_never_hurt(shape):
+    ours, network = fleet("RTX 3080", 50), Network(bandwidth_bytes_per_s=12.5e6, latency_s=0.05)
+    plain = train(shape, ours, network, Levers(), KNOWN)
+    for lever in (
+        Levers(overlap=True),
+        Levers(boundary_part=0.5),
+        Levers(local_steps=50),
+        Levers(sync_part=0.5),
+        Levers(recompute=False),
+    ):
+        pulled = train(shape, ours, network, lever, KNOWN)
+        assert isinstance(plain, Misfit) == isinstance(pulled, Misfit)
+        if isinstance(plain, Outcome) and isinstance(pulled, Outcome):
+            assert pulled.tokens_per_s >= plain.tokens_per_s
+
+
+def test_one_pipeline_is_never_faster_than_the_best_number_of_replicas():
+    for ms, mbit in ((50, 100), (20, 1_000)):
+        for shape in TRAINED[:3]:
+            one = ratio(shipped(), "train", shape.name, "one pipeline, overlap, 8-bit", mbit, ms)
+            assert one <= ratio(shipped(), "train", shape.name, "overlap, 8-bit", mbit, ms) * (1 + 1e-9)
+
+
+def test_four_bits_on_both_sides_is_less_of_a_gain():
+    assert ratio(shipped(), "decode", "Llama-3-8B", BOTH_INT4, 100, 50) < ratio(
+        shipped(), "decode", "Llama-3-8B", INT4, 100, 50
+    )
+
+
+def test_verdicts_at_their_edges():
+    assert [verdict(value) for value in (None, 0.49, 0.5, 0.899, 0.9, 3.0)] == [
+        "does not fit",
+        "fails",
+        "within 2x",
+        "within 2x",
+        "holds",
+        "holds",
+    ]
+
+
+def terms(**changed: object) -> PipelineTerms:
+    plain = PipelineTerms(
+        stages=4,
+        replicas=2,
+        microbatches=10,
+        forward_s=1.0,
+        backward_s=2.0,
+        activation_s=0.5,
+        gradient_s=0.5,
+        latency_s=0.25,
+        sync_s=7.0,
+        overlapped=False,
+    )
+    return replace(plain, **changed)  # type: ignore[arg-type]
+
+
+def test_a_step_by_hand():
+    assert terms().step_s == 10 * (3 + 1) + 3 * (3 + 1 + 0.5) + 7
+    assert terms(overlapped=True).step_s == 10 * 3 + 3 * (3 + 1 + 0.5)
+    assert terms(overlapped=True, sync_s=1_000.0).step_s == 1_000
+    assert terms(overlapped=True, sync_s=1_000.0).limit == "synchronisation"
+    assert terms(overlapped=True, activation_s=4.0).period_s == 4.5
+    assert terms(overlapped=True, activation_s=4.0).limit == "links"
+    assert terms(overlapped=True).in_flight == 7  # ceil(13.5 / 3) + 2
+    assert terms(overlapped=True, microbatches=3).in_flight == 3
+
+
+def test_a_round_of_generation_by_hand():
+    found = GenerationTerms(
+        stages=3,
+        replicas=2,
+        passes=4,
+        rows=8,
+        weights_s=0.02,
+        compute_s=0.01,
+        overhead_s=0.001,
+        transfer_s=0.005,
+        latency_s=0.05,
+        hops=3,
+    )
+    assert found.trip_s == pytest.approx(3 * 0.021 + 3 * 0.055)
+    assert found.tokens_per_s == pytest.approx(2 * 4 * 8 / found.trip_s)
+    assert found.limit == "latency"
+    many = replace(found, passes=40)
+    assert many.round_s == pytest.approx(40 * 0.021)
+    assert many.limit == "memory bandwidth"
+
+
+def test_the_chosen_number_of_passes_is_the_best_there_is():
+    ours, network = fleet("RTX 3080", 50), Network(bandwidth_bytes_per_s=12.5e6, latency_s=0.05)
+    outcome = generate(LLAMA_8B, ours, network, Levers(), KNOWN)
+    assert isinstance(outcome, Outcome)
+    chosen = outcome.terms
+    assert isinstance(chosen, GenerationTerms)
+    sessions = chosen.passes * chosen.rows
+    cache_s = (chosen.weights_s - LLAMA_8B.parameters * 2 / chosen.stages / (760e9 * 0.75)) / chosen.rows
+    for passes in range(1, 200):
+        rows = sessions / passes
+        other = replace(
+            chosen,
+            passes=passes,
+            rows=rows,
+            weights_s=chosen.weights_s + (rows - chosen.rows) * cache_s,
+            compute_s=chosen.compute_s / chosen.rows * rows,
+            transfer_s=chosen.transfer_s / chosen.rows * rows,
+        )
+        assert other.tokens_per_s <= chosen.tokens_per_s * (1 + 1e-9)
+
+
+def test_reaching_half_the_peak_is_half_the_speed():
+    lazy = compare(fleet("RTX 3080", 50), fleet("H100 SXM", 4), replace(KNOWN, training_part=0.2))
+    cell = ("train", "BERT-Large", FULL, 10_000, 1)
+    assert ratio(lazy, *cell) == pytest.approx(ratio(shipped(), *cell) / 2)
