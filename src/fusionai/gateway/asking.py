@@ -18,6 +18,7 @@ from fusionai.gateway.errors import ApiError, invalid, nearest, of_failure
 from fusionai.gateway.requests import Settings
 from fusionai.primitives.errors import FusionError
 from fusionai.serving.interface import Engine, Sampling
+from fusionai.serving.model_text import ModelText
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -120,6 +121,14 @@ async def off_loop(size: int, work: Callable[P, Result], *args: P.args, **kwargs
         return await asyncio.to_thread(work, *args, **kwargs)
     except FusionError as problem:
         raise of_failure(problem) from problem
+
+
+async def check_length(characters: Sequence[str], text: ModelText, engine: Engine, param: str) -> None:
+    """Before a prompt is read as a whole. Raises `ApiError` where it is far too long for the model."""
+    size = sum(map(len, characters))
+    if await off_loop(size, lambda: text.tokenizer.is_beyond("".join(characters), engine.context_tokens)):
+        message = f"The model takes {engine.context_tokens} tokens in all; the prompt, {size} characters, has far more."
+        raise ApiError(400, message, code="context_length_exceeded", param=param)
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:

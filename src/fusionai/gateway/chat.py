@@ -84,8 +84,10 @@ class ChatEndpoint:
         if tools and text.tool_form is None:
             raise invalid("This model's chat template knows no tools.", "tools", "unsupported_parameter")
         form = self._form(body, tools)
+        written = _written(body)
+        await asking.check_length(written, text, desk.engine, "messages")
         prompt = await asking.off_loop(
-            _characters(body),
+            sum(map(len, written)),
             text.chat_tokens,
             [plain(message) for message in body.messages],
             tools=[msgspec.to_builtins(tool) for tool in body.tools or ()] if tools else None,
@@ -273,16 +275,16 @@ def _tools(body: ChatRequest) -> list[Tool]:
     return [] if body.tool_choice == "none" else given
 
 
-def _characters(body: ChatRequest) -> int:
-    total = 0
+def _written(body: ChatRequest) -> list[str]:
+    texts: list[str] = []
     for message in body.messages:
         content = message.content
         if isinstance(content, str):
-            total += len(content)
+            texts.append(content)
         for part in content if isinstance(content, list) else ():
             match part:
                 case TextPart(text=text):
-                    total += len(text)
+                    texts.append(text)
                 case RefusalPart(refusal=text):
-                    total += len(text)
-    return total
+                    texts.append(text)
+    return texts

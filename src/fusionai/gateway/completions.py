@@ -66,7 +66,7 @@ class CompletionEndpoint:
         each = body.n or 1
         many = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         desk.check_count(each, many)
-        prompts = await prompts_of(body.prompt, text, desk.engine.vocabulary, "prompt")
+        prompts = await prompts_of(body.prompt, text, desk.engine, "prompt")
         sampling = asking.sampling_of(body, text.sampling, desk.engine.vocabulary)
         stop_tokens = asking.stop_tokens_of(body, desk.stop_tokens, desk.engine.vocabulary)
         stops = asking.stops_of(body)

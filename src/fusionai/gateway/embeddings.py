@@ -42,7 +42,7 @@ class EmbeddingEndpoint:
 
     async def _answer(self, body: EmbeddingRequest, scope: str) -> EmbeddingList:
         desk = self._desk
-        prompts = await prompts_of(body.input, desk.text, desk.engine.vocabulary, "input")
+        prompts = await prompts_of(body.input, desk.text, desk.engine, "input")
         for prompt in prompts:
             if len(prompt) > desk.engine.context_tokens:
                 message = f"The model takes {desk.engine.context_tokens} tokens; an input has {len(prompt)}."

@@ -19,6 +19,8 @@ from fusionai.primitives.errors import ModelError
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE: Final = "▁"
+_SLICE_CHARACTERS: Final = 32_768
+_FAR: Final = 2
 _NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -96,6 +98,17 @@ class Tokenizer:
         if tokens[: len(lead)] == lead:
             return tokens[len(lead) :]
         return self.encode(text, framed=False, trusted=trusted)
+
+    def is_beyond(self, text: str, tokens: int) -> bool:
+        """Whether a long text has far more than so many tokens; false says nothing. Reads no more of it than it must:
+        a whole one takes hundreds of bytes of memory for each of its characters."""
+        counted = 0
+        for start in range(0, len(text) if len(text) > _SLICE_CHARACTERS else 0, _SLICE_CHARACTERS):
+            counted += len(self.encode(text[start : start + _SLICE_CHARACTERS], framed=False, trusted=False))
+            # Cut at other places a text may have some tokens less.
+            if counted > _FAR * tokens + _SLICE_CHARACTERS // 16:
+                return True
+        return False
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Text of tokens; what is no token says nothing. `special`: with the special ones."""
