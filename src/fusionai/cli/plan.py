@@ -145,12 +145,13 @@ def plan(
     show_plan(found, names)
     show_guards(watch, names)
     show_expense(cost, names)
-    for sentence in pool.assumed:
+    assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
+    for sentence in assumed:
         console.line(f"Assumed: {sentence}")
     if picture_file is not None:
         _draw(picture_file, found, between, names)
     if json_file is not None:
-        write_json(json_file, "plan", figures(watch, names, between, cost, pool.assumed))
+        write_json(json_file, "plan", figures(watch, names, between, cost, assumed))
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
@@ -200,6 +201,21 @@ def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
         yield (
             f"Without {' and '.join(asked)} it would be faster: {free.tokens_per_s:.4g} tokens/s on {used} "
             f"{'peer' if used == 1 else 'peers'} instead of {found.tokens_per_s:.4g}."
+        )
+
+
+def _unknown_bandwidths(found: Plan, pool: PoolOnPaper) -> Iterator[str]:
+    """Generation mostly waits for memory: a machine of which nobody knows how fast it reads looks too fast."""
+    used = {stage.peer for stage in found.stages}
+    blind = [
+        peer.name or peer.peer
+        for peer in _everyone(pool)
+        if peer.peer in used and not peer.memory_bandwidth_bytes_per_s > 0
+    ]
+    if found.task == "serve" and blind:
+        yield (
+            f"{', '.join(dict.fromkeys(blind))}: no memory bandwidth is given, so only arithmetic counts there; real "
+            "machines are slower."
         )
 
 
