@@ -21,7 +21,7 @@ from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
 from fusionai.cli.plan_figures import figures
 from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
-from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
+from fusionai.cli.pool_file import FIRST, LAST, PoolOnPaper, read_pool, resolve
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions, serving_options
 from fusionai.cli.what_would_fit import Change, what_would_fit
@@ -192,10 +192,11 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
 
 def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
     """Say so when the plan would be faster without what the user asked for."""
-    asked = [name for name, given in (("required", problem.required), ("spares", problem.spares_wanted)) if given]
+    wishes = {"required": problem.required, "pinned": problem.pinned, "spares": problem.spares_wanted}
+    asked = [name for name, given in wishes.items() if given]
     if not asked:
         return
-    free = planner.plan(msgspec.structs.replace(problem, required=(), spares_wanted=None))
+    free = planner.plan(msgspec.structs.replace(problem, required=(), pinned={}, spares_wanted=None))
     if free.tokens_per_s > found.tokens_per_s * FASTER:
         used = len({stage.peer for stage in free.stages if "stage" in stage.roles})
         yield (
@@ -282,8 +283,15 @@ def _problem(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             microbatch_tokens=asked.rows * asked.sequence,
             takeover=asked.takeover,
         )
+    places = {role.role: role.place for role in roles}
+    numbers = [block.block for block in problem.blocks]
+    ends = {
+        FIRST: numbers[1 if asked.task == "serve" and places["feed"] == "owner" else 0],
+        LAST: numbers[-2 if places["loss"] == "owner" else -1],
+    }
     return msgspec.structs.replace(
         problem,
+        pinned={ends[block] if block in ends else int(block): peer for block, peer in wishes.pinned.items()},
         roles=roles,
         stages=wishes.stages,
         links=dict(pool.links),

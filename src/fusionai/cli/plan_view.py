@@ -115,8 +115,8 @@ def show_expense(found: Expense, names: Mapping[str, str]) -> None:
     """Energy and money where they are known, and what is missing where only some of it is."""
     if found.joules is not None and found.power_w is not None:
         console.line(
-            f"Energy: {found.joules / 1e3:,.4g} kJ per million tokens, {found.power_w:,.4g} W while the job runs (all that "
-            "have a stage, at full power)."
+            f"Energy: {found.joules / 1e3:,.4g} kJ per million tokens, {found.power_w:,.4g} W while the job runs (all "
+            "that have a stage, at full power)."
         )
     if found.money is not None:
         console.line(f"Money: {found.money:.3g} {found.currency} per million tokens.")

@@ -32,6 +32,8 @@ from fusionai.scheduling.catalogue import Catalogue
 from fusionai.scheduling.expense import Prices
 from fusionai.scheduling.types import Excluded, Link, PeerProfile
 
+FIRST: Final = "first"
+LAST: Final = "last"
 MOST_PAIRS: Final = 250_000
 """Pairs with a link of their own."""
 
@@ -226,6 +228,13 @@ def _constraints(table: ConstraintsTable, machines: Sequence[_Machine], path: Pa
     both = sorted(set(required) & set(excluded))
     if both:
         raise RecipeError(f"{path.name}: [constraints] peer {both[0]!r} is both required and excluded.")
+    for block, name in table.pinned.items():
+        if block not in (FIRST, LAST) and not block.isdecimal():
+            raise RecipeError(
+                f"{path.name}: [constraints] pinned: expected {FIRST!r}, {LAST!r} or a block's number, got {block!r}."
+            )
+        if len(spread("pinned", [name])) > 1:
+            raise RecipeError(f"{path.name}: [constraints] pinned: {name!r} is several machines; name one of them.")
     return msgspec.structs.replace(table, required=required, excluded=excluded)
 
 

@@ -68,6 +68,8 @@ class ConstraintsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     spares: Annotated[int, Meta(ge=0)] | None = None
     feed: Literal["owner", "pool"] | None = None
     loss: Literal["owner", "pool"] | None = None
+    pinned: dict[str, Name] = {}
+    """`first`, `last` or a block's number -> the machine whose stage holds that block."""
 
 
 class PricesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

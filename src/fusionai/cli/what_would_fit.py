@@ -50,6 +50,8 @@ def _lifted(problem: Problem) -> Iterator[Change]:
     """The user's own constraints, one at a time."""
     if problem.required:
         yield _change("without `required`", problem, required=())
+    if problem.pinned:
+        yield _change("without `pinned`", problem, pinned={})
     if problem.excluded:
         yield _change("without `excluded`", problem, excluded=())
     if problem.stages is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.links import nearest
+from fusionai.scheduling.pins import must_use
 from fusionai.scheduling.types import BlockCost, Excluded, PeerProfile, Problem
 
 
@@ -34,21 +35,24 @@ def eligible(
             usable.append(peer)
         else:
             refused.append(Excluded(peer=peer.peer, reason=reason))
-            if peer.peer in problem.required:
+            if peer.peer in must_use(problem):
+                asked = "required" if peer.peer in problem.required else "pinned"
                 raise PlanError(
-                    f"peer {peer.peer!r} is required but can't be used: {reason}",
-                    hint="Take it out of `required`, or mend what stands in its way.",
+                    f"peer {peer.peer!r} is {asked} but can't be used: {reason}",
+                    hint=f"Take it out of `{asked}`, or mend what stands in its way.",
                 )
     return usable, refused
 
 
 def check_names(problem: Problem) -> None:
-    """Raise `PlanError` on a peer listed twice and on `required` or `excluded` names that are not in the pool."""
+    """Raise `PlanError` on a peer listed twice and on names of `required`, `excluded` or `pinned` that are not in the
+    pool."""
     known = [p.peer for p in problem.peers]
     if len(set(known)) != len(known):
         twice = next(name for name in known if known.count(name) > 1)
         raise PlanError(f"peer {twice!r} is listed twice.", hint="List every peer once.")
-    for setting, names in (("required", problem.required), ("excluded", problem.excluded)):
+    pinned = tuple(problem.pinned.values())
+    for setting, names in (("required", problem.required), ("excluded", problem.excluded), ("pinned", pinned)):
         for name in names:
             if name not in known:
                 raise PlanError(

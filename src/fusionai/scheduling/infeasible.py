@@ -55,6 +55,12 @@ def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
     stages = f"{limits.most} stages" if problem.stages is not None else f"up to {limits.most} stages"
     verdict = "no cut fits" if proven else "no cut was found that fits"
+    if problem.pinned:
+        pins = ", ".join(f"block {block} to {peer!r}" for block, peer in sorted(problem.pinned.items()))
+        return PlanError(
+            f"{verdict} {stages} with {pins} pinned into the {format_bytes(lent)} the peers lend.",
+            hint="Pin fewer blocks, or blocks of one peer that lie together.",
+        )
     return PlanError(
         f"{verdict} {stages} with their microbatches in flight into the {format_bytes(lent)} the peers lend; "
         f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}.",

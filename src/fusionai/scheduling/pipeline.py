@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.links import Hop, hops
+from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import PeerProfile, Problem
 
 
@@ -71,6 +72,7 @@ class Pipeline:
         self._down = [p.downlink.bandwidth_bytes_per_s for p in everyone]
         self._hops = hops(everyone, problem.links)
         self.memory_bytes = [float(p.memory_bytes) for p in everyone]
+        self._pins = Pins(problem.pinned, blocks, self.peers)
         # The owner's machine may lend itself as a peer too: then the loss stage takes its part of both.
         self._busy_s = [0.0] * len(everyone)
         self.owner_id = None if owner is None else owner.peer
@@ -130,10 +132,11 @@ class Pipeline:
         return self._flops[start][end] / self.speed[peer]
 
     def held(self, peer: int, start: int, end: int) -> int:
-        """Microbatches in flight that fit beside the stage's resident bytes, at most M; negative if not even those."""
+        """Microbatches in flight that fit beside the stage's resident bytes, at most M; negative if not even those, or
+        if a pin is in the way."""
         free = self.memory_bytes[peer] - self.resident[start][end]
         flight = self.flight[start][end]
-        if free < 0:
+        if free < 0 or not self._pins.allow(peer, start, end):
             return -1
         return self.microbatches if flight * self.microbatches <= free else floor(free / flight)
 
@@ -183,7 +186,7 @@ class Pipeline:
 
     def alike(self, one: int, other: int) -> bool:
         """Whether two peers can be exchanged without changing any cost."""
-        if not (self.access_only(one) and self.access_only(other)):
+        if not (self.access_only(one) and self.access_only(other)) or self._pins.peers & {one, other}:
             return False
         a, b = self.peers[one], self.peers[other]
         speed = a.effective_flops_per_s == b.effective_flops_per_s

@@ -24,6 +24,7 @@ from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.improvement import improve
 from fusionai.scheduling.infeasible import infeasible
 from fusionai.scheduling.links import check_access, check_links
+from fusionai.scheduling.pins import check_pins, must_use
 from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.placement import pool_name, written_out
 from fusionai.scheduling.search import Limits, search
@@ -48,6 +49,7 @@ def plan(problem: Problem) -> Plan:
     _check(problem)
     loss_at_owner = _place(problem, "loss") == "owner"
     pool_blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
+    check_pins(problem, pool_blocks)
     chain = Chain(problem, pool_blocks)
     smallest = min(chain.resident_bytes(b, b + 1) + chain.in_flight_bytes(b, b + 1) for b in range(chain.length))
     usable, refused = eligible(problem, pool_blocks, smallest)
@@ -183,7 +185,7 @@ def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Sol
 
 def _limits(problem: Problem, pipeline: Pipeline) -> Limits:
     index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
-    required = sum(1 << index[name] for name in set(problem.required))
+    required = sum(1 << index[name] for name in must_use(problem))
     usable, blocks = pipeline.owner, pipeline.chain.length
     reserved = problem.spares_wanted or 0
     most = min(usable - reserved, blocks)

@@ -24,6 +24,7 @@ from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.links import check_access, check_links
+from fusionai.scheduling.pins import check_pins, must_use
 from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.serving_evening import evened
 from fusionai.scheduling.serving_line import ServingLine, block_s, retained_bytes, ring_bytes, stage_bytes, token_bytes
@@ -52,6 +53,7 @@ def serving_plan(problem: Problem) -> Plan:
     needs = _checked(problem)
     first_at_owner, head_at_owner = _place(problem, "feed") == "owner", _place(problem, "loss") == "owner"
     pool_blocks = problem.blocks[1 if first_at_owner else 0 : -1 if head_at_owner else None]
+    check_pins(problem, pool_blocks)
     smallest = min(stage_bytes([block], needs, 0, needs.context_tokens) for block in pool_blocks)
     usable, refused = eligible(problem, pool_blocks, smallest)
     if not usable:
@@ -137,7 +139,7 @@ def _found(problem: Problem, line: ServingLine, needs: ServingNeeds) -> tuple[Fo
 
 def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimits:
     index = {peer.peer: i for i, peer in enumerate(line.peers)}
-    required = sum(1 << index[name] for name in set(problem.required))
+    required = sum(1 << index[name] for name in must_use(problem))
     reserved = problem.spares_wanted or 0
     most = min(line.count - reserved, line.length)
     wanted = problem.stages or max(1, required.bit_count())

@@ -17,6 +17,7 @@ from itertools import accumulate
 from math import inf
 
 from fusionai.scheduling.links import Hop, hop
+from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
 
 
@@ -66,6 +67,7 @@ class ServingLine:
         self.owner = problem.owner
         self.peers = sorted(peers, key=lambda p: (block_s(self.blocks[self.first], p), p.peer))
         self.count = len(self.peers)
+        self._pins = Pins(problem.pinned, self.blocks[self.first : self.first + self.length], self.peers)
         self._sums = [
             [0.0, *accumulate(block_s(block, peer) for block in self.blocks[self.first : self.first + self.length])]
             for peer in self.peers
@@ -95,6 +97,10 @@ class ServingLine:
         """From the last stage to the job owner: one row for the head, or of logits."""
         return _seconds(self._leave[peer], self._result_bytes)
 
+    def allowed(self, peer: int, start: int, end: int) -> bool:
+        """Whether no pin is in the way of the stage."""
+        return self._pins.allow(peer, start, end)
+
     def bytes(self, start: int, end: int, cache_tokens: int) -> int:
         placed = self.blocks[self.first + start : self.first + end]
         return stage_bytes(placed, self.needs, retained_bytes(self.blocks, self.first + end, self.needs), cache_tokens)
@@ -113,7 +119,7 @@ class ServingLine:
         alike = (a.memory_bytes, a.uplink, a.downlink) == (b.memory_bytes, b.uplink, b.downlink)
         alike = alike and self._sums[one] == self._sums[other]
         alike = alike and (self._enter[one], self._leave[one]) == (self._enter[other], self._leave[other])
-        return alike and self._plain(one) and self._plain(other)
+        return alike and self._plain(one) and self._plain(other) and not self._pins.peers & {one, other}
 
     def lent_bytes(self, peer: int, cache_tokens: int) -> int:
         """For a stage. The owner's machine may lend itself too, less what its ends of the model take."""

@@ -75,8 +75,11 @@ class _Search:
             for a in range(line.length)
         ]
         self._fits = [
-            [[a < b and needed[a][b] <= lent for b in range(line.length + 1)] for a in range(line.length)]
-            for lent in (line.lent_bytes(peer, limits.cache_tokens) for peer in range(line.count))
+            [
+                [a < b and needed[a][b] <= lent and line.allowed(peer, a, b) for b in range(line.length + 1)]
+                for a in range(line.length)
+            ]
+            for peer, lent in ((peer, line.lent_bytes(peer, limits.cache_tokens)) for peer in range(line.count))
         ]
         # What is retained after a block may shrink with it: not every shorter stage fits where a longer one does.
         self._reach = [

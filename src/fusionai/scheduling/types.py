@@ -124,6 +124,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     replicas: int = 1
     excluded: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    pinned: dict[int, str] = {}
+    """Block number -> the peer whose stage holds it."""
     incumbent: Plan | None = None
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"

@@ -145,3 +145,115 @@ def test_an_impossible_plan_says_why(graph: None, files: Path, capsys: pytest.Ca
 def test_rows_that_can_not_be_parted_are_wrong_use(files: Path, capsys: pytest.CaptureFixture[str]):
     assert planned(files, "--batch", "5") == 2
     assert "5 rows can't be parted into 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_links_energy_money_and_assumptions_of_a_pool_of_catalogue_gpus(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str]
+):
+    pool = """
+[[peers]]
+name = "rig"
+gpu = "RTX 3080"
+count = 2
+uplink = "10Mbit"
+
+[owner]
+name = "me"
+flops_per_s = 1e11
+memory = "8GB"
+power_w = 60
+
+[[links]]
+between = ["rig", "rig"]
+bandwidth = "1Gbit"
+latency = "3ms"
+
+[prices]
+currency = "EUR"
+electricity_per_kwh = 0.3
+"""
+    (files / "pool.toml").write_text(pool)
+    assert planned(files, "--stages", "2", "--picture", str(files / "plan.svg")) == 0
+    written = json.loads((files / "plan.json").read_text())
+    between_rigs, to_owner = written["links"]
+    assert (between_rigs["from_stage"], between_rigs["to_stage"], between_rigs["latency_s"]) == (0, 1, 0.006)
+    assert between_rigs["forward_s"] == pytest.approx(between_rigs["forward_bytes"] / 125e6)
+    assert to_owner["forward_s"] == pytest.approx(to_owner["forward_bytes"] / 1.25e6)
+    assert written["power_w"] == 320 + 320 + 60
+    assert written["joules_per_million_tokens"] == pytest.approx(700e6 / written["tokens_per_s"])
+    assert written["money_per_million_tokens"] == pytest.approx(0.7 * 0.3 / 3600 * 1e6 / written["tokens_per_s"])
+    assert written["currency"] == "EUR"
+    assert ["RTX 3080: not measured" in said for said in written["assumptions"]] == [True]
+    shown = capsys.readouterr().out
+    assert "Energy: " in shown
+    assert "Money: " in shown
+    assert "<svg" in (files / "plan.svg").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_too_large_says_what_is_missing_and_what_would_fit(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str]
+):
+    (files / "pool.toml").write_text(POOL.replace('"4GB"', '"150kB"').replace('"1GB"', '"150kB"') + OWNER)
+    assert planned(files) == 1
+    said = capsys.readouterr().err
+    assert "missing" in said
+    assert "There is a plan with " in said
+    assert "more machines like " in said or "--microbatches 4" in said
+    assert not (files / "plan.json").exists()
+
+
+@pytest.mark.slow
+def test_constraints_that_slow_the_plan_down_are_warned_about(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str]
+):
+    slow = POOL + '[[peers]]\nname = "clock"\nflops_per_s = 1e6\nmemory = "4GB"\nuplink = "10kbit"\n' + OWNER
+    (files / "pool.toml").write_text(slow)
+    assert planned(files, "--require", "clock", "--exclude", "watch") == 0
+    written = json.loads((files / "plan.json").read_text())
+    assert "clock" in [stage["peer"] for stage in written["stages"]]
+    assert [entry["reason"] for entry in written["excluded"]] == ["excluded by the job owner."]
+    assert any(warning.startswith("Without required it would be faster: ") for warning in written["warnings"])
+    assert "warning: Without required" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_serving_plan_from_a_file_with_smaller_weights_offered(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert planned(files, "--task", "serve", "--context", "64") == 0
+    written = json.loads((files / "plan.json").read_text())
+    assert written["task"] == "serve"
+    assert all(link["gradient_bytes"] == 0 for link in written["links"])
+    assert any("no memory bandwidth is given" in said for said in written["assumptions"])
+    # Room for the smallest stage, not for all of them with a cache.
+    (files / "pool.toml").write_text(POOL.replace('"4GB"', '"150kB"').replace('"1GB"', '"1kB"') + OWNER)
+    assert planned(files, "--task", "serve", "--context", "64") == 1
+    said = capsys.readouterr().err
+    assert "missing" in said
+    assert "There is a plan with" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--require", "dekstop"), "--require: there is no peer 'dekstop'; did you mean 'desktop'"),
+        (("--require", "laptop", "--exclude", "laptop"), "both required and excluded"),
+        (("--picture", "plan.png"), "expected a name that ends in .svg"),
+        (("--catalogue", "nowhere.toml"), "no catalogue file at nowhere.toml"),
+    ],
+)
+def test_wrong_use_is_answered_before_a_model_is_read(
+    flags: tuple[str, ...], said: str, files: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert planned(files, *flags) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_gpu_is_wrong_use(files: Path, capsys: pytest.CaptureFixture[str]):
+    (files / "pool.toml").write_text('[[peers]]\nname = "rig"\ngpu = "RTX 3088"\n')
+    assert planned(files) == 2
+    shown = capsys.readouterr().err
+    assert "GPU 'RTX 3088' is not in the catalogue" in shown
+    assert "RTX 3080" in shown
