@@ -200,7 +200,7 @@ def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
     if free.tokens_per_s > found.tokens_per_s * FASTER:
         used = len({stage.peer for stage in free.stages if "stage" in stage.roles})
         yield (
-            f"Without {' and '.join(asked)} it would be faster: {free.tokens_per_s:.4g} tokens/s on {used} "
+            f"Without {' and '.join(f'`{name}`' for name in asked)} it would be faster: {free.tokens_per_s:.4g} tokens/s on {used} "
             f"{'peer' if used == 1 else 'peers'} instead of {found.tokens_per_s:.4g}."
         )
 

@@ -214,8 +214,8 @@ def test_constraints_that_slow_the_plan_down_are_warned_about(
     written = json.loads((files / "plan.json").read_text())
     assert "clock" in [stage["peer"] for stage in written["stages"]]
     assert [entry["reason"] for entry in written["excluded"]] == ["excluded by the job owner."]
-    assert any(warning.startswith("Without required it would be faster: ") for warning in written["warnings"])
-    assert "warning: Without required" in capsys.readouterr().err
+    assert any(warning.startswith("Without `required` it would be faster: ") for warning in written["warnings"])
+    assert "warning: Without `required`" in capsys.readouterr().err
 
 
 @pytest.mark.slow
