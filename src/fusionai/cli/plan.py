@@ -199,8 +199,9 @@ def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
     free = planner.plan(msgspec.structs.replace(problem, required=(), pinned={}, spares_wanted=None))
     if free.tokens_per_s > found.tokens_per_s * FASTER:
         used = len({stage.peer for stage in free.stages if "stage" in stage.roles})
+        without = " and ".join(f"`{name}`" for name in asked)
         yield (
-            f"Without {' and '.join(f'`{name}`' for name in asked)} it would be faster: {free.tokens_per_s:.4g} tokens/s on {used} "
+            f"Without {without} it would be faster: {free.tokens_per_s:.4g} tokens/s on {used} "
             f"{'peer' if used == 1 else 'peers'} instead of {found.tokens_per_s:.4g}."
         )
 

@@ -21,6 +21,8 @@ from fusionai.scheduling.types import PeerProfile, Problem
 
 MOST_COPIES: Final = 32
 """Of more machines than that only the least number that could do is said."""
+MOST_TIMES: Final = 64
+HALVINGS: Final = 4
 MOST_TRIED_PEERS: Final = 128
 """In larger pools the planner takes too long to be asked several times."""
 
@@ -43,7 +45,7 @@ def what_would_fit(problem: Problem, others: Sequence[Change] = ()) -> list[str]
         if changed is not None and _plans(changed):
             found.append(change.words)
     # More machines only where nothing else is in the way.
-    return found or list(_more_machines(problem))
+    return found or list(_more_machines(problem)) or list(_more_memory(problem))
 
 
 def _lifted(problem: Problem) -> Iterator[Change]:
@@ -72,6 +74,8 @@ def _more_machines(problem: Problem) -> Iterator[str]:
     largest = max(usable, key=lambda peer: (peer.memory_bytes, peer.peer))
     machines = f"like {largest.name or largest.peer} ({format_bytes(largest.memory_bytes)} each)"
     chain = Chain(problem, problem.blocks)
+    if max(chain.resident_bytes(b, b + 1) for b in range(chain.length)) > largest.memory_bytes:
+        return
     missing_bytes = chain.resident_bytes(0, chain.length) - sum(peer.memory_bytes for peer in usable)
     low = max(0, ceil(missing_bytes / largest.memory_bytes) - 1)
     if low >= MOST_COPIES:
@@ -89,6 +93,29 @@ def _more_machines(problem: Problem) -> Iterator[str]:
         else:
             low = middle
     yield f"with {count} more {'machine' if count == 1 else 'machines'} {machines}"
+
+
+def _more_memory(problem: Problem) -> Iterator[str]:
+    """Where not even one block fits: how much more everybody would have to lend."""
+    high = 2.0
+    while not _plans(_roomier(problem, high)):
+        high *= 2
+        if high > MOST_TIMES:
+            return
+    low = high / 2
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if _plans(_roomier(problem, middle)):
+            high = middle
+        else:
+            low = middle
+    largest = max(peer.memory_bytes for peer in problem.peers)
+    yield f"if peers lent {high:.3g} times as much memory ({format_bytes(high * largest)} the largest)"
+
+
+def _roomier(problem: Problem, times: float) -> Problem:
+    peers = tuple(msgspec.structs.replace(peer, memory_bytes=ceil(times * peer.memory_bytes)) for peer in problem.peers)
+    return msgspec.structs.replace(problem, peers=peers)
 
 
 def _grown(problem: Problem, largest: PeerProfile, count: int) -> Problem:

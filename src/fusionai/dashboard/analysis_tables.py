@@ -53,12 +53,19 @@ TASKS: Final[dict[Task, str]] = {
     "decode": "Decoding, all sessions together",
     "forward": "Forward passes over whole sequences",
 }
+_TOLD: Final[tuple[tuple[Task, str, str], ...]] = (
+    ("train", TEXTBOOK, BEST),
+    ("decode", HALF, INT4),
+    ("forward", HALF, INT4),
+)
+"""For each kind of work a plain set of levers and the best."""
+_COSTED: Final = tuple((task, best) for task, _, best in _TOLD)
 _LEVERS: Final[dict[Task, tuple[str, ...]]] = {
     "train": tuple(TRAINING_LEVERS),
     "decode": (*DECODING_LEVERS, BOTH_INT4),
     "forward": tuple(FORWARD_LEVERS),
 }
-_MODELS: Final = {
+_MODELS: Final[dict[Task, tuple[str, ...]]] = {
     "train": tuple(shape.name for shape in TRAINED),
     "decode": tuple(shape.name for shape in DECODED),
     "forward": tuple(shape.name for shape in FORWARDED),
@@ -173,7 +180,7 @@ def counts(comparison: Comparison) -> Table:
 def costs(comparison: Comparison) -> Table:
     """Energy and money per million tokens where the fleet does best on home links."""
     rows: list[tuple[Entry, ...]] = []
-    for task, name in (("train", BEST), ("decode", INT4), ("forward", INT4)):
+    for task, name in _COSTED:
         for model in _MODELS[task]:
             cell = comparison.cell(task, model, name, 100, 50)
             match cell.ours, cell.theirs:
@@ -214,14 +221,14 @@ def costs(comparison: Comparison) -> Table:
 
 def against(comparisons: Sequence[Comparison]) -> Table:
     """The main figures against each reference, side by side."""
-    wanted: list[tuple[str, Task, str, str, int, int]] = []
-    for model in _MODELS["train"]:
-        wanted += [(f"Training: {model}, {name}", "train", model, name, 100, 50) for name in (TEXTBOOK, BEST)]
-    for model in _MODELS["decode"]:
-        wanted += [(f"Decoding: {model}, {name}", "decode", model, name, 100, 50) for name in (HALF, INT4)]
     rows = [
-        (Entry(label), *(_entry(one.cell(task, model, name, mbit, ms), layout=False) for one in comparisons))
-        for label, task, model, name, mbit, ms in wanted
+        (
+            Entry(f"{TASKS[task].split(',')[0]}: {model}, {name}"),
+            *(_entry(one.cell(task, model, name, 100, 50), layout=False) for one in comparisons),
+        )
+        for task, plain, best in _TOLD[:2]
+        for model in _MODELS[task]
+        for name in (plain, best)
     ]
     paper = (
         Entry("Peak, dense fp16"),
@@ -345,7 +352,7 @@ def findings(comparison: Comparison) -> list[str]:
         f"On paper, {comparison.fleet.name} have {peak:.2f} of the dense fp16 peak of {comparison.reference.name}: "
         f"the claim {_says(verdict(peak))}."
     ]
-    for task, plain, best in (("train", TEXTBOOK, BEST), ("decode", HALF, INT4), ("forward", HALF, INT4)):
+    for task, plain, best in _TOLD:
         parts = [
             f"{model} {_range(comparison, task, model, plain)}, with {best} {_range(comparison, task, model, best)}"
             for model in _MODELS[task]

@@ -199,8 +199,8 @@ def test_a_model_too_large_says_what_is_missing_and_what_would_fit(
     assert planned(files) == 1
     said = capsys.readouterr().err
     assert "missing" in said
-    assert "There is a plan with " in said
-    assert "more machines like " in said or "--microbatches 4" in said
+    assert "There is a plan " in said
+    assert "if peers lent " in said
     assert not (files / "plan.json").exists()
 
 
@@ -227,12 +227,12 @@ def test_a_serving_plan_from_a_file_with_smaller_weights_offered(
     assert written["task"] == "serve"
     assert all(link["gradient_bytes"] == 0 for link in written["links"])
     assert any("no memory bandwidth is given" in said for said in written["assumptions"])
-    # Room for the smallest stage, not for all of them with a cache.
-    (files / "pool.toml").write_text(POOL.replace('"4GB"', '"150kB"').replace('"1GB"', '"1kB"') + OWNER)
+    # Room for some stages, not for all of them with a cache.
+    (files / "pool.toml").write_text(POOL.replace('"4GB"', '"200kB"').replace('"1GB"', '"1kB"') + OWNER)
     assert planned(files, "--task", "serve", "--context", "64") == 1
     said = capsys.readouterr().err
     assert "missing" in said
-    assert "There is a plan with" in said
+    assert "There is a plan with" in said or "There is a plan if" in said
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,16 @@ def test_other_changes_are_tried_and_made_only_then():
     assert made == ["smaller", "as large", "not at all"]
 
 
-def test_nothing_helps_when_a_block_fits_no_machine():
-    giant = problem(peer("a", 3))
-    assert what_would_fit(msgspec.structs.replace(giant, blocks=(block(0, 10 * GB),))) == []
+def test_more_machines_don_t_help_where_a_block_fits_none_but_more_memory_does():
+    giant = msgspec.structs.replace(problem(peer("a", 16)), blocks=(block(0, 10 * GB),))
+    (said,) = what_would_fit(giant)
+    assert said.startswith("if peers lent ")
+    # 40 GB and a little in flight, to within a sixteenth.
+    assert 2.5 <= float(said.split()[3]) <= 2.7
+
+
+def test_nothing_is_said_where_nothing_helps():
+    assert what_would_fit(problem(peer("a", 0.001))) == []
 
 
 def test_the_ends_of_the_model_may_be_what_is_in_the_way():
