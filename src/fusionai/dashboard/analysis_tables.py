@@ -59,7 +59,7 @@ _TOLD: Final[tuple[tuple[Task, str, str], ...]] = (
     ("forward", HALF, INT4),
 )
 """For each kind of work a plain set of levers and the best."""
-_COSTED: Final = tuple((task, best) for task, _, best in _TOLD)
+_COSTED: Final[tuple[tuple[Task, str], ...]] = tuple((task, best) for task, _, best in _TOLD)
 _LEVERS: Final[dict[Task, tuple[str, ...]]] = {
     "train": tuple(TRAINING_LEVERS),
     "decode": (*DECODING_LEVERS, BOTH_INT4),
