@@ -64,6 +64,9 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "analyze": LazyCommand(
         "fusionai.cli.analyze:analyze", "Would many small machines be as fast as a few big ones in a box?"
     ),
+    "simulate": LazyCommand(
+        "fusionai.cli.simulate:simulate", "What a pool would make of a job: hours of machines that come and go."
+    ),
     "doctor": LazyCommand(
         "fusionai.cli.doctor:doctor", "What this machine can do, and what to do about what it can't."
     ),

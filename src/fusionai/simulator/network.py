@@ -43,6 +43,16 @@ class Weather:
 CALM: Final = Weather()
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """From the first byte on its way to the last one there."""
+
+    sender: str
+    receiver: str
+    start_s: float
+    end_s: float
+
+
 @dataclass(slots=True)
 class _Transfer:
     left_s: float
@@ -120,6 +130,8 @@ class Network:
     def __init__(self, agenda: Agenda, costs: StageCosts, weather: Weather = CALM, seed: int = 0) -> None:
         self.sent_bytes: defaultdict[str, float] = defaultdict(float)
         """By sender, over its uplink or an exceptional link."""
+        self.transfers: list[Transfer] = []
+        """All that had a size, in the order in which they were through."""
         self._agenda = agenda
         self._costs = costs
         self._weather = weather
@@ -141,8 +153,14 @@ class Network:
         self.sent_bytes[sender] += size_bytes
         bandwidth_bytes_per_s = self._capped(sender, receiver, hop.bandwidth_bytes_per_s)
         own_s = size_bytes / bandwidth_bytes_per_s
+        began = [self._agenda.now_s]
+
+        def there() -> None:
+            self.transfers.append(Transfer(sender, receiver, began[0], self._agenda.now_s))
+            deliver()
+
         if not hop.shared:
-            arrive = partial(self._arrive, connection, hop.latency_s, deliver)
+            arrive = partial(self._arrive, connection, hop.latency_s, there)
             self._lines[connection].carry(connection, own_s, _nothing, arrive)
             return
         profiles = self._costs.profiles
@@ -155,9 +173,10 @@ class Network:
         def through() -> None:
             parts[0] -= 1
             if parts[0] == 0:
-                self._arrive(connection, 0.0, deliver)
+                self._arrive(connection, 0.0, there)
 
         def begun() -> None:
+            began[0] = self._agenda.now_s
             down = self._lines["down", receiver]
             self._agenda.after(hop.latency_s, partial(down.carry, connection, down_s, _nothing, through))
             if held_up:

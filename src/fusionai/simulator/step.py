@@ -15,9 +15,9 @@ Neighbours: `network` carries, `scheduling.stage_costs` prices, `course` asks ho
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -42,7 +42,8 @@ from fusionai.primitives.errors import FusionError
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem, StagePlacement
 from fusionai.simulator.agenda import Agenda
-from fusionai.simulator.network import CALM, Network, Weather
+from fusionai.simulator.lane import Lane
+from fusionai.simulator.network import CALM, Network, Transfer, Weather
 from fusionai.training.deployment import stage_options
 from fusionai.wire.messages import CommitRecord, Fence, StageOptions
 
@@ -98,6 +99,7 @@ class StepRun:
     """By stage, the most microbatches that were forwarded and not returned."""
     sent_bytes: Mapping[str, float]
     """By peer, in all steps."""
+    transfers: tuple[Transfer, ...]
 
     @property
     def step_s(self) -> float:
@@ -129,35 +131,8 @@ def simulate_steps(plan: Plan, problem: Problem, rules: Rules = Rules()) -> Step
         committed_s=tuple(job.committed_s),
         in_flight=tuple(stage.most_in_flight for stage in job.stages),
         sent_bytes=dict(job.network.sent_bytes),
+        transfers=tuple(job.network.transfers),
     )
-
-
-@dataclass(slots=True)
-class Lane:
-    """A peer's one compute thread: one piece of work after another, in the order they were asked for."""
-
-    agenda: Agenda
-    _waiting: deque[tuple[float, Callable[[float], None]]] = field(
-        default_factory=deque[tuple[float, Callable[[float], None]]]
-    )
-    _busy: bool = False
-
-    def work(self, seconds: float, done: Callable[[float], None]) -> None:
-        """`done` is told when the work began."""
-        self._waiting.append((seconds, done))
-        if not self._busy:
-            self._next()
-
-    def _next(self) -> None:
-        self._busy = bool(self._waiting)
-        if self._busy:
-            seconds, done = self._waiting.popleft()
-            began_s = self.agenda.now_s
-            self.agenda.after(seconds, partial(self._finish, began_s, done))
-
-    def _finish(self, began_s: float, done: Callable[[float], None]) -> None:
-        done(began_s)
-        self._next()
 
 
 @dataclass(slots=True)

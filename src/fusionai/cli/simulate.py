@@ -1,0 +1,132 @@
+"""`fusion simulate`: what a pool would make of a job, with machines that come, go, freeze and crash.
+
+Decides what is simulated and in which order; `simulator` simulates, `simulate_view` shows, `simulate_plots` draws.
+
+Neighbours: `scenario_file` reads the scenario, `capture` gives the graph.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from fusionai.cli import console
+from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.scenario_file import ScenarioOnPaper, read_scenario
+from fusionai.cli.simulate_view import (
+    Simulated,
+    course_figures,
+    show_assumptions,
+    show_course,
+    show_steps,
+    show_tokens,
+    step_figures,
+    token_figures,
+)
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import UsageError
+from fusionai.scheduling import planner
+
+
+@click.command()
+@click.argument("scenario_file", type=click.Path(path_type=Path), metavar="SCENARIO.toml")
+@click.option("--seed", type=click.IntRange(min=0), help="Another seed than the scenario's.")
+@click.option("--hours", type=click.FloatRange(min=0, min_open=True), help="Other hours than the scenario's.")
+@click.option(
+    "--plots",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Draw a step and the hours as PNG files into DIR.",
+)
+@catalogue_option
+@json_option
+def simulate(
+    scenario_file: Path,
+    seed: int | None,
+    hours: float | None,
+    plots: Path | None,
+    catalogue_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    """What the job of SCENARIO.toml would come to: a step event by event, then hours of machines that come and go.
+
+    Runs the planner, the takeovers and the broker's decisions that a pool runs, in virtual time. The same scenario and
+    seed give the same figures.
+    """
+    read = read_scenario(scenario_file, read_catalogue(catalogue_file))
+    if plots is not None:
+        try:
+            plots.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise UsageError(f"can't make the directory {plots} ({problem.strerror}).") from None
+    graph = _captured(read)
+    figures = _served(read, graph) if read.table.task == "serve" else _trained(read, graph, seed, hours, plots)
+    show_assumptions(read)
+    if json_file is not None:
+        write_json(json_file, "simulate", figures)
+
+
+def _trained(
+    read: ScenarioOnPaper, graph: Graph, seed: int | None, hours: float | None, plots: Path | None
+) -> dict[str, object]:
+    from fusionai.simulator.course import simulate_course
+    from fusionai.simulator.step import BARE, Rules, simulate_steps
+
+    problem = read.problem(graph)
+    scenario = msgspec.structs.replace(
+        read.scenario,
+        seed=read.scenario.seed if seed is None else seed,
+        hours=read.scenario.hours if hours is None else hours,
+    )
+    console.line(f"Seed {scenario.seed}, {scenario.hours:g} h, {len(problem.peers)} machines.")
+    course = None if problem.owner is None else simulate_course(problem, scenario)
+    found = planner.plan(problem) if course is None else course.first_plan
+    rules = Rules(journal_s=scenario.timings.journal_s, weather=scenario.weather, seed=scenario.seed)
+    shown = Simulated(
+        problem=problem,
+        plan=found,
+        bare=simulate_steps(found, problem, BARE),
+        steps=simulate_steps(found, problem, rules),
+    )
+    show_steps(shown)
+    figures = {"seed": scenario.seed, "hours": scenario.hours, **step_figures(shown)}
+    if course is None:
+        console.line("No hours are simulated: the pool's file says nothing of the job owner's machine ([owner]).")
+    else:
+        show_course(course, shown)
+        figures |= course_figures(course, shown)
+    if plots is not None:
+        from fusionai.cli.simulate_plots import draw_course, draw_step
+
+        names = shown.names
+        console.line(f"Drawn: {draw_step(shown.steps, shown.plan, names, plots / 'step.png')}")
+        if course is not None:
+            tokens = found.microbatches * problem.microbatch_tokens
+            console.line(f"Drawn: {draw_course(course, tokens, plots / 'hours.png')}")
+    return figures
+
+
+def _served(read: ScenarioOnPaper, graph: Graph) -> dict[str, object]:
+    from fusionai.simulator.generation import simulate_tokens
+
+    problem = read.problem(graph)
+    found = planner.plan(problem)
+    seed, weather = read.scenario.seed, read.scenario.weather
+    console.line(f"Seed {seed}, {len(problem.peers)} machines.")
+    one = simulate_tokens(found, problem, 1, weather=weather, seed=seed)
+    all_ = simulate_tokens(found, problem, read.table.job.sessions, weather=weather, seed=seed)
+    show_tokens(found, problem, one, all_)
+    return {"seed": seed, **token_figures(found, one, all_)}
+
+
+def _captured(read: ScenarioOnPaper) -> Graph:
+    from fusionai.capture.capture import capture
+    from fusionai.capture.source import parse_source
+
+    job = read.table.job
+    rows, training = job.batch // job.microbatches, read.table.task == "train"
+    source = parse_source(read.model)
+    return capture(source, batch=(1, max(rows, 2)), sequence=(1, max(job.sequence, 2)), train=training).graph

@@ -1,0 +1,256 @@
+"""How a simulated step and simulated hours read, as tables and as figures. Decides words and keys; computes no time.
+
+Neighbours: `cli.simulate` calls it; `simulator.step`, `simulator.course` and `simulator.generation` have the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+
+from fusionai.cli import console
+from fusionai.cli.scenario_file import ScenarioOnPaper
+from fusionai.primitives.units import format_seconds, format_speed
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import Plan, Problem
+from fusionai.simulator.course import Course
+from fusionai.simulator.generation import TokenRun
+from fusionai.simulator.step import StepRun
+
+SLOTS = 60
+"""Parts of the hours for which `--json` says how many steps they brought."""
+SHOWN_INCIDENTS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """A plan and its steps: `bare`: forward and backward alone; `steps`: with votes, commits and updates."""
+
+    problem: Problem
+    plan: Plan
+    bare: StepRun
+    steps: StepRun
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        everyone = [*self.problem.peers, *([] if self.problem.owner is None else [self.problem.owner])]
+        return {profile.peer: profile.name or profile.peer for profile in everyone}
+
+    @property
+    def step_tokens(self) -> int:
+        return self.plan.microbatches * self.problem.microbatch_tokens
+
+
+def show_steps(shown: Simulated) -> None:
+    plan, run = shown.plan, shown.steps
+    utilisation = run.utilisation
+    console.table(
+        ("stage", "peer", "blocks", "compute", "busy", "in flight"),
+        [
+            (
+                str(stage.stage),
+                shown.names.get(stage.peer, stage.peer),
+                f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+                format_seconds(stage.compute_s),
+                f"{utilisation.get(stage.peer, 0.0):.0%}",
+                f"{most} of {stage.in_flight}",
+            )
+            for stage, most in zip(plan.stages, run.in_flight, strict=True)
+        ],
+        title="A simulated step",
+        right=(3, 4, 5),
+    )
+    console.line(
+        f"A step takes {format_seconds(run.step_s)}: {format_speed(shown.step_tokens / run.step_s)} tokens/s. Forward "
+        f"and backward alone {format_seconds(shown.bare.step_s)}; the plan predicts {format_seconds(plan.step_time_s)} "
+        f"({plan.step_time_s / shown.bare.step_s - 1:+.1%}). Slowest: {plan.bottleneck}."
+    )
+
+
+def step_figures(shown: Simulated) -> dict[str, object]:
+    plan, run = shown.plan, shown.steps
+    return {
+        "stages": [
+            {
+                "peer": shown.names.get(stage.peer, stage.peer),
+                "blocks": list(stage.blocks),
+                "compute_s": stage.compute_s,
+                "busy": run.utilisation.get(stage.peer, 0.0),
+                "in_flight": most,
+                "in_flight_allowed": stage.in_flight,
+            }
+            for stage, most in zip(plan.stages, run.in_flight, strict=True)
+        ],
+        "step_time_s": run.step_s,
+        "bare_step_time_s": shown.bare.step_s,
+        "predicted_step_time_s": plan.step_time_s,
+        "bottleneck": plan.bottleneck,
+        "undisturbed_tokens_per_s": shown.step_tokens / run.step_s,
+    }
+
+
+def show_course(course: Course, shown: Simulated) -> None:
+    tokens_per_s = course.steps * shown.step_tokens / course.lasted_s
+    console.line()
+    console.line(
+        f"{course.lasted_s / 3600:g} h: {course.steps} steps, {format_speed(tokens_per_s)} tokens/s, "
+        f"{course.goodput:.1%} of what nothing disturbed would reach. {course.plans} plans, "
+        f"{len(course.incidents)} interruptions, {course.lost_steps} steps lost."
+    )
+    stopped = _stopped(course)
+    if stopped:
+        console.line(
+            f"Stopped for {format_seconds(median(stopped))} in the median, {format_seconds(_part(stopped, 0.95))} "
+            f"(p95), {format_seconds(max(stopped))} at most; "
+            f"{format_seconds(course.redone_s)} of work done again, {format_seconds(course.waiting_s)} without anybody "
+            "to stand in."
+        )
+        _show_incidents(course)
+    console.table(
+        ("peer", "there", "computing", "of its time"),
+        list(_peer_rows(course, shown.names)),
+        title="Machines",
+        right=(1, 2, 3),
+    )
+
+
+def _show_incidents(course: Course) -> None:
+    longest = sorted(course.incidents, key=lambda one: (-(one.stopped_s or course.lasted_s), one.at_s))
+    chosen = sorted(longest[:SHOWN_INCIDENTS], key=lambda one: one.at_s)
+    fewer = f", the {len(chosen)} longest of {len(longest)}" if len(longest) > len(chosen) else ""
+    console.table(
+        ("at", "what", "stopped", "replayed", "remark"),
+        [
+            (
+                format_seconds(one.at_s),
+                "; ".join(one.causes),
+                "to the end" if one.stopped_s is None else format_seconds(one.stopped_s),
+                f"{one.replayed_steps} steps",
+                "; ".join(
+                    words for words in ("back to the checkpoint" if one.rollback else "", one.waited_for) if words
+                ),
+            )
+            for one in chosen
+        ],
+        title=f"Interruptions{fewer}",
+        right=(2, 3),
+    )
+
+
+def _peer_rows(course: Course, names: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
+    for peer, working in sorted(course.working.items(), key=lambda entry: -entry[1]):
+        present = course.present[peer]
+        of_its_time = f"{working / present:.0%}" if present > 0 else "-"
+        yield names.get(peer, peer), f"{present:.0%}", f"{working:.0%}", of_its_time
+
+
+def course_figures(course: Course, shown: Simulated) -> dict[str, object]:
+    names, stopped = shown.names, _stopped(course)
+    return {
+        "steps": course.steps,
+        "tokens_per_s": course.steps * shown.step_tokens / course.lasted_s,
+        "goodput": course.goodput,
+        "lost_steps": course.lost_steps,
+        "redone_s": course.redone_s,
+        "waiting_s": course.waiting_s,
+        "plans": course.plans,
+        "recovery_s": (
+            {"median": median(stopped), "p95": _part(stopped, 0.95), "worst": max(stopped)} if stopped else None
+        ),
+        "interruptions": [
+            {
+                "at_s": one.at_s,
+                "step": one.step,
+                "causes": one.causes,
+                "planned_s": one.planned_s,
+                "stopped_s": one.stopped_s,
+                "restored_stages": list(one.restored),
+                "replayed_steps": one.replayed_steps,
+                "rollback": one.rollback,
+                "waited_for": one.waited_for,
+            }
+            for one in course.incidents
+        ],
+        "peers": [
+            {"peer": names.get(peer, peer), "present": course.present[peer], "working": working}
+            for peer, working in course.working.items()
+        ],
+        "timeline": [
+            {"until_s": until_s, "steps": count, "tokens_per_s": count * shown.step_tokens * SLOTS / course.lasted_s}
+            for until_s, count in slots(course)
+        ],
+        "story": [{"at_s": at_s, "what": what} for at_s, what in course.story],
+    }
+
+
+def slots(course: Course, count: int = SLOTS) -> Iterator[tuple[float, int]]:
+    """(end, steps that became official in it) of equal parts of the time."""
+    width_s = course.lasted_s / count
+    steps = [0] * count
+    for at_s in course.commits_s:
+        steps[min(count - 1, int(at_s / width_s))] += 1
+    for index, number in enumerate(steps):
+        yield (index + 1) * width_s, number
+
+
+def show_tokens(plan: Plan, problem: Problem, one: TokenRun, all_: TokenRun) -> None:
+    costs = StageCosts(problem)
+    console.table(
+        ("stage", "peer", "blocks", "busy"),
+        [
+            (
+                str(stage.stage),
+                costs.name(stage.peer),
+                f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+                f"{all_.utilisation.get(stage.peer, 0.0):.0%}",
+            )
+            for stage in plan.stages
+        ],
+        title=f"{all_.sessions} sessions generating",
+        right=(3,),
+    )
+    console.line(
+        f"One session: {format_speed(one.tokens_per_s)} tokens/s, the plan predicts {format_speed(plan.tokens_per_s)}."
+    )
+    predicted = 0.0 if plan.serving is None else plan.serving.tokens_per_s_together
+    console.line(
+        f"{all_.sessions} sessions together: {format_speed(all_.tokens_per_s)} tokens/s with {all_.passes} passes in "
+        f"flight, a token every {format_seconds(all_.token_s)}; the plan predicts {format_speed(predicted)}."
+    )
+
+
+def token_figures(plan: Plan, one: TokenRun, all_: TokenRun) -> dict[str, object]:
+    return {
+        "token_s": one.token_s,
+        "tokens_per_s": one.tokens_per_s,
+        "predicted_tokens_per_s": plan.tokens_per_s,
+        "sessions": all_.sessions,
+        "passes_in_flight": all_.passes,
+        "together_token_s": all_.token_s,
+        "together_tokens_per_s": all_.tokens_per_s,
+        "predicted_together_tokens_per_s": None if plan.serving is None else plan.serving.tokens_per_s_together,
+        "busy": dict(all_.utilisation),
+    }
+
+
+def show_assumptions(read: ScenarioOnPaper) -> None:
+    """What nobody measured."""
+    for sentence in read.pool.assumed:
+        console.line(f"Assumed: {sentence}")
+    if read.table.task == "train":
+        timings = read.scenario.timings
+        console.line(
+            f"Assumed: a closed connection is noticed after {format_seconds(timings.notice_s)}, silence after "
+            f"{format_seconds(timings.silence_s)}; another plan takes {format_seconds(timings.plan_s)}, a commit's way "
+            f"to the disk {format_seconds(timings.journal_s)}."
+        )
+
+
+def _stopped(course: Course) -> list[float]:
+    return sorted(one.stopped_s for one in course.incidents if one.stopped_s is not None)
+
+
+def _part(ordered: list[float], part: float) -> float:
+    return ordered[min(len(ordered) - 1, ceil(part * len(ordered)) - 1)]

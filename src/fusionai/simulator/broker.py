@@ -1,0 +1,229 @@
+"""A broker on its shipped decisions, for one job in virtual time. Decides nothing: `coordination.decisions` does.
+
+Heartbeats that change nothing are skipped: before anything is decided, the lease of everybody who would have been heard
+is renewed to its last beat, by the shipped table of leases. `every_beat` performs each of them instead; the outcome is
+the same.
+
+Neighbours: `course` is the job's driver and everybody's process; `client.replanning` is what asks a real broker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import floor
+
+import msgspec
+
+from fusionai.coordination import decisions
+from fusionai.coordination.desk import PRESENT, Desk, DeskRules
+from fusionai.coordination.events import Placement
+from fusionai.coordination.lease import LEASE, Heard
+from fusionai.coordination.pool import Pool
+from fusionai.coordination.requests import (
+    Answer,
+    AskLeave,
+    Beat,
+    Certify,
+    Command,
+    Disconnected,
+    Enrol,
+    HandOut,
+    Invite,
+    IssueTickets,
+    Notify,
+    Register,
+    Request,
+    RequestJob,
+    Tick,
+)
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.scheduling.types import Plan
+from fusionai.simulator.agenda import Agenda
+from fusionai.wire.messages import LeaveNotice, Refused
+
+JOB = JobId("simulated")
+BROKER = PeerId("broker")
+_LIFETIME_S = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One start of a machine's peer, with the number of its connection to the broker."""
+
+    boot: int
+    connection: int
+    since_s: float
+
+
+class SimulatedBroker:
+    """`released(peer)`, set before anything happens, is called when the pool lets somebody go who asked to leave."""
+
+    released: Callable[[str], None]
+
+    def __init__(self, agenda: Agenda, owner: str, *, every_beat: bool) -> None:
+        self.rules = DeskRules(pool="simulated", broker=BROKER)
+        self.every_beat = every_beat
+        self._agenda = agenda
+        self._owner = PeerId(owner)
+        self._desk = Desk(rules=self.rules, pool=Pool())
+        self._processes: dict[str, Process] = {}
+        """Of everybody who is heard."""
+        self._numbers = 0
+        self._enrolled: set[str] = set()
+        self._ticking = False
+        self._enrol(owner, "owner")
+        self._driver = self._number()
+
+    # ------------------------------------------------------------------------------------------------- machines
+
+    def come(self, peer: str) -> Process:
+        """A new process of this machine."""
+        if peer not in self._enrolled:
+            self._enrol(peer, "provider")
+        process = Process(self._number(), self._number(), self._agenda.now_s)
+        self._processes[peer] = process
+        self._ask(Register(PeerId(peer), process.connection, process.boot, b"", ()))
+        self._keep_beating(peer, process)
+        return process
+
+    def unheard(self, peer: str, *, closed: bool) -> None:
+        """From now on nothing is heard of it; `closed`: its connection is seen to end."""
+        self._renew()
+        process = self._processes.pop(peer)
+        if closed:
+            self._ask(Disconnected(process.connection))
+        self._watch()
+
+    def heard_again(self, peer: str, frozen: Process) -> Process:
+        """The same process, awake: it beats, and registers anew where it is told to. What it held of a job that went
+        on without it, the job's driver has told it to clear."""
+        process = replace(frozen, since_s=self._agenda.now_s)
+        self._processes[peer] = process
+        jobs = self._jobs(peer)
+        answers = self._ask(Beat(PeerId(peer), process.connection, process.boot, jobs))
+        if any(isinstance(one, Answer) and isinstance(one.message, Refused) for one in answers):
+            self._ask(Register(PeerId(peer), process.connection, process.boot, b"", ()))
+        self._keep_beating(peer, process)
+        return process
+
+    def leave(self, peer: str, *, drain: bool) -> None:
+        self._ask(AskLeave(PeerId(peer), self._processes[peer].connection, drain))
+
+    # ------------------------------------------------------------------------------------------------- the driver
+
+    def phase(self, peer: str) -> str:
+        member = self._desk.pool.members.get(PeerId(peer))
+        return "unknown" if member is None else member.phase
+
+    def present(self) -> frozenset[str]:
+        self._renew()
+        return frozenset(str(peer) for peer, member in self._desk.pool.members.items() if member.phase in PRESENT)
+
+    def usable(self) -> tuple[str, ...]:
+        """Who stands by for the job and does not rest, or has a part in it already."""
+        self._renew()
+        wall_s = self._agenda.now_s
+        return tuple(
+            sorted(
+                str(member.peer)
+                for member in self._desk.pool.members.values()
+                if (member.phase == "idle" and not self._desk.rest_left_s(member, wall_s))
+                or (member.phase == "active" and member.job == JOB)
+            )
+        )
+
+    def last_heard_s(self, peer: str) -> float:
+        lease = self._desk.leases.get(PeerId(peer))
+        return -1.0 if lease is None else lease.heard_s
+
+    def mint(self, plan: Plan, steps: int) -> Plan | Refused:
+        """With the version the broker gives it."""
+        parts: dict[str, tuple[list[int], list[int]]] = {}
+        for stage in plan.stages:
+            parts.setdefault(stage.peer, ([], []))[0].append(stage.stage)
+        for guard in plan.guards:
+            parts.setdefault(guard.peer, ([], []))[1].append(guard.stage)
+        members = tuple(
+            Placement(peer, tuple(stages), tuple(guards))
+            for peer, (stages, guards) in sorted(parts.items())
+            if peer != self._owner
+        )
+        encoded = msgspec.json.encode(plan)
+        request = RequestJob(self._owner, self._driver, JOB, "simulated", steps, encoded, 0, members)
+        for command in self._ask(request):
+            match command:
+                case IssueTickets(version=version):
+                    return msgspec.structs.replace(plan, version=version)
+                case Answer(message=Refused() as refused):
+                    return refused
+                case _:
+                    pass
+        raise FusionError("the simulated broker did not answer a request for a plan.")
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _enrol(self, peer: str, purpose: str) -> None:
+        digest = f"invitation of {peer}"
+        (handed,) = self._ask(Invite(BROKER, digest, 1, _LIFETIME_S))
+        kind = "owner" if purpose == "owner" else "provider"
+        (certified,) = self._ask(Enrol(digest, PeerId(peer), kind))
+        if not isinstance(handed, HandOut) or not isinstance(certified, Certify):
+            raise FusionError(f"the simulated broker lets nobody in: {handed}, {certified}.")
+        self._enrolled.add(peer)
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _ask(self, request: Request) -> tuple[Command, ...]:
+        self._renew()
+        now_s = self._agenda.now_s
+        decision = decisions.handle(self._desk, request, now_s=now_s, wall_s=now_s)
+        self._desk = decision.desk
+        for command in decision.commands:
+            if isinstance(command, Notify) and isinstance(command.message, LeaveNotice) and not command.message.drain:
+                for peer, process in list(self._processes.items()):
+                    if process.connection == command.connection:
+                        self._agenda.after(0.0, partial(self.released, peer))
+        return decision.commands
+
+    def _renew(self) -> None:
+        """What heartbeats since the last decision would have done: nobody who is heard runs out."""
+        if self.every_beat:
+            return
+        now_s, every_s = self._agenda.now_s, self.rules.heartbeat_s
+        leases = dict(self._desk.leases)
+        for peer, process in self._processes.items():
+            lease = leases.get(PeerId(peer))
+            beat_s = process.since_s + floor((now_s - process.since_s) / every_s) * every_s
+            if lease is not None and beat_s > lease.heard_s:
+                leases[PeerId(peer)], _ = LEASE.advance(lease, Heard(beat_s))
+        self._desk = replace(self._desk, leases=leases)
+
+    def _keep_beating(self, peer: str, process: Process) -> None:
+        if self.every_beat:
+            self._agenda.after(self.rules.heartbeat_s, partial(self._beat, peer, process))
+
+    def _beat(self, peer: str, process: Process) -> None:
+        if self._processes.get(peer) == process:
+            self._ask(Beat(PeerId(peer), process.connection, process.boot, self._jobs(peer)))
+            self._keep_beating(peer, process)
+
+    def _jobs(self, peer: str) -> tuple[str, ...]:
+        job = self._desk.pool.members[PeerId(peer)].job
+        return () if job is None else (job,)
+
+    def _watch(self) -> None:
+        """A tick when the first lease of somebody unheard runs out."""
+        unheard = [lease.expires_at_s for peer, lease in self._desk.leases.items() if str(peer) not in self._processes]
+        if unheard and not self._ticking:
+            self._ticking = True
+            self._agenda.at(min(unheard), self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._ask(Tick())
+        self._watch()

@@ -1,0 +1,59 @@
+"""What happens to each machine, drawn beforehand from a scenario. Decides when; `course` decides what follows.
+
+A machine's fate depends on the seed and its name alone: another machine in the pool changes nobody else's.
+
+Neighbours: `scenario` has the distributions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import merge
+from math import inf
+from typing import Literal
+
+from fusionai.simulator.scenario import Churn
+
+Turn = Literal["come", "leave", "crash", "fall silent", "freeze", "wake"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Event:
+    at_s: float
+    peer: str
+    turn: Turn
+
+
+def fates(churn: Churn, peers: tuple[str, ...], seed: int, until_s: float) -> tuple[Event, ...]:
+    """All events of all machines before `until_s`, in order. Those that are there from the start come at 0."""
+    return tuple(merge(*(_fate(churn, peer, random.Random(f"{seed} {peer}"), until_s) for peer in sorted(peers))))
+
+
+def _fate(churn: Churn, peer: str, draw: random.Random, until_s: float) -> Iterator[Event]:
+    now_s = _drawn_s(draw, churn.away_s) if draw.random() < churn.late else 0.0
+    while now_s < until_s:
+        yield Event(now_s, peer, "come")
+        goes_s = now_s + _drawn_s(draw, churn.stay_s)
+        frozen_s = now_s + _drawn_s(draw, churn.freeze_every_s)
+        while frozen_s < min(goes_s, until_s):
+            wakes_s = frozen_s + _drawn_s(draw, churn.freeze_s)
+            yield Event(frozen_s, peer, "freeze")
+            if wakes_s >= min(goes_s, until_s):
+                break  # it goes without having woken
+            yield Event(wakes_s, peer, "wake")
+            frozen_s = wakes_s + _drawn_s(draw, churn.freeze_every_s)
+        if goes_s >= until_s:
+            return
+        turn: Turn = "leave"
+        if draw.random() < churn.crashes:
+            turn = "fall silent" if draw.random() < churn.silent else "crash"
+        yield Event(goes_s, peer, turn)
+        now_s = goes_s + _drawn_s(draw, churn.away_s)
+
+
+def _drawn_s(draw: random.Random, mean_s: float) -> float:
+    """Draws even when nothing depends on it, so that one setting does not shift what another one draws."""
+    drawn = draw.expovariate(1.0)
+    return inf if mean_s == inf else drawn * mean_s

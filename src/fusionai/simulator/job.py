@@ -1,0 +1,514 @@
+"""The driver's side of a simulated job: steps, losses, other plans, recoveries. Decides what the shipped rules leave to
+whoever performs them: when to ask and when to begin again.
+
+A step under way is lost with any of its peers and done again. Plans come from `scheduling.takeover` and go through the
+broker, as `client.replanning` and `client.pool_watch` do it; how stages get back to the official step and what that
+takes is `recovery`'s. Snapshots go to guards every K steps and after each recovery, and hold the feed back when they
+are behind (rule 12 of docs/recovery.md); a commit waits while a checkpoint is collected.
+
+Neighbours: `machines` tells who stops and who comes, `pace` how long steps take, `course` starts all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal
+
+import msgspec
+
+from fusionai.client.pool_watch import LOOK_S as WATCH_S
+from fusionai.client.replanning import LONGEST_SETTLE_S, LOOK_S, SETTLE_S
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.guards import without_guards
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.takeover import Waiting, reinforced, replaced
+from fusionai.scheduling.types import Guard, Plan, Problem
+from fusionai.simulator.agenda import Agenda
+from fusionai.simulator.broker import SimulatedBroker
+from fusionai.simulator.machines import Cause, Machines
+from fusionai.simulator.pace import Pace, Paces
+from fusionai.simulator.recovery import Holdings, Restoration, collecting_s, restoration
+from fusionai.simulator.scenario import Scenario
+from fusionai.wire.messages import Refused
+
+ENDLESS: Final = 2**31
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """Something that stopped the job. Times since the beginning."""
+
+    at_s: float
+    step: int
+    causes: list[str]
+    """`gpu-3 crashed (stage 1)`"""
+    planned_s: float | None = None
+    """When the plan it goes on with was there; None while it waits, and where none was needed."""
+    recovered_s: float | None = None
+    """When the next step was official; None where the simulated time ended before."""
+    restored: tuple[int, ...] = ()
+    """Stages that got their state from a snapshot or the checkpoint."""
+    replayed_steps: int = 0
+    rollback: bool = False
+    """Everybody went back to the checkpoint."""
+    waited_for: str = ""
+    """What machine was missing for a while."""
+
+    @property
+    def stopped_s(self) -> float | None:
+        return None if self.recovered_s is None else self.recovered_s - self.at_s
+
+
+@dataclass(slots=True)
+class _Loss:
+    at_s: float
+    times: int
+
+    @property
+    def settle_s(self) -> float:
+        return min(SETTLE_S * 2 ** (self.times - 1), LONGEST_SETTLE_S)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A better plan, which waits for a step's boundary."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(slots=True)
+class _StepUnderWay:
+    began_s: float
+    due_s: float
+    row: int
+    """So many steps since the pipeline was filled."""
+    left_s: float = field(default=0.0)
+    """While a peer is silent: what was left of it."""
+
+
+class SimulatedJob:
+    """Implements `machines.Watcher`."""
+
+    def __init__(
+        self, agenda: Agenda, broker: SimulatedBroker, machines: Machines, problem: Problem, scenario: Scenario
+    ) -> None:
+        assert problem.owner is not None, "a course has its owner's machine"
+        machines.watcher = self
+        self.plan: Plan | None = None
+        self.first_plan: Plan | None = None
+        self.undisturbed_step_s = 0.0
+        self.why_no_plan = ""
+        self.plans = 0
+        self.commits_s: list[float] = []
+        self.incidents: list[Incident] = []
+        self.story: list[tuple[float, str]] = []
+        self.lost_steps = 0
+        self.redone_s = 0.0
+        self.busy_s: Counter[str] = Counter()
+        self._agenda = agenda
+        self._broker = broker
+        self._machines = machines
+        self._problem = problem
+        self._scenario = scenario
+        self._timings = scenario.timings
+        self._costs = StageCosts(problem)
+        self._paces = Paces(problem, scenario.weather, scenario.timings.journal_s, scenario.seed)
+        self._profiles = {peer.peer: peer for peer in problem.peers}
+        self._holdings = Holdings()
+        self._phase: Literal["starting", "running", "waiting", "restoring"] = "starting"
+        self._turn = 0
+        """What was foreseen in an earlier turn does not happen."""
+        self._under_way: _StepUnderWay | None = None
+        self._silent: set[str] = set()
+        """Peers of stages that do nothing, noticed or not."""
+        self._missing: set[str] = set()
+        """Those the driver knows of, while no plan without them is in force."""
+        self._losses: dict[str, _Loss] = {}
+        self._open: Incident | None = None
+        self._offer: _Offer | None = None
+        self._looked_at: tuple[object, ...] = ()
+        """What the last look saw and found nothing in."""
+        self._wait_began_s: float | None = None
+        self._waited_s = 0.0
+        self._saved_at_s = 0.0
+        """When the checkpoint being collected is whole: no commit before."""
+        self._held = False
+        """The next step may not be fed before a snapshot is whole."""
+        self._line = 0
+
+    # ----------------------------------------------------------------------------------------------- the beginning
+
+    def start(self) -> None:
+        """Plan with whoever is there, as soon as that is enough."""
+        if self._phase != "starting":
+            return
+        usable = frozenset(self._broker.usable())
+        peers = tuple(peer for peer in self._problem.peers if peer.peer in usable)
+        try:
+            found = planned(msgspec.structs.replace(self._problem, peers=peers))
+        except PlanError as error:
+            self.why_no_plan = error.message
+            self._wait()
+            return
+        minted = self._broker.mint(found, ENDLESS)
+        if isinstance(minted, Refused):
+            self.why_no_plan = minted.reason
+            self._agenda.after(LOOK_S, self.start)
+            return
+        self.first_plan, self.undisturbed_step_s = minted, self._paces.of(minted).step_s
+        self._holdings.states = {(stage.stage, stage.peer): 0 for stage in minted.stages}
+        self._stop_waiting()
+        self._adopt(minted, "the job begins")
+        self._agenda.after(WATCH_S, self._watch)
+
+    @property
+    def _official(self) -> int:
+        return len(self.commits_s)
+
+    def waited_s(self) -> float:
+        """Up to now."""
+        return self._waited_s + (0.0 if self._wait_began_s is None else self._agenda.now_s - self._wait_began_s)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def _begin_step(self, row: int) -> None:
+        plan = self._current()
+        if plan.guards and self._official >= self._line + 2 * plan.snapshot_every:
+            self._held = True
+            return
+        pace = self._pace()
+        seconds = pace.first_s if row == 0 else pace.gap_s(row - 1)
+        now_s = self._agenda.now_s
+        self._under_way = _StepUnderWay(now_s, max(now_s + seconds, self._saved_at_s), row)
+        self._foresee_commit()
+
+    def _foresee_commit(self) -> None:
+        assert self._under_way is not None, "a step is under way"
+        self._agenda.at(self._under_way.due_s, partial(self._commit, self._turn, self._under_way))
+
+    def _commit(self, turn: int, done: _StepUnderWay) -> None:
+        if turn != self._turn:
+            return
+        assert self._under_way is done, "one step at a time"
+        plan, row = self._current(), done.row
+        self._under_way = None
+        self.commits_s.append(self._agenda.now_s)
+        self._holdings.states = {(stage.stage, stage.peer): self._official for stage in plan.stages}
+        self.busy_s.update(self._pace().busy_s)
+        if self._open is not None:
+            self._open.recovered_s = self._agenda.now_s
+            self._open = None
+        if plan.snapshot_every and self._official % plan.snapshot_every == 0:
+            self._take_snapshots()
+        every = self._scenario.checkpoint_every
+        if every and self._official % every == 0:
+            self._take_checkpoint()
+        self._move_line()
+        if self._offer is not None:
+            self._change_plan(self._offer)
+        else:
+            self._begin_step(row + 1)
+
+    def _take_snapshots(self) -> None:
+        """Of every guarded stage, to its guard, beside other work."""
+        plan = self._current()
+        stages = {stage.stage: stage for stage in plan.stages}
+        for guard in plan.guards:
+            seconds = self._costs.snapshot_s(stages[guard.stage], guard.peer)
+            self._agenda.after(seconds, partial(self._snapshot_whole, self._turn, guard, self._official))
+
+    def _snapshot_whole(self, turn: int, guard: Guard, step: int) -> None:
+        if turn != self._turn or guard not in self._current().guards:
+            return
+        self._holdings.keep_snapshot(guard.stage, guard.peer, step)
+        self._move_line()
+        self._go_on_if_held()
+
+    def _take_checkpoint(self) -> None:
+        plan = self._current()
+        seconds = collecting_s(plan.stages, plan.feed, self._costs, upwards=True)
+        self._saved_at_s = self._agenda.now_s + seconds
+        self._agenda.at(self._saved_at_s, partial(self._checkpoint_whole, self._turn, self._official))
+
+    def _checkpoint_whole(self, turn: int, step: int) -> None:
+        if turn == self._turn:
+            self._holdings.checkpoint = step
+
+    def _move_line(self) -> None:
+        """To the oldest of the newest snapshots of the guarded stages: from there on everybody retains what it sent."""
+        held = self._holdings.snapshots
+        newest = [max(held.get((guard.stage, guard.peer), (0,))) for guard in self._current().guards]
+        self._line = max(self._line, min(newest, default=self._official))
+
+    # ------------------------------------------------------------------------------------------------------ losses
+
+    def came(self, peer: str) -> None:
+        self._holdings.forget(peer)
+        if self._phase == "starting" and self._agenda.now_s > 0:
+            self.start()
+
+    def stopped(self, peer: str, cause: Cause, noticed_after_s: float) -> None:
+        if cause != "froze":
+            self._holdings.forget(peer)
+        if self.plan is None:
+            return
+        stages = self._stages_of(peer)
+        if stages and peer not in self._silent:
+            self._silent.add(peer)
+            self._stall()
+        if stages or self._guards(peer):
+            at_s = self._agenda.now_s
+            self._agenda.after(noticed_after_s, partial(self._notice, peer, cause, at_s))
+
+    def woke(self, peer: str) -> None:
+        """In time, or it has been noticed and may come back with what it still has."""
+        if peer in self._missing or self.plan is None:
+            return
+        if not self._stages_of(peer) and not self._guards(peer):
+            self._holdings.forget(peer)
+        if peer not in self._silent:
+            return
+        self._silent.discard(peer)
+        if self._silent or self._missing:
+            return
+        if self._phase == "running" and self._under_way is not None:
+            self._under_way.due_s = self._agenda.now_s + self._under_way.left_s
+            self._foresee_commit()
+        elif self._phase in ("running", "restoring"):
+            self._begin_round()
+
+    def _stall(self) -> None:
+        """Nothing is finished any more; whether the step is lost, the notice says."""
+        self._turn += 1
+        if self._phase == "running" and self._under_way is not None:
+            self._under_way.left_s = max(0.0, self._under_way.due_s - self._agenda.now_s)
+
+    def _notice(self, peer: str, cause: Cause, at_s: float) -> None:
+        """The driver gives it up, unless it woke, or has been given up already."""
+        guards, stages = self._guards(peer), self._stages_of(peer)
+        back = self._machines.is_there(peer) and peer not in self._silent
+        if peer in self._missing or back or not (guards or stages):
+            return
+        self._note_loss(peer)
+        if not stages:
+            self._strike_out(peer, cause)
+            return
+        self._missing.add(peer)
+        what = f"{self._costs.name(peer)} {cause} (stage {', '.join(map(str, stages))})"
+        self._say(what)
+        if self._open is None:
+            self._open = Incident(at_s=at_s, step=self._official, causes=[])
+            self.incidents.append(self._open)
+        self._open.causes.append(what)
+        if self._phase == "running" and self._under_way is not None:
+            self.redone_s += max(0.0, at_s - self._under_way.began_s)
+        self._under_way, self._offer, self._held = None, None, False
+        self._turn += 1
+        self._phase = "waiting"
+        self._agenda.after(self._timings.plan_s, partial(self._ask, self._turn))
+
+    def _strike_out(self, peer: str, cause: Cause) -> None:
+        """A lost guard: the same plan without it, no round (rule 20)."""
+        plan = self._current()
+        guarded = ", ".join(str(guard.stage) for guard in plan.guards if guard.peer == peer)
+        self._say(f"{self._costs.name(peer)} {cause} (guard of stage {guarded})")
+        self.plan = without_guards(plan, (peer,))
+        self._holdings.forget(peer)
+        self._move_line()
+        self._go_on_if_held()
+
+    def _go_on_if_held(self) -> None:
+        if self._held and self._phase == "running":
+            self._held = False
+            self._begin_step(0)
+
+    def _note_loss(self, peer: str) -> None:
+        known = self._losses.get(peer)
+        self._losses[peer] = _Loss(self._agenda.now_s, 1 if known is None else known.times + 1)
+
+    # --------------------------------------------------------------------------------------------------- other plans
+
+    def _ask(self, turn: int) -> None:
+        """For a plan without those that are missing, until there is one."""
+        if turn != self._turn or self._phase != "waiting":
+            return
+        found = self._replacement()
+        if isinstance(found, Waiting):
+            self._wait()
+            if self._open is not None:
+                self._open.waited_for = found.sentence
+            self._agenda.after(LOOK_S, partial(self._ask, turn))
+            return
+        minted = self._broker.mint(found, ENDLESS)
+        if isinstance(minted, Refused):
+            self._wait()
+            self._agenda.after(LOOK_S, partial(self._ask, turn))
+            return
+        self._stop_waiting()
+        if self._open is not None:
+            self._open.planned_s = self._agenda.now_s
+        self._adopt(minted, "others stand in")
+
+    def _replacement(self) -> Plan | Waiting:
+        """As `client.replanning` asks."""
+        plan = msgspec.structs.replace(self._current(), version=0)
+        present, usable = self._broker.present(), self._broker.usable()
+        gone = frozenset(self._missing) | ({stage.peer for stage in plan.stages} - present - {plan.feed})
+        gone |= {guard.peer for guard in plan.guards} - present
+        others = [self._profiles[peer] for peer in usable if peer not in gone]
+        found = replaced(plan, self._problem, gone, others)
+        if isinstance(found, Waiting):
+            returned = [self._profiles[peer] for peer in usable if peer in self._missing and self._is_back(peer)]
+            if returned:
+                found = replaced(plan, self._problem, gone, [*others, *returned])
+        return found
+
+    def _is_back(self, peer: str) -> bool:
+        loss = self._losses.get(peer)
+        return loss is None or self._broker.last_heard_s(peer) - loss.at_s >= loss.settle_s
+
+    def _watch(self) -> None:
+        """As `client.pool_watch` looks out for better plans."""
+        self._agenda.after(WATCH_S, self._watch)
+        if self._phase not in ("running", "restoring") or self._offer is not None or self._silent:
+            return
+        plan = msgspec.structs.replace(self._current(), version=0)
+        usable = tuple(peer for peer in self._broker.usable() if self._is_back(peer))
+        members = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        leaving = frozenset(peer for peer in members if self._broker.phase(peer) == "draining")
+        seen = (usable, leaving, self._current().version, plan.guards)
+        if seen == self._looked_at:
+            return
+        found = self._handed_over(plan, leaving, usable) or self._guarded(plan, usable)
+        if found is None:
+            self._looked_at = seen
+            return
+        minted = self._broker.mint(found.plan, ENDLESS)
+        if not isinstance(minted, Refused):
+            self._offer = _Offer(minted, found.reason)
+
+    def _handed_over(self, plan: Plan, leaving: frozenset[str], usable: tuple[str, ...]) -> _Offer | None:
+        if not leaving:
+            return None
+        candidates = [self._profiles[peer] for peer in usable if peer not in leaving]
+        found = replaced(plan, self._problem, leaving, candidates)
+        if isinstance(found, Waiting):
+            return None
+        names = ", ".join(self._costs.name(peer) for peer in sorted(leaving))
+        moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in leaving}
+        if not moved:
+            return _Offer(found, f"{names} leaves")
+        kept = [guard for guard in found.guards if guard.stage not in moved]
+        guards = [*kept, *(Guard(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
+        between = msgspec.structs.replace(
+            found,
+            guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
+            snapshot_every=found.snapshot_every or plan.snapshot_every or 1,
+        )
+        return _Offer(between, f"{names} leaves and hands its work over")
+
+    def _guarded(self, plan: Plan, usable: tuple[str, ...]) -> _Offer | None:
+        found = reinforced(plan, self._problem, [self._profiles[peer] for peer in usable])
+        if found is None:
+            return None
+        had = {(guard.stage, guard.peer) for guard in plan.guards}
+        stages = [str(guard.stage) for guard in found.guards if (guard.stage, guard.peer) not in had]
+        return _Offer(found, f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} can be guarded now")
+
+    def _change_plan(self, offer: _Offer) -> None:
+        """At a step's boundary. State that moves goes by way of a checkpoint."""
+        before = {stage.stage: stage.peer for stage in self._current().stages}
+        moves = any(before[stage.stage] != stage.peer for stage in offer.plan.stages)
+        if moves and self._holdings.checkpoint < self._official:
+            self._take_checkpoint()
+            saved = partial(self._change_saved, self._turn, offer)
+            self._agenda.at(self._saved_at_s, saved)
+        else:
+            self._offer = None
+            self._adopt(offer.plan, offer.reason)
+
+    def _change_saved(self, turn: int, offer: _Offer) -> None:
+        if turn == self._turn:
+            self._offer = None
+            self._adopt(offer.plan, offer.reason)
+
+    # ------------------------------------------------------------------------------------------------------ rounds
+
+    def _adopt(self, plan: Plan, reason: str) -> None:
+        self.plan = plan
+        self.plans += 1
+        self._missing.clear()
+        self._say(f"plan {plan.version}: {reason}")
+        members = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        gone = sorted(peer for peer in members if not self._machines.is_there(peer))
+        self._silent = {peer for peer in gone if self._stages_of(peer)}
+        for peer in gone:
+            # The broker has not missed it yet; the driver will.
+            notice = partial(self._notice, peer, "fell silent", self._agenda.now_s)
+            self._agenda.after(self._timings.silence_s, notice)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._phase = "restoring"
+        self._turn += 1
+        if self._silent:
+            return  # somebody will not answer
+        plan = self._current()
+        restored = restoration(
+            plan,
+            self._costs,
+            self._holdings,
+            self._machines.there(),
+            official=self._official,
+            retained_from=self._line,
+            step_s=self._pace().step_s,
+        )
+        self._agenda.after(restored.seconds, partial(self._restored, self._turn, restored))
+
+    def _restored(self, turn: int, done: Restoration) -> None:
+        if turn != self._turn:
+            return
+        plan = self._current()
+        self.lost_steps += self._official - done.reached
+        self.redone_s += done.replay_s
+        self._holdings.states = {(stage.stage, stage.peer): done.reached for stage in plan.stages}
+        if self._open is not None:
+            self._open.restored = done.lost
+            self._open.replayed_steps += done.reached - done.base
+            self._open.rollback = self._open.rollback or done.rollback
+        if done.rollback:
+            self._line = done.base
+        self._phase = "running"
+        self._held = False
+        self._take_snapshots()
+        self._begin_step(0)
+
+    # ------------------------------------------------------------------------------------------------------ little
+
+    def _current(self) -> Plan:
+        assert self.plan is not None, "the job has begun"
+        return self.plan
+
+    def _pace(self) -> Pace:
+        return self._paces.of(self._current())
+
+    def _stages_of(self, peer: str) -> list[int]:
+        return [stage.stage for stage in self._current().stages if stage.peer == peer]
+
+    def _guards(self, peer: str) -> bool:
+        return any(guard.peer == peer for guard in self._current().guards)
+
+    def _say(self, words: str) -> None:
+        self.story.append((self._agenda.now_s, words))
+
+    def _wait(self) -> None:
+        if self._wait_began_s is None:
+            self._wait_began_s = self._agenda.now_s
+
+    def _stop_waiting(self) -> None:
+        self._waited_s = self.waited_s()
+        self._wait_began_s = None

@@ -1,0 +1,60 @@
+"""How a plan's steps follow each other, from simulating a few of them. Decides nothing.
+
+Neighbours: `step` simulates; `job` lets steps pass at this pace.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Final
+
+from fusionai.scheduling.types import Plan, Problem
+from fusionai.simulator.network import Weather
+from fusionai.simulator.step import Rules, simulate_steps
+
+STEPS: Final = 4
+"""The first fills the pipeline, the others show how it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`first_s`: of a step from standing. `busy_s`: seconds that each peer computes in a step."""
+
+    first_s: float
+    gaps_s: tuple[float, ...]
+    busy_s: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return fmean(self.gaps_s)
+
+    def gap_s(self, index: int) -> float:
+        """Of the index-th step in a row."""
+        return self.gaps_s[index % len(self.gaps_s)]
+
+
+class Paces:
+    """One per placement; a plan that was in force before costs nothing again."""
+
+    def __init__(self, problem: Problem, weather: Weather, journal_s: float, seed: int) -> None:
+        self._problem = problem
+        self._rules = Rules(steps=STEPS, journal_s=journal_s, weather=weather, seed=seed)
+        self._known: dict[tuple[tuple[str, tuple[int, int], int], ...], Pace] = {}
+
+    def of(self, plan: Plan) -> Pace:
+        key = tuple((stage.peer, stage.blocks, stage.in_flight) for stage in plan.stages)
+        if key not in self._known:
+            self._known[key] = self._simulated(plan)
+        return self._known[key]
+
+    def _simulated(self, plan: Plan) -> Pace:
+        run = simulate_steps(plan, self._problem, self._rules)
+        busy: defaultdict[str, float] = defaultdict(float)
+        for span in run.spans:
+            busy[span.peer] += (span.end_s - span.start_s) / STEPS
+        gaps = tuple(after - before for before, after in pairwise(run.committed_s))
+        return Pace(run.committed_s[0], gaps, dict(busy))

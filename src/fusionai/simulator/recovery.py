@@ -1,0 +1,158 @@
+"""How a job gets back to its last official step, and what that takes. Decides by the rules of the recovery protocol.
+
+Lost stages start from the newest step at which the state of each exists, in a snapshot or in the checkpoint, and from
+which their neighbours retain what is needed to run the steps since then again. Where there is none, everybody goes back
+to the checkpoint. Either way all official steps are there afterwards (docs/recovery.md, "A round" and "Costs").
+
+Neighbours: `course` keeps who holds what; `scheduling.stage_costs` has the prices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import Plan, StagePlacement
+
+
+@dataclass(slots=True)
+class Holdings:
+    """Who has which states. A machine that loses its memory is forgotten."""
+
+    states: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
+    """(stage, peer) -> the step its live state is at."""
+    snapshots: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict[tuple[int, str], tuple[int, ...]])
+    """(stage, guard) -> steps of whole snapshots, the two newest."""
+    checkpoint: int = 0
+    """Step of the newest whole checkpoint on the owner's disk."""
+
+    def forget(self, peer: str) -> None:
+        self.states = {key: step for key, step in self.states.items() if key[1] != peer}
+        self.snapshots = {key: steps for key, steps in self.snapshots.items() if key[1] != peer}
+
+    def keep_snapshot(self, stage: int, guard: str, step: int) -> None:
+        known = self.snapshots.get((stage, guard), ())
+        self.snapshots[stage, guard] = tuple(sorted({*known, step})[-2:])
+
+    def snapshot_steps(self, stage: int, there: frozenset[str]) -> frozenset[int]:
+        """Steps at which somebody there has a snapshot of this stage."""
+        held = (steps for (at, peer), steps in self.snapshots.items() if at == stage and peer in there)
+        return frozenset(step for steps in held for step in steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restoration:
+    """`base`: the step the lost stages start from; `rollback`: everybody does. `reached`: the step all are at after."""
+
+    base: int
+    rollback: bool
+    lost: tuple[int, ...]
+    reached: int
+    rounds_s: float
+    loading_s: float
+    replay_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.rounds_s + self.loading_s + self.replay_s
+
+
+def restoration(
+    plan: Plan,
+    costs: StageCosts,
+    holdings: Holdings,
+    there: frozenset[str],
+    *,
+    official: int,
+    retained_from: int,
+    step_s: float,
+) -> Restoration:
+    """Of the stages of `plan` that are not at `official`. `retained_from`: what was sent in this step and later ones is
+    still there. `step_s`: of a step of the whole pipeline."""
+    lost = [
+        stage
+        for stage in plan.stages
+        if costs.state_bytes(stage) > 0
+        and stage.peer != plan.feed
+        and holdings.states.get((stage.stage, stage.peer)) != official
+    ]
+    bases = {official}
+    if lost:
+        bases = set(frozenset.intersection(*(holdings.snapshot_steps(stage.stage, there) for stage in lost)))
+        bases.add(holdings.checkpoint)
+    near = [base for base in bases if retained_from <= base <= official]
+    base = max(near, default=holdings.checkpoint)
+    steps = official - base
+    if near:
+        loading_s = max((_loading_s(stage, base, plan.feed, costs, holdings, there) for stage in lost), default=0.0)
+        replay_s = max((_replay_s(stage, plan, costs, steps) for stage in lost), default=0.0)
+    else:
+        loading_s = collecting_s(plan.stages, plan.feed, costs, upwards=False)
+        replay_s = steps * step_s
+    return Restoration(
+        base=base,
+        rollback=not near,
+        lost=tuple(stage.stage for stage in lost),
+        reached=base + steps,
+        rounds_s=2 * round_trip_s(plan, costs),
+        loading_s=loading_s,
+        replay_s=replay_s,
+    )
+
+
+def round_trip_s(plan: Plan, costs: StageCosts) -> float:
+    """Between the driver and the member farthest from it."""
+    members = {stage.peer for stage in plan.stages} - {plan.feed}
+    return max(
+        (costs.hop(plan.feed, peer).latency_s + costs.hop(peer, plan.feed).latency_s for peer in members), default=0.0
+    )
+
+
+def collecting_s(stages: Sequence[StagePlacement], owner: str, costs: StageCosts, *, upwards: bool) -> float:
+    """For the states of these stages to get to the owner's machine (`upwards`), or back from its disk."""
+    shared: defaultdict[str, float] = defaultdict(float)
+    longest_s = 0.0
+    for stage in stages:
+        size = costs.state_bytes(stage)
+        if stage.peer == owner or size == 0:
+            continue
+        link = costs.hop(stage.peer, owner) if upwards else costs.hop(owner, stage.peer)
+        longest_s = max(longest_s, size / link.bandwidth_bytes_per_s + link.latency_s)
+        if link.shared:
+            shared[owner] += size
+    profile = costs.profiles.get(owner)
+    if profile is None:
+        return longest_s
+    own = profile.downlink if upwards else profile.uplink
+    return max(longest_s, shared[owner] / own.bandwidth_bytes_per_s)
+
+
+def _loading_s(
+    stage: StagePlacement, base: int, owner: str, costs: StageCosts, holdings: Holdings, there: frozenset[str]
+) -> float:
+    """Nothing where the peer holds the snapshot itself; else from whoever is nearest, the owner's disk included."""
+    holders = {peer for (at, peer), steps in holdings.snapshots.items() if at == stage.stage and base in steps} & there
+    if stage.peer in holders:
+        return 0.0
+    if base == holdings.checkpoint:
+        holders.add(owner)
+    size = costs.state_bytes(stage)
+    return min(_transfer_s(costs, holder, stage.peer, size) for holder in holders)
+
+
+def _replay_s(stage: StagePlacement, plan: Plan, costs: StageCosts, steps: int) -> float:
+    """The stage's compute without bubbles, or what its neighbours send again if that takes longer."""
+    by_number: Mapping[int, StagePlacement] = {one.stage: one for one in plan.stages}
+    sending_s = 0.0
+    before, after = by_number.get(stage.stage - 1), by_number.get(stage.stage + 1)
+    if before is not None:
+        sending_s = max(sending_s, _transfer_s(costs, before.peer, stage.peer, costs.forward_bytes(before)))
+    if after is not None:
+        sending_s = max(sending_s, _transfer_s(costs, after.peer, stage.peer, costs.gradient_bytes(after)))
+    return steps * plan.microbatches * max(costs.compute_s(stage, stage.peer), sending_s)
+
+
+def _transfer_s(costs: StageCosts, sender: str, receiver: str, size_bytes: float) -> float:
+    return size_bytes / costs.hop(sender, receiver).bandwidth_bytes_per_s
