@@ -120,10 +120,11 @@ def show_expense(found: Expense, names: Mapping[str, str]) -> None:
         )
     if found.money is not None:
         console.line(f"Money: {found.money:.3g} {found.currency} per million tokens.")
-    some_price = found.money is None and found.joules is not None
-    for what, missing in (("Energy", found.without_power), ("Money", found.without_price if some_price else ())):
+    for what, word, missing in (
+        ("Energy", "power", found.without_power),
+        ("Money", "price", found.without_price if found.joules is not None else ()),
+    ):
         if missing:
-            word = "power" if what == "Energy" else "price"
             console.line(f"{what}: not known; no {word} is given for {_list([names.get(p, p) for p in missing])}.")
 
 

@@ -98,7 +98,8 @@ def resolve(names: Sequence[str], peers: Sequence[PeerProfile], where: str) -> t
     by_name = {known: peer.peer for peer in peers for known in (peer.name, peer.peer) if known}
     for name in names:
         if name not in by_name:
-            raise UsageError(f"{where}: there is no peer {name!r}; {nearest(name, by_name)}")
+            people_say = [peer.name or peer.peer for peer in peers]
+            raise UsageError(f"{where}: there is no peer {name!r}; {nearest(name, people_say)}")
     return tuple(by_name[name] for name in names)
 
 

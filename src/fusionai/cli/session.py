@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
+from fusionai.cli import console
 from fusionai.cli.pool_file import PoolOnPaper
 from fusionai.client.owner import any_membership
 from fusionai.client.pool_session import PoolSession
 from fusionai.primitives.errors import UsageError
-from fusionai.scheduling.types import Excluded
+from fusionai.primitives.ids import PeerId
+from fusionai.scheduling.types import Excluded, PeerProfile
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.event_loop import run
 
@@ -41,8 +43,8 @@ def in_pool(
 
 
 def pool_profiles(home: Path) -> PoolOnPaper:
-    """The pool's present machines, for planning; who is a member but can't be planned with is named. Raises
-    `UsageError` when nobody is there."""
+    """The pool's present machines and this one as job owner, for planning; who is a member but can't be planned with is
+    named. Raises `UsageError` when nobody is there."""
     members = in_pool(home, lambda session: session.pool())
     peers = tuple(member.profile for member in members if member.view.state in _PRESENT)
     absent = tuple(
@@ -56,4 +58,25 @@ def pool_profiles(home: Path) -> PoolOnPaper:
             f"there is no peer in the pool that could be planned with{f' ({who})' if who else ''}.",
             hint="Let machines join, or describe some in a file: --pool POOL.toml.",
         )
-    return PoolOnPaper(peers, None, absent=absent)
+    return PoolOnPaper(peers, this_machine(any_membership(home).peer), absent=absent)
+
+
+def this_machine(peer: PeerId) -> PeerProfile:
+    """The job owner's machine as a job started here would have it: measured now, its links not counted."""
+    from fusionai.backends.registry import open_backend
+
+    console.note("Measuring this machine, which would feed the job and take its loss.")
+    report = open_backend("torch", device="auto", threads=None).probe()
+    return PeerProfile(
+        peer=peer,
+        name="this machine",
+        backend=report.backend,
+        device=report.device,
+        device_name=report.device_name,
+        flops_per_s=report.flops_per_s,
+        memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
+        memory_bytes=report.memory_bytes,
+        threads=report.threads,
+        fingerprint=report.fingerprint,
+        roles=("owner",),
+    )

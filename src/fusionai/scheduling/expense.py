@@ -29,7 +29,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expense:
-    """Per million tokens. None: not known, and `unknown` says of whom."""
+    """Per million tokens. None: not known, and of whom not."""
 
     power_w: float | None
     joules: float | None
@@ -37,7 +37,7 @@ class Expense:
     currency: str
     without_power: tuple[str, ...]
     without_price: tuple[str, ...]
-    """Peer ids."""
+    """Peer ids; empty where nothing is known of anybody."""
 
 
 def expense(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> Expense:
@@ -58,8 +58,8 @@ def expense(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> Expe
         joules=None if power_w is None else power_w * million_s,
         money=None if per_hour is None else per_hour / 3600 * million_s,
         currency=prices.currency,
-        without_power=without_power,
-        without_price=without_price,
+        without_power=without_power if len(without_power) < len(used) else (),
+        without_price=without_price if len(without_price) < len(used) else (),
     )
 
 

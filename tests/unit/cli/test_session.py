@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,8 +21,13 @@ def member(name: str, state: str) -> Member:
     return Member(MemberView(peer=profile.peer, state=state, boot=1, addresses=(), profile=raw), profile)
 
 
+OWNER = PeerProfile(peer="o" * 52, name="this machine", flops_per_s=1e9, memory_bytes=2**30, roles=("owner",))
+
+
 def pool_of(monkeypatch: pytest.MonkeyPatch, *members: Member) -> None:
     monkeypatch.setattr(session, "in_pool", lambda home, ask: members)
+    monkeypatch.setattr(session, "any_membership", lambda home: SimpleNamespace(peer=OWNER.peer))
+    monkeypatch.setattr(session, "this_machine", lambda peer: msgspec.structs.replace(OWNER, peer=peer))
 
 
 def test_who_is_there_is_planned_with_and_the_others_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -35,6 +41,7 @@ def test_who_is_there_is_planned_with_and_the_others_are_named(monkeypatch: pyte
     )
     found = session.pool_profiles(tmp_path)
     assert [peer.name for peer in found.peers] == ["attic", "barn"]
+    assert found.owner == OWNER
     assert {entry.peer: entry.reason for entry in found.absent} == {
         "cellar": "it is not connected.",
         "den": "nothing has been heard from it lately.",
