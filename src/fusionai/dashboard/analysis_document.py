@@ -43,6 +43,7 @@ def document(comparisons: Sequence[Comparison]) -> str:
         *tables.levers(first, "forward"),
         tables.costs(first),
         *tables.grids(first),
+        tables.sensitivity(first),
         tables.assumptions(first.assumptions),
         tables.shapes(),
         tables.sources(first, *(one.reference for one in comparisons[1:])),

@@ -37,6 +37,7 @@ def render_analysis(comparisons: Sequence[Comparison]) -> str:
         forward=tables.levers(first, "forward"),
         costs=tables.costs(first),
         grids=tables.grids(first),
+        sensitivity=tables.sensitivity(first),
         assumptions=tables.assumptions(first.assumptions),
         shapes=tables.shapes(),
         sources=tables.sources(first, *(one.reference for one in comparisons[1:])),

@@ -35,6 +35,7 @@ from fusionai.scheduling.analysis_cases import (
     Verdict,
     verdict,
 )
+from fusionai.scheduling.analysis_sensitivity import swings
 
 Mark = Literal["", "good", "fair", "bad"]
 
@@ -262,6 +263,29 @@ def assumptions(known: Assumptions) -> Table:
     return Table(title="Assumptions", headers=("what", "value"), rows=tuple(rows), right=(1,), notes=tuple(LIMITS))
 
 
+def sensitivity(comparison: Comparison) -> Table:
+    """What each number is worth: the ratio with it a fifth lower and a fifth higher. Rows in which nothing moves are
+    left out."""
+    found = swings(comparison.fleet, comparison.reference, comparison.assumptions)
+    cells = list(dict.fromkeys(swing.cell for swing in found))
+    plain = {swing.cell: swing.plain for swing in found}
+    rows: list[tuple[Entry, ...]] = [(Entry("as assumed"), *(Entry(_ratio(plain[cell])) for cell in cells))]
+    for what in dict.fromkeys(swing.what for swing in found):
+        moved = [swing for swing in found if swing.what == what]
+        texts = [
+            "-" if swing.low == swing.plain == swing.high else f"{_ratio(swing.low)} to {_ratio(swing.high)}"
+            for swing in moved
+        ]
+        if set(texts) != {"-"}:
+            rows.append((Entry(what), *(Entry(text) for text in texts)))
+    return Table(
+        title="What each number is worth, 100 Mbit/s and 50 ms",
+        headers=("a fifth lower to a fifth higher", *cells),
+        rows=tuple(rows),
+        notes=("A dash: the ratio does not depend on it. For a ratio that falls with a number the second is smaller.",),
+    )
+
+
 LIMITS: Final = (
     "Precision: fp16 or bf16 arithmetic with fp32 accumulation on both sides; dense peaks.",
     "Boundary tensors are half precision; 8-bit and 64x mean half and 1/64 of their bytes, and that coding costs no "
@@ -270,8 +294,8 @@ LIMITS: Final = (
     "replicas cost in convergence is not in these figures.",
     "Access links carry the same both ways and no other traffic; no jitter, no loss, no machine that leaves.",
     "Activations are recomputed (a third more arithmetic); those in flight are taken to fit beside the state.",
-    "Decoding: both sides keep as many sessions as memory holds. The box groups its machines as half-precision weights "
-    "need, and its links cost nothing.",
+    "Decoding: both sides keep as many sessions as memory holds. The box runs replicas on groups of 1, 2, 4 ... "
+    "machines, the smallest that half-precision weights fill to at most two thirds; its links cost nothing.",
     "4-bit weights are compared with half precision in the box unless the row says both sides.",
 )
 
@@ -407,6 +431,10 @@ def _speed(outcome: Outcome | Misfit) -> str:
     if isinstance(outcome, Misfit):
         return f"does not fit, {format_bytes(outcome.missing_bytes)} are missing"
     return f"{outcome.tokens_per_s:,.0f} tokens/s"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "does not fit" if ratio is None else _figure(ratio)
 
 
 def _figure(ratio: float) -> str:

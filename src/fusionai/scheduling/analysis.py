@@ -18,6 +18,8 @@ from fusionai.scheduling.catalogue import Device
 from fusionai.scheduling.closed_form import GenerationTerms, Limit, PipelineTerms
 
 HALF_BYTES: Final = 2
+MOST_WEIGHTS: Final = 2 / 3
+"""Of a group's memory in a box, so that caches have room."""
 INT4_BYTES: Final = 4.5 / 8
 """Four bits, and a half-precision scale for each 32 weights."""
 
@@ -219,16 +221,17 @@ def generate(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known
 
 
 def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assumptions) -> Outcome | Misfit:
-    """Replicas on the smallest groups of 1, 2, 4, ... machines that hold the half-precision weights and a session; the
-    groups stay the same where weights are kept smaller. Within a group links are free."""
+    """Replicas on the smallest groups of 1, 2, 4, ... machines that the half-precision weights leave room for caches;
+    the groups stay the same where weights are kept smaller. Within a group links are free."""
     cache = shape.cache_token_bytes * known.context_tokens
     room = fleet.memory_bytes * known.memory_part
     needed = shape.parameters * HALF_BYTES + cache
-    group = 1
-    while group * room < needed:
-        group *= 2
-    if group > fleet.count:
+    if needed > fleet.count * room:
         return Misfit(missing_bytes=needed - fleet.count * room)
+    group = 1
+    while 2 * group <= fleet.count and group * room * MOST_WEIGHTS < needed:
+        group *= 2
+    group = group if group * room >= needed else fleet.count
     weights = shape.parameters * levers.weight_bytes
     sessions = floor((group * room - weights) / cache)
     bandwidth = group * fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part

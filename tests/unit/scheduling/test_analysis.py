@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import msgspec
 import pytest
 
 from fusionai.cli.catalogue_file import shipped_catalogue
@@ -34,7 +33,7 @@ from fusionai.scheduling.analysis_cases import (
     compare,
     verdict,
 )
-from fusionai.scheduling.catalogue import Device
+from fusionai.scheduling.analysis_sensitivity import PART, scaled, swings
 from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
 
 INT8 = "overlap, 8-bit, local updates"
@@ -48,14 +47,6 @@ def fleet(name: str, count: int, **changed: float) -> Fleet:
     for field, factor in changed.items():
         device = scaled(device, field, factor)
     return Fleet(device=device, count=count)
-
-
-def scaled(device: Device, field: str, factor: float) -> Device:
-    if field == "speeds":
-        speeds = tuple(msgspec.structs.replace(s, flops_per_s=s.flops_per_s * factor) for s in device.speeds)
-        return msgspec.structs.replace(device, speeds=speeds)
-    figure = getattr(device, field)
-    return msgspec.structs.replace(device, **{field: msgspec.structs.replace(figure, value=figure.value * factor)})
 
 
 @cache
@@ -336,3 +327,33 @@ def test_reaching_half_the_peak_is_half_the_speed():
     lazy = compare(fleet("RTX 3080", 50), fleet("H100 SXM", 4), replace(KNOWN, training_part=0.2))
     cell = ("train", "BERT-Large", FULL, 10_000, 1)
     assert ratio(lazy, *cell) == pytest.approx(ratio(shipped(), *cell) / 2)
+
+
+def test_a_number_that_is_wrong_by_a_fifth_moves_what_hangs_on_it():
+    found = {(s.what, s.cell): s for s in swings(fleet("RTX 3080", 50), fleet("H100 SXM", 4), KNOWN)}
+    training = "training 8B, all levers"
+    assert {cell for _, cell in found} >= {training, "decoding 8B, fp16", "forward 8B, fp16"}
+    peak = found["RTX 3080: peak", training]
+    assert peak.plain == pytest.approx(ratio(shipped(), "train", LLAMA_8B.name, BEST, 100, 50))
+    assert peak.low is not None
+    assert peak.high is not None
+    assert peak.plain is not None
+    assert peak.plain * (1 - PART) <= peak.low < peak.plain < peak.high <= peak.plain * (1 + PART)
+    box = found["H100 SXM: peak", training]
+    assert box.low == pytest.approx(peak.plain / (1 - PART))
+    assert box.high == pytest.approx(peak.plain / (1 + PART))
+    decoding = found["RTX 3080: memory bandwidth", training]
+    assert decoding.low == decoding.plain == decoding.high
+    assert found["context tokens", "decoding 8B, fp16"].low != found["context tokens", "decoding 8B, fp16"].plain
+
+
+def test_every_assumption_that_bears_on_speed_is_tried():
+    tried = {s.what for s in swings(fleet("RTX 3080", 50), fleet("H100 SXM", 4), KNOWN)}
+    named = {name.replace("_", " ") for name in Assumptions.__dataclass_fields__}
+    assert named - tried == {"electricity usd per kwh", "years"}
+    moved = {
+        s.what for s in swings(fleet("RTX 3080", 50), fleet("H100 SXM", 4), KNOWN) if not s.low == s.plain == s.high
+    }
+    # With all levers neither the exchange of replicas nor memory for the state holds training up, nor arithmetic
+    # forward passes over slow links.
+    assert tried - moved == {"gradient bytes per parameter", "state bytes per parameter", "forward part"}
