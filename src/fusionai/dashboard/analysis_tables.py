@@ -105,7 +105,7 @@ def peaks(comparison: Comparison) -> Table:
     ]
     return Table(
         title="On paper",
-        headers=("", comparison.fleet.name, comparison.reference.name, "ratio", "claim"),
+        headers=("on paper", comparison.fleet.name, comparison.reference.name, "ratio", "claim"),
         rows=tuple(rows),
         right=(1, 2, 3),
         notes=("For power and price less is better: the claim holds where the fleet needs no more.",),
@@ -168,7 +168,7 @@ def counts(comparison: Comparison) -> Table:
             rows.append((Entry(f"{TASKS[task].split(',')[0]}: {model}"), *numbers, Entry(span)))
     return Table(
         title="All cells",
-        headers=("", *MARKS, "ratios"),
+        headers=("work", *MARKS, "ratios"),
         rows=tuple(rows),
         right=(1, 2, 3, 4),
         notes=(
@@ -210,7 +210,7 @@ def costs(comparison: Comparison) -> Table:
     known = comparison.assumptions
     return Table(
         title="Energy and money per million tokens, 100 Mbit/s and 50 ms",
-        headers=("", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
+        headers=("work, levers", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
         rows=tuple(rows),
         right=(1, 2, 4, 5),
         notes=(
@@ -237,7 +237,7 @@ def against(comparisons: Sequence[Comparison]) -> Table:
     )
     return Table(
         title="Against each reference, at 100 Mbit/s and 50 ms",
-        headers=("", *(f"ratio to {one.reference.name}" for one in comparisons)),
+        headers=("work, levers", *(f"ratio to {one.reference.name}" for one in comparisons)),
         rows=(paper, *rows),
     )
 
