@@ -118,6 +118,8 @@ def plan(
         raise UsageError(f"{batch} rows can't be parted into {microbatches} equal microbatches.")
     if picture_file is not None and picture_file.suffix != ".svg":
         raise UsageError(f"--picture: expected a name that ends in .svg, got {picture_file.name}.")
+    if catalogue_file is not None and pool_file is None:
+        raise UsageError("--catalogue is for the machines of a --pool file; those of a live pool are measured.")
     catalogue = read_catalogue(catalogue_file)
     pool = read_pool(pool_file, catalogue) if pool_file is not None else _live_pool(home)
     asked = Asked(

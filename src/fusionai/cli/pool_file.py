@@ -112,6 +112,12 @@ def _peer_table(entry: Mapping[str, object], where: str) -> PeerTable:
                 f"{where} lacks the key {missing[0]!r}.",
                 hint='Measure it with `fusion doctor`, or name a `gpu` of the catalogue, e.g. gpu = "RTX 3080".',
             )
+    for key in ("precision", "utilisation"):
+        if getattr(table, key) is not None and (table.gpu is None or table.flops_per_s is not None):
+            why = "no `gpu` is named" if table.gpu is None else "`flops_per_s` is given"
+            raise RecipeError(
+                f"{where}: {key!r} is about the catalogue's speed, but {why}.", hint=f"Leave {key!r} out."
+            )
     return table
 
 
@@ -138,7 +144,7 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
         power_w = table.power_w
         if device is not None:
             if flops_per_s is None:
-                flops_per_s = device.speed(table.precision).flops_per_s * table.utilisation
+                flops_per_s = device.speed(table.catalogue_dtype).flops_per_s * table.catalogue_part
             if memory_bytes is None:
                 memory_bytes = int(device.memory_bytes.value * MEMORY_PART)
             if bandwidth is None:
@@ -259,9 +265,9 @@ def _assumed(tables: Sequence[PeerTable], catalogue: Catalogue) -> Iterator[str]
     for table in tables:
         if table.gpu is not None and table.flops_per_s is None:
             device = catalogue.find(table.gpu)
-            speed = device.speed(table.precision)
+            speed = device.speed(table.catalogue_dtype)
             said[
                 f"{device.name}: not measured; {speed.flops_per_s / 1e12:.4g} TFLOP/s {speed.dtype} ({speed.source}) "
-                f"times {table.utilisation:g}."
+                f"times {table.catalogue_part:g}."
             ] = None
     yield from said

@@ -31,10 +31,10 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     flops_per_s: Annotated[float, Meta(gt=0)] | None = None
     memory: str | None = None
     memory_bandwidth_bytes_per_s: Annotated[float, Meta(ge=0)] | None = None
-    precision: Dtype = "fp32"
-    """Of the catalogue's speed; jobs compute in fp32."""
-    utilisation: Annotated[float, Meta(gt=0, le=1)] = UTILISATION
-    """Of the catalogue's peak."""
+    precision: Dtype | None = None
+    """Of the catalogue's speed; None: fp32, in which jobs compute."""
+    utilisation: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Of the catalogue's peak; None: `UTILISATION`."""
     uplink: str = "1Gbit"
     downlink: str = "1Gbit"
     latency: str = "0s"
@@ -46,6 +46,14 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     fingerprint: Annotated[str, Meta(max_length=256)] = ""
     """Machines with equal ones compute equal bits. Left out, `count` machines of one table are alike and no others."""
     count: Annotated[int, Meta(ge=1, le=10_000)] = 1
+
+    @property
+    def catalogue_dtype(self) -> Dtype:
+        return self.precision or "fp32"
+
+    @property
+    def catalogue_part(self) -> float:
+        return UTILISATION if self.utilisation is None else self.utilisation
 
 
 class LinkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -26,6 +26,7 @@ _ABSENT: Final = {
     "silent": "nothing has been heard from it lately.",
     "lost": "it is not connected.",
     "draining": "it is leaving.",
+    "resting": "it rests, having been lost often lately.",
 }
 
 

@@ -219,6 +219,21 @@ def test_constraints_that_slow_the_plan_down_are_warned_about(
 
 
 @pytest.mark.slow
+def test_the_ends_of_the_model_can_be_pinned(graph: None, files: Path):
+    for task in ("train", "serve"):
+        for end, place in (("first", 0), ("last", -1)):
+            pins = f'[constraints.pinned]\n{end} = "laptop"\n[constraints]\nstages = 2\n'
+            (files / "pool.toml").write_text(POOL + OWNER + pins)
+            assert planned(files, "--task", task, "--context", "64") == 0
+            stages = json.loads((files / "plan.json").read_text())["stages"]
+            of_pool = [stage["peer"] for stage in stages if "stage" in stage["roles"]]
+            assert len(of_pool) == 2
+            assert of_pool[place] == "laptop", (task, end)
+    (files / "pool.toml").write_text(POOL + OWNER + '[constraints.pinned]\n99 = "laptop"\n')
+    assert planned(files) == 1
+
+
+@pytest.mark.slow
 def test_a_serving_plan_from_a_file_with_smaller_weights_offered(
     graph: None, files: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -249,6 +264,11 @@ def test_wrong_use_is_answered_before_a_model_is_read(
 ):
     assert planned(files, *flags) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_catalogue_is_not_ignored_silently(files: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "model.json", "--catalogue", str(files / "pool.toml")]) == 2
+    assert "--catalogue is for the machines of a --pool file" in capsys.readouterr().err
 
 
 def test_an_unknown_gpu_is_wrong_use(files: Path, capsys: pytest.CaptureFixture[str]):

@@ -85,6 +85,11 @@ def test_machines_of_one_table_are_alike_and_others_only_if_that_is_said(tmp_pat
         (f'{GOOD}[constraints.pinned]\nfirst = "laptop"', "'laptop' is several machines"),
         (f'{GOOD}[constraints.pinned]\nfirst = "latop"', "did you mean 'laptop"),
         (f"{GOOD}[prices]\nelectricity = 0.3", "electricity_per_kwh"),
+        (GOOD.replace("count = 2", "utilisation = 0.5"), "'utilisation' is about the catalogue's speed, but no `gpu`"),
+        (
+            GOOD.replace("count = 2", 'gpu = "RTX 3080"\nprecision = "fp16"'),
+            "'precision' is about the catalogue's speed, but `flops_per_s` is given",
+        ),
         ("peers = []", "peers"),
         ("[[peers", "not valid TOML"),
         ("", "peers"),

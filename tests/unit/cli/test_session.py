@@ -38,6 +38,7 @@ def test_who_is_there_is_planned_with_and_the_others_are_named(monkeypatch: pyte
         member("cellar", "lost"),
         member("den", "silent"),
         member("eaves", "draining"),
+        member("flat", "resting"),
     )
     found = session.pool_profiles(tmp_path)
     assert [peer.name for peer in found.peers] == ["attic", "barn"]
@@ -46,6 +47,7 @@ def test_who_is_there_is_planned_with_and_the_others_are_named(monkeypatch: pyte
         "cellar": "it is not connected.",
         "den": "nothing has been heard from it lately.",
         "eaves": "it is leaving.",
+        "flat": "it rests, having been lost often lately.",
     }
 
 
