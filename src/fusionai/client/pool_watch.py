@@ -117,6 +117,7 @@ class PoolWatch:
         if pending and self._clock.now_s() - offered_s < PATIENCE_S:
             return
         self._fallen.clear()
+        self._replanner.keep_in_mind(stage.peer for stage in self._driver.plan.stages)
         members = await self._replanner.pool.pool()
         found = self._handed_over(members) or self._guarded(members) or await self._faster(members)
         if found is None:
@@ -210,6 +211,7 @@ class PoolWatch:
         if better is None or not self._is_allowed(plan, better.plan):
             return None
         self._replanner.problem = better.problem
+        self._replanner.learn(better.slow)
         return better.plan, better.reason
 
     def _is_allowed(self, plan: Plan, better: Plan) -> bool:

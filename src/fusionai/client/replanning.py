@@ -11,7 +11,8 @@ Neighbours: `training.driver` asks, `client.pool_watch` looks out for better pla
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
@@ -23,6 +24,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError
 from fusionai.primitives.ids import JobId
+from fusionai.scheduling.straggling import slowed
 from fusionai.scheduling.takeover import Waiting, replaced
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
 from fusionai.storage.commits import CommitJournal
@@ -33,6 +35,8 @@ LOOK_S: Final = 0.5
 SETTLE_S: Final = 1.0
 """A lost machine counts as back when the broker heard it so long after its loss; doubled for each time it was lost."""
 LONGEST_SETTLE_S: Final = 30.0
+FORGOTTEN_S: Final = 600.0
+"""How long a machine counts as as slow as it was found; then it may show itself again."""
 RETRIED: Final = ("busy", "unknown_peer", "leaving", "stale_fence", "bad_message")
 """Refusals that another look at the pool answers."""
 
@@ -55,6 +59,14 @@ class _Loss:
         return min(SETTLE_S * 2 ** (self.times - 1), LONGEST_SETTLE_S)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Found at `at_s`: `factor` times slower than the machine's profile says."""
+
+    at_s: float
+    factor: float
+
+
 @dataclass(kw_only=True)
 class PoolReplanner:
     """One job's. `problem`: what its plans are made from; may be replaced when speeds are measured anew. Keeps nothing:
@@ -70,6 +82,7 @@ class PoolReplanner:
     """Those that the recipe keeps out."""
     clock: Clock
     _losses: dict[str, _Loss] = field(default_factory=dict[str, _Loss])
+    _paces: dict[str, _Pace] = field(default_factory=dict[str, _Pace])
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def replacement(
@@ -133,10 +146,10 @@ class PoolReplanner:
         return since_s - member.view.last_heard_s >= loss.settle_s
 
     def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
-        """Who stands by for this job, or has a part in it already."""
+        """Who stands by for this job, or has a part in it already; as fast as this job has found them."""
         kept_out = self.excluded(members)
         return tuple(
-            member
+            dataclasses.replace(member, profile=slowed(member.profile, self._slowness(member.view.peer)))
             for member in members
             if member.view.peer not in kept_out
             and (
@@ -144,6 +157,24 @@ class PoolReplanner:
                 or (member.view.state == "active" and member.view.job == self.job)
             )
         )
+
+    def learn(self, slow: Mapping[str, float]) -> None:
+        """Peer -> how many times slower it was found than `usable` said. What was found is remembered, or a stage would
+        go back to a slow machine as soon as another one is slow too."""
+        now_s = self.clock.now_s()
+        for peer, factor in slow.items():
+            self._paces[peer] = _Pace(now_s, self._slowness(peer) * factor)
+
+    def keep_in_mind(self, peers: Iterable[str]) -> None:
+        """These run stages planned at their found pace: it counts for as long as they do."""
+        now_s = self.clock.now_s()
+        for peer in peers:
+            if peer in self._paces:
+                self._paces[peer] = _Pace(now_s, self._paces[peer].factor)
+
+    def _slowness(self, peer: str) -> float:
+        pace = self._paces.get(peer)
+        return 1.0 if pace is None or self.clock.now_s() - pace.at_s > FORGOTTEN_S else pace.factor
 
     def clears(self, member: Member) -> bool:
         """Whether it still holds something of another job: the broker gives it to nobody yet."""

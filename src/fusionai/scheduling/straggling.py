@@ -66,10 +66,12 @@ class Straggling:
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """`problem`: speeds as measured; what the next plans of this job are made from. `reason`: for people."""
+    """`problem`: speeds as measured; what the next plans of this job are made from. `slow`: peer -> how many times
+    slower it was found than its profile in the problem before says. `reason`: for people."""
 
     plan: Plan
     problem: Problem
+    slow: Mapping[str, float]
     reason: str
 
 
@@ -115,7 +117,9 @@ def better_plan(watch: Straggling, plan: Plan, problem: Problem, step: int) -> B
         for stage in plan.stages
         if stage.stage in watch.slowdowns
     }
-    measured = msgspec.structs.replace(problem, peers=tuple(_slowed(peer, slow) for peer in problem.peers))
+    measured = msgspec.structs.replace(
+        problem, peers=tuple(slowed(peer, slow.get(peer.peer, 1.0)) for peer in problem.peers)
+    )
     try:
         found = planned(msgspec.structs.replace(measured, incumbent=plan))
     except PlanError:
@@ -133,7 +137,7 @@ def better_plan(watch: Straggling, plan: Plan, problem: Problem, step: int) -> B
         f"{late}, measured against the other stages; "
         f"another plan takes {format_seconds(then_s)} a step instead of {format_seconds(now_s)}."
     )
-    return Better(found, measured, reason)
+    return Better(found, measured, {peer: factor for peer, factor in slow.items() if factor != 1.0}, reason)
 
 
 def _counts(stage: StagePlacement) -> bool:
@@ -147,8 +151,8 @@ def _factor(watch: Straggling, stage: StagePlacement) -> float:
     return 1.0 if 1 / RECOVERED < slowdown < RECOVERED else slowdown
 
 
-def _slowed(peer: PeerProfile, slow: Mapping[str, float]) -> PeerProfile:
-    factor = slow.get(peer.peer, 1.0)
+def slowed(peer: PeerProfile, factor: float) -> PeerProfile:
+    """`peer` as it would be planned with when it computes `factor` times slower than its profile says."""
     return msgspec.structs.replace(
         peer,
         flops_per_s=peer.flops_per_s / factor,

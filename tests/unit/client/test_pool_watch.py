@@ -13,12 +13,13 @@ import pytest
 
 from fusionai.client.pool_session import Member
 from fusionai.client.pool_watch import PoolWatch
-from fusionai.client.replanning import Replanner
+from fusionai.client.replanning import FORGOTTEN_S, Replanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.straggling import Straggling
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
@@ -267,6 +268,35 @@ def test_a_lost_question_costs_new_tickets_and_nothing_else(bench: Make):
     one.look()
     assert not one.driver.offers
     assert len(one.driver.renewals) == 1
+
+
+def test_a_machine_found_slow_stays_slow_in_later_plans_until_it_is_forgotten(bench: Make):
+    there = (*ALL, member("c"), member("d"))
+    one = bench(there)
+    replanner, plan = one.watch._replanner, one.driver.plan
+    straggler = plan.stages[0].peer
+    one.watch._slow = Straggling(
+        quiet_until=0,
+        slowdowns={stage.stage: (3.0 if stage.stage == 0 else 1.0,) for stage in plan.stages},
+        stragglers=frozenset({0}),
+    )
+    found = asyncio.run(one.watch._faster(there))
+    assert found is not None
+    assert straggler not in places(found[0]).values(), "somebody as fast as planned is idle"
+
+    def speeds() -> dict[str, float]:
+        return {one.view.peer: one.profile.flops_per_s for one in replanner.usable(there)}
+
+    fast = profile("c").flops_per_s
+    assert speeds() == {**dict.fromkeys("abcd", fast), straggler: pytest.approx(fast / 3)}
+    replanner.learn({straggler: 2.0})
+    assert speeds()[straggler] == pytest.approx(fast / 6), "beyond what it was planned with"
+    one.clock.seconds += FORGOTTEN_S
+    replanner.keep_in_mind([straggler, "c"])
+    one.clock.seconds += 1.0
+    assert speeds()[straggler] == pytest.approx(fast / 6), "it ran a stage, planned at this pace"
+    one.clock.seconds += FORGOTTEN_S
+    assert speeds() == dict.fromkeys("abcd", fast)
 
 
 def test_in_an_exact_job_no_stage_moves_among_unequal_machines(bench: Make):
