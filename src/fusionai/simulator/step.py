@@ -90,6 +90,17 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """What one stage's pieces of work take: of one microbatch, and the update of a step. With a lag, `backward_s` is
+    without the weights' part."""
+
+    forward_s: float
+    backward_s: float
+    weights_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
     """`committed_s`: when each step was official; of a bare run, when its last work was done."""
 
@@ -118,9 +129,12 @@ class StepRun:
         return {peer: seconds / (end_s - begin_s) for peer, seconds in busy.items()} if end_s > begin_s else {}
 
 
-def simulate_steps(plan: Plan, problem: Problem, rules: Rules = Rules()) -> StepRun:
-    """`rules.steps` steps of `plan` over the machines and links of `problem`, from standing. Same inputs, same run."""
-    job = _Job(plan, problem, rules)
+def simulate_steps(
+    plan: Plan, problem: Problem, rules: Rules = Rules(), measured: Mapping[int, Durations] | None = None
+) -> StepRun:
+    """`rules.steps` steps of `plan` over the machines and links of `problem`, from standing. Same inputs, same run.
+    `measured`: durations by stage that replace those the problem's profiles predict."""
+    job = _Job(plan, problem, rules, measured or {})
     job.begin()
     job.agenda.run()
     if len(job.committed_s) != rules.steps:
@@ -151,9 +165,10 @@ class _Stage:
 class _Job:
     """The driver's side, and the wiring."""
 
-    def __init__(self, plan: Plan, problem: Problem, rules: Rules) -> None:
+    def __init__(self, plan: Plan, problem: Problem, rules: Rules, measured: Mapping[int, Durations]) -> None:
         self.agenda = Agenda()
         self.rules = rules
+        self.measured = measured
         self.plan = plan
         self.spans: list[Span] = []
         self.committed_s: list[float] = []
@@ -192,16 +207,16 @@ class _Job:
             consumers=frozenset() if index == last else frozenset({index + 1}),
             weight_lag=lag,
         )
-        forward_s, backward_s = _passes_s(placement, costs)
+        takes = self.measured.get(index) or _predicted(placement, costs, rules, lag)
         return _Stage(
             machine=StageMachine(shape, applied=0),
             placement=placement,
             lane=lane,
             seconds={
-                "forward": forward_s,
-                "backward": backward_s * (1 - rules.weight_part) if lag else backward_s,
-                "weights": backward_s * rules.weight_part,
-                "apply": 0.0 if rules.bare else _update_s(placement, costs),
+                "forward": takes.forward_s,
+                "backward": takes.backward_s,
+                "weights": takes.weights_s,
+                "apply": 0.0 if rules.bare else takes.update_s,
             },
             forward_bytes=costs.forward_bytes(placement),
             gradient_bytes=costs.gradient_bytes(placement),
@@ -304,15 +319,20 @@ class _Job:
             self._feed()
 
 
-def _passes_s(placement: StagePlacement, costs: StageCosts) -> tuple[float, float]:
-    """Forward and backward of one microbatch."""
+def _predicted(placement: StagePlacement, costs: StageCosts, rules: Rules, lag: int) -> Durations:
     whole_s = costs.compute_s(placement, placement.peer)
     first = costs.problem.blocks[0].block
     blocks = costs.problem.blocks[placement.blocks[0] - first : placement.blocks[1] - first]
     forward_flops = sum(block.forward_flops for block in blocks)
     flops = forward_flops + sum(block.backward_flops for block in blocks)
-    part = forward_flops / flops if flops > 0 else 1.0
-    return whole_s * part, whole_s * (1 - part)
+    forward_s = whole_s * (forward_flops / flops if flops > 0 else 1.0)
+    weights_s = (whole_s - forward_s) * rules.weight_part if lag else 0.0
+    return Durations(
+        forward_s=forward_s,
+        backward_s=whole_s - forward_s - weights_s,
+        weights_s=weights_s,
+        update_s=_update_s(placement, costs),
+    )
 
 
 def _update_s(placement: StagePlacement, costs: StageCosts) -> float:
