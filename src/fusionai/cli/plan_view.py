@@ -46,7 +46,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
         console.line(f"Proven best ({certificate.method}).")
     else:
         console.line(
-            f"At most {certificate.optimality_gap:.1%} below the best possible ({certificate.method}; bound "
+            f"No plan can be more than {certificate.optimality_gap:.1%} faster ({certificate.method}; bound "
             f"{certificate.bound_tokens_per_s:.4g} tokens/s)."
         )
     if found.single_peer_tokens_per_s is not None:

@@ -33,8 +33,10 @@ from fusionai.scheduling.analysis_cases import (
     compare,
     verdict,
 )
+from fusionai.scheduling.analysis_problem import problem_of
 from fusionai.scheduling.analysis_sensitivity import PART, scaled, swings
 from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
+from fusionai.scheduling.planner import plan
 
 INT8 = "overlap, 8-bit, local updates"
 FULL = "overlap, 64x, local updates, no recomputation"
@@ -357,3 +359,19 @@ def test_every_assumption_that_bears_on_speed_is_tried():
     # With all levers neither the exchange of replicas nor memory for the state holds training up, nor arithmetic
     # forward passes over slow links.
     assert tried - moved == {"gradient bytes per parameter", "state bytes per parameter", "forward part"}
+
+
+@pytest.mark.parametrize("levers", ["overlap", "overlap, 8-bit", BEST])
+@pytest.mark.parametrize("place", [(100, 50), (1_000, 20)], ids=str)
+def test_the_planner_predicts_the_same_step_from_the_same_numbers(levers: str, place: tuple[int, int]):
+    """Its formulas are those of unequal stages, and it counts the last stage's period once less."""
+    for shape in TRAINED:
+        outcome = shipped().cell("train", shape.name, levers, *place).ours
+        if isinstance(outcome, Misfit):
+            continue
+        found = outcome.terms
+        assert isinstance(found, PipelineTerms)
+        predicted = plan(problem_of(found)).step_time_s
+        alone = replace(found, sync_s=0.0).step_s
+        assert alone - abs(found.transfer_s - found.compute_s) <= predicted * (1 + 1e-6)
+        assert predicted <= alone * (1 + 1e-6)
