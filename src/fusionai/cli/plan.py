@@ -8,7 +8,7 @@ result, `what_would_fit` what to change when there is none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,47 +16,27 @@ import click
 import msgspec
 
 from fusionai.cli import console
+from fusionai.cli.asked import Asked, captured, problem_of
 from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
 from fusionai.cli.plan_figures import figures
 from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
-from fusionai.cli.pool_file import FIRST, LAST, PoolOnPaper, read_pool, resolve
+from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions, serving_options
 from fusionai.cli.what_would_fit import Change, what_would_fit
-from fusionai.client.serving_problem import serving_problem
-from fusionai.ir.cost import block_costs
-from fusionai.ir.schema import Graph, content_hash
-from fusionai.ir.serving import serving_graph
+from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.scheduling import planner
 from fusionai.scheduling.crossings import Crossing, crossings
 from fusionai.scheduling.expense import expense
 from fusionai.scheduling.guards import guarding
 from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.types import PeerProfile, Plan, Problem
 
 FASTER: Final = 1.01
 """By so much a plan without the user's constraints must be faster to be worth a warning."""
-_Place = Literal["owner", "pool"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the flags say."""
-
-    task: Literal["train", "serve"]
-    batch: int
-    microbatches: int
-    sequence: int
-    constraints: ConstraintsTable
-    takeover: Literal["exact", "tolerant"]
-    served: ServingOptions
-
-    @property
-    def rows(self) -> int:
-        return self.batch // self.microbatches
 
 
 @click.command()
@@ -131,8 +111,8 @@ def plan(
         takeover=takeover or ("tolerant" if task == "serve" else "exact"),
         served=served,
     )
-    graph = _captured(model, asked.rows, sequence, training=task == "train")
-    problem = _problem(graph, pool, asked)
+    graph = captured(model, asked)
+    problem = problem_of(graph, pool, asked)
     found = _planned(problem, graph, pool, asked)
     found = msgspec.structs.replace(
         found,
@@ -172,7 +152,7 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
     """The same model with less to hold at a time."""
 
     def changed(words: str, smaller: Asked) -> Change:
-        return Change(words=words, problem=lambda: _problem(graph, pool, smaller))
+        return Change(words=words, problem=lambda: problem_of(graph, pool, smaller))
 
     if asked.task == "serve":
         for weights in ("int8", "int4"):
@@ -246,66 +226,6 @@ def _live_pool(home: Path) -> PoolOnPaper:
     from fusionai.cli.session import pool_profiles
 
     return pool_profiles(home)
-
-
-def _captured(model: str, rows: int, sequence: int, *, training: bool) -> Graph:
-    from fusionai.capture.capture import capture
-    from fusionai.capture.source import parse_source
-
-    source = parse_source(model)
-    return capture(source, batch=(1, max(rows, 2)), sequence=(1, max(sequence, 2)), train=training).graph
-
-
-def _problem(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
-    wishes = asked.constraints
-    # Without a word about the owner's machine, nothing can be placed there.
-    default: _Place = "pool" if pool.owner is None else "owner"
-    if asked.task == "serve":
-        problem = serving_problem(
-            serving_graph(graph),
-            pool.peers,
-            pool.owner,
-            asked.served.needs(None),
-            ends="pool" if pool.owner is None else asked.served.ends,
-            takeover=asked.takeover,
-        )
-        roles = tuple(
-            msgspec.structs.replace(role, place=_wished(wishes, role.role) or role.place) for role in problem.roles
-        )
-    else:
-        sizes = {"b": asked.rows, "s": asked.sequence}
-        symbols = {name: sizes[name] for name in graph.symbols}
-        costs = block_costs(graph, symbols, training=True)
-        roles = tuple(RolePlacement(role=role, place=_wished(wishes, role) or default) for role in ("feed", "loss"))
-        problem = Problem(
-            graph_hash=content_hash(graph),
-            blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
-            peers=pool.peers,
-            owner=pool.owner,
-            microbatches=asked.microbatches,
-            microbatch_tokens=asked.rows * asked.sequence,
-            takeover=asked.takeover,
-        )
-    places = {role.role: role.place for role in roles}
-    numbers = [block.block for block in problem.blocks]
-    ends = {
-        FIRST: numbers[1 if asked.task == "serve" and places["feed"] == "owner" else 0],
-        LAST: numbers[-2 if places["loss"] == "owner" else -1],
-    }
-    return msgspec.structs.replace(
-        problem,
-        pinned={ends[block] if block in ends else int(block): peer for block, peer in wishes.pinned.items()},
-        roles=roles,
-        stages=wishes.stages,
-        links=dict(pool.links),
-        required=wishes.required,
-        excluded=wishes.excluded,
-        spares_wanted=wishes.spares,
-    )
-
-
-def _wished(wishes: ConstraintsTable, role: str) -> _Place | None:
-    return wishes.feed if role == "feed" else wishes.loss
 
 
 def _everyone(pool: PoolOnPaper) -> tuple[PeerProfile, ...]:

@@ -1,7 +1,7 @@
 """A scenario written down by hand, for `fusion simulate SCENARIO.toml`: model, pool, job, churn, links, recovery.
 
 Decides the file's keys and their units. Paths in it are relative to it. Neighbours: `pool_file` reads the pool it
-names, `simulator.scenario` has what it becomes, `cli.simulate` runs it.
+names, `asked` makes a problem of it, `simulator.scenario` has what its churn becomes, `cli.simulate` runs it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from fusionai.cli.asked import Asked, problem_of
 from fusionai.cli.catalogue_file import read_toml
 from fusionai.cli.pool_file import PoolOnPaper, read_pool
 from fusionai.cli.serving_options import ServingOptions
-from fusionai.client.serving_problem import serving_problem
 from fusionai.corpus.strict import convert
-from fusionai.ir.cost import block_costs
-from fusionai.ir.schema import Graph, content_hash
-from fusionai.ir.serving import serving_graph
+from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.units import parse_seconds, parse_share
 from fusionai.scheduling.catalogue import Catalogue
-from fusionai.scheduling.types import BlockCost, Problem, RolePlacement
+from fusionai.scheduling.types import BlockCost, Problem
 from fusionai.simulator.network import Weather
 from fusionai.simulator.scenario import Churn, Scenario, Timings
 
@@ -40,7 +38,7 @@ class JobTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sequence: _Count = 512
     stages: _Count | None = None
     spares: Annotated[int, Meta(ge=0)] | None = None
-    takeover: Literal["exact", "tolerant"] = "exact"
+    takeover: Literal["exact", "tolerant"] | None = None
     compression: Annotated[float, Meta(ge=1)] = 1.0
     checkpoint_every: Annotated[int, Meta(ge=0)] = 100
     sessions: _Count = 8
@@ -100,38 +98,31 @@ class ScenarioOnPaper:
     pool: PoolOnPaper
     scenario: Scenario
 
-    def problem(self, graph: Graph) -> Problem:
-        """What is to be planned. `graph`: of `model`, for training or serving as `table.task` says."""
-        job, pool = self.table.job, self.pool
-        wishes = pool.constraints
-        place: Literal["owner", "pool"] = "pool" if pool.owner is None else "owner"
-        if self.table.task == "serve":
-            served = ServingOptions(
-                weights=job.weights, cache="fp32", context_tokens=job.context, sessions=job.sessions, ends=place
-            )
-            problem = serving_problem(serving_graph(graph), pool.peers, pool.owner, served.needs(None), ends=place)
-        else:
-            sizes = {"b": job.batch // job.microbatches, "s": job.sequence}
-            costs = block_costs(graph, {name: sizes[name] for name in graph.symbols}, training=True)
-            problem = Problem(
-                graph_hash=content_hash(graph),
-                blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
-                peers=pool.peers,
-                owner=pool.owner,
-                roles=(RolePlacement(role="feed", place=place), RolePlacement(role="loss", place=place)),
-                microbatches=job.microbatches,
-                microbatch_tokens=job.batch // job.microbatches * job.sequence,
-            )
-        return msgspec.structs.replace(
-            problem,
-            blocks=tuple(_compressed(block, job.compression) for block in problem.blocks),
-            stages=job.stages or wishes.stages,
-            spares_wanted=wishes.spares if job.spares is None else job.spares,
-            takeover=job.takeover,
-            links=dict(pool.links),
-            required=wishes.required,
-            excluded=wishes.excluded,
+    @property
+    def asked(self) -> Asked:
+        """As flags would say it: the pool's constraints, with the job's own over them."""
+        job, wishes = self.table.job, self.pool.constraints
+        return Asked(
+            task=self.table.task,
+            batch=job.batch,
+            microbatches=job.microbatches,
+            sequence=job.sequence,
+            constraints=msgspec.structs.replace(
+                wishes,
+                stages=wishes.stages if job.stages is None else job.stages,
+                spares=wishes.spares if job.spares is None else job.spares,
+            ),
+            takeover=job.takeover or ("tolerant" if self.table.task == "serve" else "exact"),
+            served=ServingOptions(
+                weights=job.weights, cache="fp32", context_tokens=job.context, sessions=job.sessions, ends="owner"
+            ),
         )
+
+    def problem(self, graph: Graph) -> Problem:
+        """What is to be planned. `graph`: of `model`, for the task."""
+        problem = problem_of(graph, self.pool, self.asked)
+        times = self.table.job.compression
+        return msgspec.structs.replace(problem, blocks=tuple(_compressed(block, times) for block in problem.blocks))
 
 
 def read_scenario(path: Path, catalogue: Catalogue | None = None) -> ScenarioOnPaper:

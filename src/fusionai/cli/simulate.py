@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
+from fusionai.cli.asked import captured
 from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.scenario_file import ScenarioOnPaper, read_scenario
@@ -62,7 +63,7 @@ def simulate(
             plots.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise UsageError(f"can't make the directory {plots} ({problem.strerror}).") from None
-    graph = _captured(read)
+    graph = captured(read.model, read.asked)
     figures = _served(read, graph) if read.table.task == "serve" else _trained(read, graph, seed, hours, plots)
     show_assumptions(read)
     if json_file is not None:
@@ -120,13 +121,3 @@ def _served(read: ScenarioOnPaper, graph: Graph) -> dict[str, object]:
     all_ = simulate_tokens(found, problem, read.table.job.sessions, weather=weather, seed=seed)
     show_tokens(found, problem, one, all_)
     return {"seed": seed, **token_figures(found, one, all_)}
-
-
-def _captured(read: ScenarioOnPaper) -> Graph:
-    from fusionai.capture.capture import capture
-    from fusionai.capture.source import parse_source
-
-    job = read.table.job
-    rows, training = job.batch // job.microbatches, read.table.task == "train"
-    source = parse_source(read.model)
-    return capture(source, batch=(1, max(rows, 2)), sequence=(1, max(job.sequence, 2)), train=training).graph

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from fusionai.cli import plan as plan_command
+from fusionai.cli.asked import Asked
 from fusionai.cli.main import main
+from fusionai.cli.pool_tables import ConstraintsTable
+from fusionai.cli.serving_options import ServingOptions
 from fusionai.ir.schema import Graph
 
 POOL = """
@@ -52,12 +55,21 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """The model's graph; capturing takes seconds, so once for all."""
     path = tmp_path_factory.mktemp("model") / "model.json"
     path.write_text(json.dumps(MODEL))
-    return plan_command._captured(str(path), 2, 32, training=True)
+    asked = Asked(
+        task="train",
+        batch=2,
+        microbatches=1,
+        sequence=32,
+        constraints=ConstraintsTable(),
+        takeover="exact",
+        served=ServingOptions(weights="fp32", cache="fp32", context_tokens=None, sessions=1, ends="owner"),
+    )
+    return plan_command.captured(str(path), asked)
 
 
 @pytest.fixture
 def graph(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_command, "_captured", lambda model, rows, sequence, *, training: captured)
+    monkeypatch.setattr(plan_command, "captured", lambda model, asked: captured)
 
 
 @pytest.fixture

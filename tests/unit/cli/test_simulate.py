@@ -63,12 +63,13 @@ freeze = "4s"
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """Captured once for all: it takes seconds. Without dropout, one graph is for training and serving."""
-    return command._captured(read_scenario(written(tmp_path_factory.mktemp("model"))))
+    read = read_scenario(written(tmp_path_factory.mktemp("model")))
+    return command.captured(read.model, read.asked)
 
 
 @pytest.fixture(autouse=True)
-def captured(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_captured", lambda read: graph)
+def _captured(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "captured", lambda model, asked: graph)
 
 
 def written(folder: Path, *, scenario: str = SCENARIO, pool: str = POOL + OWNER) -> Path:

@@ -1,0 +1,104 @@
+"""What a command asks to be planned: a task, its sizes, its wishes, over a pool on paper. Decides what the problem is.
+
+Neighbours: `cli.plan` takes it from flags, `cli.scenario_file` from a file; `capture` gives the graph, `ir.cost` prices
+it, `scheduling.planner` plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from fusionai.cli.pool_file import FIRST, LAST, PoolOnPaper
+from fusionai.cli.pool_tables import ConstraintsTable
+from fusionai.cli.serving_options import ServingOptions
+from fusionai.client.serving_problem import serving_problem
+from fusionai.ir.cost import block_costs
+from fusionai.ir.schema import Graph, content_hash
+from fusionai.ir.serving import serving_graph
+from fusionai.scheduling.types import BlockCost, Problem, RolePlacement
+
+_Place = Literal["owner", "pool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """`batch`: rows per step; `sequence`: tokens per row."""
+
+    task: Literal["train", "serve"]
+    batch: int
+    microbatches: int
+    sequence: int
+    constraints: ConstraintsTable
+    takeover: Literal["exact", "tolerant"]
+    served: ServingOptions
+
+    @property
+    def rows(self) -> int:
+        return self.batch // self.microbatches
+
+
+def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
+    """What is to be planned."""
+    wishes = asked.constraints
+    # Without a word about the owner's machine, nothing can be placed there.
+    default: _Place = "pool" if pool.owner is None else "owner"
+    if asked.task == "serve":
+        problem = serving_problem(
+            serving_graph(graph),
+            pool.peers,
+            pool.owner,
+            asked.served.needs(None),
+            ends="pool" if pool.owner is None else asked.served.ends,
+            takeover=asked.takeover,
+        )
+        roles = tuple(
+            msgspec.structs.replace(role, place=_wished(wishes, role.role) or role.place) for role in problem.roles
+        )
+    else:
+        sizes = {"b": asked.rows, "s": asked.sequence}
+        symbols = {name: sizes[name] for name in graph.symbols}
+        costs = block_costs(graph, symbols, training=True)
+        roles = tuple(RolePlacement(role=role, place=_wished(wishes, role) or default) for role in ("feed", "loss"))
+        problem = Problem(
+            graph_hash=content_hash(graph),
+            blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
+            peers=pool.peers,
+            owner=pool.owner,
+            microbatches=asked.microbatches,
+            microbatch_tokens=asked.rows * asked.sequence,
+            takeover=asked.takeover,
+        )
+    places = {role.role: role.place for role in roles}
+    numbers = [block.block for block in problem.blocks]
+    ends = {
+        FIRST: numbers[1 if asked.task == "serve" and places["feed"] == "owner" else 0],
+        LAST: numbers[-2 if places["loss"] == "owner" else -1],
+    }
+    return msgspec.structs.replace(
+        problem,
+        pinned={ends[block] if block in ends else int(block): peer for block, peer in wishes.pinned.items()},
+        roles=roles,
+        stages=wishes.stages,
+        links=dict(pool.links),
+        required=wishes.required,
+        excluded=wishes.excluded,
+        spares_wanted=wishes.spares,
+    )
+
+
+def captured(model: str, asked: Asked) -> Graph:
+    """The graph of `model` (as `fusion plan` takes it) for the task. Loads the capturing framework."""
+    from fusionai.capture.capture import capture
+    from fusionai.capture.source import parse_source
+
+    source = parse_source(model)
+    return capture(
+        source, batch=(1, max(asked.rows, 2)), sequence=(1, max(asked.sequence, 2)), train=asked.task == "train"
+    ).graph
+
+
+def _wished(wishes: ConstraintsTable, role: str) -> _Place | None:
+    return wishes.feed if role == "feed" else wishes.loss
