@@ -147,6 +147,7 @@ def row(comparison: Comparison, cell: Cell) -> dict[str, object]:
         "replicas": ours and ours.replicas,
         "limit": ours and ours.limit,
         "in_flight_bytes": ours and ours.in_flight_bytes,
+        "crowded": ours and ours.crowded,
         "missing_bytes": cell.ours.missing_bytes if isinstance(cell.ours, Misfit) else None,
         "joules_per_million_tokens": ours and comparison.joules_per_million_tokens("ours", ours),
         "reference_joules_per_million_tokens": theirs and comparison.joules_per_million_tokens("theirs", theirs),

@@ -40,6 +40,7 @@ from fusionai.scheduling.analysis_sensitivity import swings
 Mark = Literal["", "good", "fair", "bad"]
 
 MARKS: Final[dict[Verdict, Mark]] = {"holds": "good", "within 2x": "fair", "fails": "bad", "does not fit": "bad"}
+CROWDED: Final = "*"
 PLACES: Final = ((10, 100), (100, 50), (1_000, 20), (10_000, 1))
 """Networks the tables of levers are for, as (Mbit/s, ms)."""
 GRIDS: Final[tuple[tuple[Task, str], ...]] = (
@@ -293,7 +294,8 @@ LIMITS: Final = (
     "Local updates: replicas exchange once in 50 steps, in 8 bits, beside computing. What that and large numbers of "
     "replicas cost in convergence is not in these figures.",
     "Access links carry the same both ways and no other traffic; no jitter, no loss, no machine that leaves.",
-    "Activations are recomputed (a third more arithmetic); those in flight are taken to fit beside the state.",
+    "Activations are recomputed (a third more arithmetic). Links are hidden by microbatches in flight, twice a round "
+    f"trip's worth. {CROWDED} marks where what they keep does not fit beside the state: slower than said.",
     "Decoding: both sides keep as many sessions as memory holds. The box runs replicas on groups of 1, 2, 4 ... "
     "machines, the smallest that half-precision weights fill to at most two thirds; its links cost nothing.",
     "4-bit weights are compared with half precision in the box unless the row says both sides.",
@@ -419,7 +421,7 @@ def _entry(cell: Cell, *, layout: bool) -> Entry:
     if cell.ratio is None:
         return Entry("does not fit the box", mark)
     how = f", {_layout(ours)}, {ours.limit}" if layout else ""
-    return Entry(f"{_figure(cell.ratio)} {cell.verdict}{how}", mark)
+    return Entry(f"{_figure(cell.ratio)}{CROWDED if ours.crowded else ''} {cell.verdict}{how}", mark)
 
 
 def _layout(outcome: Outcome) -> str:

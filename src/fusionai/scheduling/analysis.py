@@ -3,7 +3,7 @@
 Decides the best number of stages and replicas by trying all of them with the closed forms; plans no real pool. Every
 number that is not in the catalogue is an assumption with a name (`Assumptions`). The fleet in one box has free links:
 that favours it. Parameters are counted with the optimizer's state (16 bytes each in mixed precision); activations are
-recomputed, and those in flight are taken to fit beside it.
+recomputed; where those in flight don't fit beside it, the outcome is marked as crowded.
 
 Neighbours: `closed_form` (the formulas), `analysis_cases` (which models, networks and levers), `catalogue` (devices).
 """
@@ -136,7 +136,9 @@ class Outcome:
     limit: Limit
     terms: PipelineTerms | GenerationTerms | None
     in_flight_bytes: float = 0.0
-    """Training: boundary activations the first stage keeps; not part of what is checked against memory."""
+    """Training: inputs of layers the first stage keeps for recomputation, of all microbatches in flight."""
+    crowded: bool = False
+    """Those don't fit beside the stage's state: with fewer in flight, or more stages, it would be slower than said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,13 +181,16 @@ def train(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: A
             best = terms
     if best is None:
         return Misfit(missing_bytes=max(0.0, state - room * min(fleet.count, shape.layers)))
+    in_flight = best.in_flight if best.stages > 1 else 1
+    in_flight_bytes = in_flight * HALF_BYTES * tokens * shape.width * shape.layers / best.stages
     return Outcome(
         tokens_per_s=_speed(best, tokens),
         stages=best.stages,
         replicas=best.replicas,
         limit=best.limit,
         terms=best,
-        in_flight_bytes=best.in_flight * HALF_BYTES * tokens * shape.width * levers.boundary_part,
+        in_flight_bytes=in_flight_bytes,
+        crowded=state / best.stages + in_flight_bytes > fleet.memory_bytes,
     )
 
 

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from fusionai.scheduling.closed_form import PipelineTerms
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
 
 BYTES_PER_S: Final = 1e9
 """Of every link: so a second of transfer is that many bytes."""
 ROOM_BYTES: Final = 10**18
 """More than any number of microbatches in flight takes."""
+
+
+def plan_of(terms: PipelineTerms) -> Plan:
+    """The one plan of `problem_of`, every stage with as many microbatches in flight as the closed form takes for
+    granted."""
+    found = plan(problem_of(terms))
+    stages = tuple(msgspec.structs.replace(stage, in_flight=terms.in_flight) for stage in found.stages)
+    return msgspec.structs.replace(found, stages=stages)
 
 
 def problem_of(terms: PipelineTerms) -> Problem:
