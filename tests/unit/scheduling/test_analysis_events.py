@@ -22,8 +22,9 @@ from fusionai.scheduling.closed_form import PipelineTerms
 from fusionai.simulator.step import BARE, simulate_steps
 
 MOST = 0.05
-MOST_OF_A_PIPELINE = 0.06
-"""Of the pipeline alone, where the exchange of replicas takes longer and hides it."""
+MOST_TOO_SLOW = 0.055
+"""The closed form is pessimistic where filling is a quarter of a step and links set the period: as long as only
+activations flow, uplinks take two microbatches in the time of one there and back."""
 
 
 @pytest.mark.slow
@@ -38,6 +39,7 @@ def test_a_step_takes_as_long_event_by_event(shape, levers: str, place: tuple[in
     terms = outcome.terms
     assert isinstance(terms, PipelineTerms)
     run = simulate_steps(plan_of(terms), problem_of(terms), BARE)
-    assert max(run.step_s, terms.sync_s) == pytest.approx(terms.step_s, rel=MOST)
-    assert run.step_s == pytest.approx(replace(terms, sync_s=0.0).step_s, rel=MOST_OF_A_PIPELINE)
+    pipeline_s = replace(terms, sync_s=0.0).step_s
+    filling = terms.transfer_s > terms.compute_s and terms.fill_s > 0.2 * pipeline_s
+    assert -(MOST_TOO_SLOW if filling else MOST) <= run.step_s / pipeline_s - 1 <= MOST
     assert max(run.in_flight) <= terms.in_flight
