@@ -1,10 +1,17 @@
-"""How long planning takes and how far plans can be from the optimum, on random pools of growing size.
+"""How good plans are, how far from the optimum they can be, and how long planning takes, on random pools.
 
-    python benchmarks/planner.py [--peers 4 8 16 32 64] [--pools 3] [--json FILE]
+    python benchmarks/planner.py [PART ...] [--seeds 20] [--json FILE]
 
-Pools mix the catalogue's consumer devices (measured-like speeds with 10 % spread), uplinks log-uniform from 50 to 1000
-Mbit/s and latencies up to 20 ms each way; models are chains of equal layers with a large last block (the head), with
-`roomy` or `tight` memory. Each case is planned once; times are wall-clock on this machine, one thread.
+    chains     one replica, at most 12 peers: the exact search
+    coverage   many holders per block, 64, 500 and 5,000 peers: gap to the certificate, gain over simple ways to do it
+    optimum    the same, at most 12 peers, against HiGHS (needs highspy; pools it solves within --oracle seconds)
+    tight      64 peers whose memory holds the model 1.3 times
+    huge       50,000 peers
+    latency    the line of stages a token crosses soonest: up to 14 peers, and 5,000
+    churn      peers come and go: gap, movement, time per event
+
+Pools mix consumer devices (`planner_pools`), uplinks from 50 to 1000 Mbit/s. Times are CPU seconds of this process, one
+thread; what compiling or loading compiled loops took is told apart (`first`).
 """
 
 from __future__ import annotations
@@ -14,59 +21,272 @@ import json
 import platform
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Final, TypeVar
+
+import highspy
+import numpy as np
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.constructions import CONSTRUCTIONS
+from fusionai.scheduling.coverage import IN_FLIGHT, solve
+from fusionai.scheduling.coverage_kernels import Swarm, rate
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.replanning import Keeper
+from fusionai.scheduling.swarm import swarm_of
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from planner_pools import MODELS, serving_pool, training_pool
 
-_DEVICES_FLOPS_PER_S = (5.1e12, 1.19e13, 3.3e13, 6.0e12, 2.7e12)
-_MICROBATCH_TOKENS = 512
-_WIDTH = 2048
+Result = dict[str, Any]
+Value = TypeVar("Value")
+
+_DEVICES_FLOPS_PER_S: Final = (5.1e12, 1.19e13, 3.3e13, 6.0e12, 2.7e12)
+_MICROBATCH_TOKENS: Final = 512
+_WIDTH: Final = 2048
 
 
 def main() -> None:
     arguments = _arguments()
-    results = []
-    for peers in arguments.peers:
-        for memory in ("roomy", "tight"):
-            for seed in range(arguments.pools):
-                result = measure(peers, memory, seed)
-                results.append(result)
-                outcome = result.get("refused") or (
-                    f"gap {100 * result['optimality_gap']:.2f} % {'exact' if result['exact'] else 'bound'}, "
-                    f"{result['stages']} stages"
-                )
-                print(f"{peers:3} peers, {memory}, pool {seed}: {result['seconds']:.3f} s, {outcome}")
+    parts: dict[str, Callable[[argparse.Namespace], Result]] = {
+        "chains": chains,
+        "coverage": coverage,
+        "optimum": optimum,
+        "tight": tight,
+        "huge": huge,
+        "latency": latency,
+        "churn": churn,
+    }
+    results: dict[str, Result] = {}
+    for name in arguments.parts or [part for part in parts if part != "huge"]:
+        print(f"\n{name}", flush=True)
+        results[name] = parts[name](arguments)
     if arguments.json is not None:
-        text = {"schema": "fusionai.benchmark.planner/1", "machine": platform.processor(), "results": results}
+        text = {"schema": "fusionai.benchmark.planner/2", "machine": platform.processor(), "results": results}
         arguments.json.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(peers: int, memory: str, seed: int) -> dict[str, Any]:
-    """Plan one pool once."""
-    problem = random_problem(peers, memory, random.Random(f"{peers} {memory} {seed}"))
-    case: dict[str, Any] = {"peers": peers, "memory": memory, "seed": seed, "blocks": len(problem.blocks)}
-    started_s = time.perf_counter()
+def chains(arguments: argparse.Namespace) -> Result:
+    """Ten pools per seed, of 4 to 12 peers, roomy and tight in turn."""
+    first_s = _timed(lambda: plan(random_problem(12, "tight", random.Random(0))))[1]
+    seconds: list[float] = []
+    refused = exact = 0
+    for number in range(10 * arguments.seeds):
+        draw = random.Random(f"chain {number}")
+        problem = random_problem(draw.randint(4, 12), ("roomy", "tight")[number % 2], draw)
+        try:
+            found, spent_s = _timed(lambda problem=problem: plan(problem))
+        except PlanError:
+            refused += 1
+            continue
+        seconds.append(spent_s)
+        exact += found.certificate.exact
+    print(
+        f"  {len(seconds)} plans, {exact} proven optimal, {refused} pools too small; {_spread(seconds, 's')}; "
+        f"first {first_s:.2f} s"
+    )
+    return {"seconds": seconds, "exact": exact, "refused": refused, "first_s": first_s}
+
+
+def coverage(arguments: argparse.Namespace) -> Result:
+    results: Result = {}
+    for peers in arguments.peers:
+        for model in MODELS:
+            cases = [(f"seed {seed}", training_pool(peers, model, seed)) for seed in range(arguments.seeds)]
+            results[f"{peers} {model}"] = _covered(f"{peers:5} peers, {model:>4}", cases)
+    return results
+
+
+def tight(arguments: argparse.Namespace) -> Result:
+    cases = [(f"seed {seed}", training_pool(64, "70B", seed, slots=1.3)) for seed in range(arguments.seeds)]
+    return _covered("64 peers, 70B, 1.3 x", cases)
+
+
+def huge(arguments: argparse.Namespace) -> Result:
+    del arguments
+    return _covered("50,000 peers, 70B", [(f"seed {seed}", training_pool(50_000, "70B", seed)) for seed in range(2)])
+
+
+def optimum(arguments: argparse.Namespace) -> Result:
+    """Pools of 4 to 12 peers, 8 layers, memory for 1.2 to 4 times the model."""
+    losses: list[float] = []
+    seconds: list[float] = []
+    open_pools = 0
+    for number in range(arguments.pools):
+        draw = random.Random(f"optimum {number}")
+        problem = training_pool(
+            draw.randint(4, 12), "8B", number, slots=draw.choice([1.2, 1.6, 2.5, 4.0]), layers=draw.choice([6, 8, 10])
+        )
+        swarm = swarm_of(Chain(problem, problem.blocks), problem.peers, IN_FLIGHT, loss_elsewhere=False)
+        best, bound = _by_highs(swarm, arguments.oracle)
+        found, spent_s = _timed(lambda swarm=swarm: solve(swarm))
+        seconds.append(spent_s)
+        if best < bound * (1 - 1e-4):
+            open_pools += 1
+            continue
+        losses.append(max(0.0, 1 - found.cover / best) if best > 0 else 0.0)
+    within = sum(loss <= 0.01 for loss in losses)
+    print(
+        f"  {len(losses)} pools solved by HiGHS ({open_pools} not in {arguments.oracle} s): {within} within 1 %, "
+        f"loss {_spread([100 * loss for loss in losses], '%')}; {_spread(seconds, 's')}"
+    )
+    return {"losses": losses, "seconds": seconds, "unsolved": open_pools}
+
+
+def latency(arguments: argparse.Namespace) -> Result:
+    results: Result = {}
+    for peers, model in ((8, "8B"), (14, "8B"), (14, "70B"), (64, "70B"), (500, "70B"), (5_000, "70B")):
+        gaps: list[float] = []
+        seconds: list[float] = []
+        exact = refused = 0
+        _timed(lambda peers=peers, model=model: _served(peers, model, -1))
+        for seed in range(arguments.seeds if peers < 5_000 else min(5, arguments.seeds)):
+            found, spent_s = _timed(lambda peers=peers, model=model, seed=seed: _served(peers, model, seed))
+            if found is None:
+                refused += 1
+                continue
+            seconds.append(spent_s)
+            gaps.append(found.certificate.optimality_gap)
+            exact += found.certificate.exact
+        if not seconds:
+            print(f"  {peers:5} peers, {model:>4}: all {refused} pools too small")
+            continue
+        print(
+            f"  {peers:5} peers, {model:>4}: {exact} of {len(seconds)} proven optimal ({refused} too small), "
+            f"gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}"
+        )
+        results[f"{peers} {model}"] = {"gaps": gaps, "seconds": seconds, "exact": exact, "refused": refused}
+    return results
+
+
+def churn(arguments: argparse.Namespace) -> Result:
+    results: Result = {}
+    for peers, model, events in ((64, "8B", arguments.events), (5_000, "8B", 1000), (5_000, "70B", 1000)):
+        results[f"{peers} {model}"] = _churned(peers, model, events)
+    return results
+
+
+def _covered(title: str, cases: list[tuple[str, Problem]]) -> Result:
+    first_s = 0.0
+    gaps: list[float] = []
+    seconds: list[float] = []
+    gains: dict[str, list[float]] = {name: [] for name in CONSTRUCTIONS}
+    refused = 0
+    for number, (_, problem) in enumerate(cases):
+        swarm, built_s = _timed(
+            lambda problem=problem: swarm_of(
+                Chain(problem, problem.blocks), problem.peers, IN_FLIGHT, loss_elsewhere=False
+            )
+        )
+        if number == 0:
+            _, first_s = _timed(lambda swarm=swarm: solve(swarm))
+        found, spent_s = _timed(lambda swarm=swarm: solve(swarm))
+        if found.cover <= 0:
+            refused += 1
+            continue
+        seconds.append(built_s + spent_s)
+        gaps.append(found.bound / found.cover - 1)
+        for name, construct in CONSTRUCTIONS.items():
+            other = float(construct(swarm).cover.min())
+            gains[name].append(found.cover / other if other > 0 else float("inf"))
+    if not gaps:
+        print(f"  {title}: all {refused} pools too small")
+        return {"refused": refused}
+    least = min(min(column) for column in gains.values())
+    print(
+        f"  {title}: gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}, first {first_s:.2f} s; "
+        f"{refused} too small\n    median gain: "
+        + ", ".join(f"{name} {median(column):.2f}x" for name, column in gains.items())
+        + f"; least of all {least:.3f}x",
+        flush=True,
+    )
+    return {"gaps": gaps, "seconds": seconds, "first_s": first_s, "gains": gains, "refused": refused}
+
+
+def _churned(peers: int, model: str, events: int) -> Result:
+    """Joins and quits in turn at random, `peers` on average out of one and a half times as many."""
+    everybody = training_pool(peers * 3 // 2, model, 0)
+    swarm = swarm_of(Chain(everybody, everybody.blocks), everybody.peers, IN_FLIGHT, loss_elsewhere=False)
+    draw = random.Random(f"churn {peers} {model}")
+    present = set(draw.sample(range(len(everybody.peers)), peers))
+    keeper = Keeper(swarm, sorted(present))
+    for peer in sorted(present)[:2]:
+        keeper.leave(peer)
+        keeper.join(peer)
+    gaps: list[float] = []
+    seconds: list[float] = []
+    moved = lost = 0
+    for number in range(events):
+        leaves = len(present) > peers if len(present) != peers else draw.random() < 0.5
+        if leaves:
+            peer = draw.choice(sorted(present))
+            present.discard(peer)
+            change, spent_s = _timed(lambda peer=peer: keeper.leave(peer))
+            lost += change.lost
+        else:
+            peer = draw.choice(sorted(set(range(len(everybody.peers))) - present))
+            present.add(peer)
+            change, spent_s = _timed(lambda peer=peer: keeper.join(peer))
+        moved += change.moved
+        seconds.append(spent_s)
+        if number % max(1, events // 50) == 0:
+            gaps.append(keeper.prove(20 if peers < 1000 else 2) / keeper.cover - 1)
+    milliseconds = [1000 * spent_s for spent_s in seconds]
+    mean = sum(gaps) / len(gaps)
+    print(
+        f"  {peers} peers, {model}, {events} events: gap mean {100 * mean:.2f} %, "
+        f"{_spread([100 * g for g in gaps], '%')}; "
+        f"moved {moved / max(1, lost):.2f} x the blocks lost; {_spread(milliseconds, 'ms')}, "
+        f"p99 {float(np.percentile(milliseconds, 99)):.2f} ms",
+        flush=True,
+    )
+    return {"gaps": gaps, "milliseconds": milliseconds, "moved": moved, "lost": lost}
+
+
+def _served(peers: int, model: str, seed: int) -> Any:
     try:
-        found = plan(problem)
-    except PlanError as error:
-        return {**case, "seconds": time.perf_counter() - started_s, "refused": str(error)}
-    return {
-        **case,
-        "seconds": time.perf_counter() - started_s,
-        "exact": found.certificate.exact,
-        "optimality_gap": found.certificate.optimality_gap,
-        "explored": found.certificate.explored,
-        "stages": sum("stage" in stage.roles for stage in found.stages),
-        "step_time_s": found.step_time_s,
-        "tokens_per_s": found.tokens_per_s,
+        return plan(serving_pool(peers, model, seed))
+    except PlanError:
+        return None
+
+
+def _by_highs(swarm: Swarm, seconds: float) -> tuple[float, float]:
+    """What HiGHS reaches and what it proves, microbatches a second."""
+    model = highspy.Highs()
+    model.setOptionValue("output_flag", False)
+    model.setOptionValue("threads", 1)
+    model.setOptionValue("time_limit", float(seconds))
+    model.setOptionValue("mip_rel_gap", 1e-4)
+    peers, length = swarm.reach.shape
+    rates = {
+        (peer, start, end): rate(swarm, peer, start, end)
+        for peer in range(peers)
+        for start in range(length)
+        for end in range(start + 1, int(swarm.reach[peer, start]) + 1)
     }
+    unit = max(rates.values(), default=1.0)
+    least = model.addVariable(lb=0.0, obj=-1.0)
+    covers: list[list[Any]] = [[] for _ in range(length)]
+    chosen: list[list[Any]] = [[] for _ in range(peers)]
+    for (peer, start, end), passed in rates.items():
+        taken = model.addVariable(lb=0.0, ub=1.0, type=highspy.HighsVarType.kInteger)
+        chosen[peer].append(taken)
+        for block in range(start, end):
+            covers[block].append(passed / unit * taken)
+    for terms in chosen:
+        if terms:
+            model.addConstr(sum(terms) <= 1)
+    for terms in covers:
+        model.addConstr(sum(terms) - least >= 0)
+    model.run()
+    info = model.getInfo()
+    return -info.objective_function_value * unit, -info.mip_dual_bound * unit
 
 
 def random_problem(peers: int, memory: str, draw: random.Random) -> Problem:
-    """A model that a third (tight) or a tenth (roomy) of the pool's memory holds, as long as the pool is wide."""
+    """One replica: a model that a third (tight) or a tenth (roomy) of the pool's memory holds."""
     layers = max(8, min(48, 2 * peers))
     layer_bytes = 4 * 12 * _WIDTH**2
     boundary_bytes = 4 * _MICROBATCH_TOKENS * _WIDTH
@@ -122,10 +342,30 @@ def _block(number: int, worked_bytes: int, parameter_bytes: int, activation_byte
     )
 
 
+def _timed(work: Callable[[], Value]) -> tuple[Value, float]:
+    """CPU seconds, so that other work on the machine counts little."""
+    started_s = time.process_time()
+    value = work()
+    return value, time.process_time() - started_s
+
+
+def _spread(values: list[float], unit: str) -> str:
+    if not values:
+        return "none"
+    return (
+        f"median {median(values):.3g} {unit}, p95 {float(np.percentile(values, 95)):.3g} {unit}, "
+        f"most {max(values):.3g} {unit}"
+    )
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, nargs="+", default=[4, 6, 8, 10, 16, 32, 64], help="pool sizes")
-    parser.add_argument("--pools", type=int, default=2, help="random pools per size and memory")
+    parser.add_argument("parts", nargs="*", help="all but `huge` if none is named")
+    parser.add_argument("--seeds", type=int, default=20, help="random pools per case")
+    parser.add_argument("--peers", type=int, nargs="+", default=[64, 500, 5_000], help="sizes of `coverage`")
+    parser.add_argument("--pools", type=int, default=200, help="pools of `optimum`")
+    parser.add_argument("--oracle", type=float, default=20.0, help="seconds HiGHS has per pool")
+    parser.add_argument("--events", type=int, default=10_000, help="of `churn` at 64 peers")
     parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args()
 

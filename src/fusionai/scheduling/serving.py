@@ -30,6 +30,7 @@ from fusionai.scheduling.serving_evening import evened
 from fusionai.scheduling.serving_line import ServingLine, block_s, retained_bytes, ring_bytes, stage_bytes, token_bytes
 from fusionai.scheduling.serving_prediction import predict_serving, together
 from fusionai.scheduling.serving_search import FoundLine, Line, LineLimits, fastest_line
+from fusionai.scheduling.serving_shortlist import shortlist
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import (
     Certificate,
@@ -42,6 +43,9 @@ from fusionai.scheduling.types import (
 )
 
 SEARCH_BUDGET: Final = 100_000
+LISTED_BUDGET: Final = 20_000
+"""Where the pool is so large that only some are looked at: then what was left out counts for more than more search."""
+MOST_ROOM: Final = 4
 MOST_PAGES: Final = 1_048_576
 ROUNDING: Final = 1e-9
 FILLED: Final = 0.75
@@ -62,9 +66,9 @@ def serving_plan(problem: Problem) -> Plan:
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
         )
-    line = ServingLine(problem, needs, usable, first_at_owner=first_at_owner, head_at_owner=head_at_owner)
-    _check_owner(line, needs)
-    found, cache_tokens = _found(problem, line, needs)
+    line, found, cache_tokens = _found_in_pool(
+        problem, needs, usable, first_at_owner=first_at_owner, head_at_owner=head_at_owner
+    )
     assert found.best is not None, "a line was found"
     best = found.best
     if needs.sessions > 1:
@@ -123,13 +127,42 @@ def serving_plan(problem: Problem) -> Plan:
     return with_guards(plan, problem)
 
 
-def _found(problem: Problem, line: ServingLine, needs: ServingNeeds) -> tuple[FoundLine, int]:
+def _found_in_pool(
+    problem: Problem,
+    needs: ServingNeeds,
+    usable: list[PeerProfile],
+    *,
+    first_at_owner: bool,
+    head_at_owner: bool,
+    room: int = 1,
+) -> tuple[ServingLine, FoundLine, int]:
+    """The line, what was found for it, and the cache it has room for. Of large pools only the promising are looked at,
+    and the bound is everybody's."""
+    blocks = problem.blocks[1 if first_at_owner else 0 : -1 if head_at_owner else None]
+    listed = shortlist(problem, needs, usable, blocks, room=room)
+    line = ServingLine(problem, needs, listed.peers, first_at_owner=first_at_owner, head_at_owner=head_at_owner)
+    _check_owner(line, needs)
+    if len(listed.peers) == len(usable):
+        return line, *_found(problem, line, needs, SEARCH_BUDGET)
+    try:
+        found, cache_tokens = _found(problem, line, needs, LISTED_BUDGET)
+    except PlanError:
+        if room == MOST_ROOM:
+            raise
+        # Where memory is short, more peers may hold what those who were listed can't.
+        return _found_in_pool(
+            problem, needs, usable, first_at_owner=first_at_owner, head_at_owner=head_at_owner, room=MOST_ROOM
+        )
+    return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
+
+
+def _found(problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int) -> tuple[FoundLine, int]:
     """The fastest line with room for as much of the wanted cache as there can be, and how much that is."""
     least_tokens = _context_pages(needs) * needs.page_tokens + needs.page_tokens
     cache_tokens = max(needs.cache_tokens + needs.page_tokens, least_tokens)
     limits = _limits(problem, line, cache_tokens)
     while True:
-        found = fastest_line(line, limits, budget=SEARCH_BUDGET)
+        found = fastest_line(line, limits, budget=budget)
         if found.best is not None:
             return found, limits.cache_tokens
         if limits.cache_tokens <= least_tokens:

@@ -1,0 +1,133 @@
+"""Random pools and models for `planner.py`: mixed consumer devices, homes' uplinks, language models of three sizes."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import msgspec
+
+from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+
+GB: Final = 10**9
+DEVICES: Final = (
+    # share of the pool, dense fp16 FLOP/s, memory, memory bandwidth: RTX 3060, 3080, 4090, 4060 of a laptop, M2 Max
+    (0.30, 25.5e12, 12 * GB, 360e9),
+    (0.25, 59.5e12, 10 * GB, 760e9),
+    (0.15, 165.2e12, 24 * GB, 1008e9),
+    (0.20, 25.0e12, 8 * GB, 256e9),
+    (0.10, 13.5e12, 64 * GB, 400e9),
+)
+MODELS: Final = {"1.3B": (24, 2048, 12), "8B": (32, 4096, 13), "70B": (80, 8192, 12.75)}
+"""Layers, width, parameters of a layer in squares of the width."""
+REACHED: Final = 0.4
+"""Of the peak, in training."""
+TOKENS: Final = 2048
+BYTES_PER_PARAMETER: Final = 2
+POOL_ROLES: Final = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
+
+
+def training_pool(
+    peers: int,
+    model: str,
+    seed: int,
+    *,
+    compression: float = 4.0,
+    slots: float | None = None,
+    layers: int | None = None,
+) -> Problem:
+    """`compression` of what crosses a cut. `slots`: memories are scaled so that all together hold so many times the
+    model's layers. `layers`: other than the model's."""
+    draw = random.Random(f"{peers} {model} {seed} {compression}")
+    own_layers, width, squares = MODELS[model]
+    count = layers or own_layers
+    parameters = squares * width**2
+    crossing = int(2 * TOKENS * width / compression)
+    blocks = tuple(
+        BlockCost(
+            block=number,
+            forward_flops=2 * parameters * TOKENS,
+            backward_flops=6 * parameters * TOKENS,
+            parameter_bytes=int(BYTES_PER_PARAMETER * parameters),
+            trainable_bytes=int(BYTES_PER_PARAMETER * parameters),
+            activation_bytes=0,
+            output_bytes=crossing,
+            gradient_bytes=crossing,
+        )
+        for number in range(count)
+    )
+    pool = [_peer(number, draw) for number in range(peers)]
+    problem = Problem(
+        graph_hash="benchmark",
+        blocks=blocks,
+        peers=tuple(pool),
+        roles=POOL_ROLES,
+        microbatches=4 * count,
+        microbatch_tokens=TOKENS,
+        # Gradients in bf16, a float32 master copy and two 8-bit slots: 10 bytes per parameter.
+        optimizer_bytes_per_trainable_byte=3.0,
+    )
+    return problem if slots is None else _scaled(problem, slots)
+
+
+def serving_pool(peers: int, model: str, seed: int) -> Problem:
+    """Weights of 4 bits, one session, ends in the pool."""
+    draw = random.Random(f"serve {peers} {model} {seed}")
+    layers, width, squares = MODELS[model]
+    parameters = squares * width**2
+    blocks = tuple(
+        BlockCost(
+            block=number,
+            forward_flops=2 * parameters,
+            backward_flops=0,
+            parameter_bytes=int(0.55 * parameters),
+            trainable_bytes=0,
+            activation_bytes=0,
+            output_bytes=2 * width,
+            gradient_bytes=0,
+            cache_token_bytes=4 * width // 8,
+        )
+        for number in range(layers)
+    )
+    pool = tuple(_peer(number, draw) for number in range(peers))
+    return Problem(
+        task="serve",
+        graph_hash="benchmark",
+        blocks=blocks,
+        peers=pool,
+        roles=POOL_ROLES,
+        microbatches=1,
+        microbatch_tokens=1,
+        serving=ServingNeeds(context_tokens=2048, sessions=1, weights="int4", retain=False),
+    )
+
+
+def _peer(number: int, draw: random.Random) -> PeerProfile:
+    device = draw.choices(DEVICES, weights=[share for share, *_ in DEVICES])[0]
+    _, flops_per_s, memory_bytes, bandwidth = device
+    spread = draw.uniform(0.9, 1.1)
+    return PeerProfile(
+        peer=f"peer{number:05}",
+        flops_per_s=REACHED * flops_per_s * spread,
+        memory_bytes=int(0.9 * memory_bytes),
+        memory_bandwidth_bytes_per_s=0.7 * bandwidth * spread,
+        uplink=Link(bandwidth_bytes_per_s=6.25e6 * 20 ** draw.random(), latency_s=draw.uniform(0.002, 0.03)),
+        downlink=Link(bandwidth_bytes_per_s=1.25e8, latency_s=draw.uniform(0.002, 0.03)),
+    )
+
+
+def _scaled(problem: Problem, slots: float) -> Problem:
+    """Every memory times the one factor with which all peers together hold `slots` times the layers."""
+    block = problem.blocks[0]
+    layer = block.parameter_bytes + 4.0 * block.trainable_bytes
+    crossing = 2 * (2 * block.output_bytes + 2 * block.gradient_bytes)
+
+    def held(factor: float) -> int:
+        return sum(max(0, int((factor * p.memory_bytes - crossing) // layer)) for p in problem.peers)
+
+    low, high = 0.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if held(middle) >= slots * len(problem.blocks) else (middle, high)
+    peers = tuple(msgspec.structs.replace(p, memory_bytes=int(high * p.memory_bytes) + 1) for p in problem.peers)
+    return msgspec.structs.replace(problem, peers=peers)

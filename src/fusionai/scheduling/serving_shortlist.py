@@ -1,0 +1,107 @@
+"""Who of a large pool can matter for the line a token crosses soonest. Decides whom the search looks at, with a bound.
+
+A line has few stages; of thousands of peers the search gets those that hold a block for the least seconds, their share
+of a hop included, and some that are fast or large. What everybody together could do at best is poured over all peers,
+so the certificate counts those who were left out as well.
+
+Neighbours: `serving` asks where the pool is large, `serving_line` has the formulas written out here for arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from fusionai.scheduling.coverage_kernels import Floats, Integers
+from fusionai.scheduling.pins import must_use
+from fusionai.scheduling.serving_line import ring_bytes
+from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
+
+LARGE: Final = 40
+"""Peers up to which the search looks at everybody."""
+LISTED: Final = 12
+"""By seconds per block; half as many besides by speed, and by memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortlist:
+    """`bound_s`: no line of any peers takes less through the pool's blocks; 0.0 where everybody is listed."""
+
+    peers: list[PeerProfile]
+    bound_s: float
+
+
+def shortlist(
+    problem: Problem, needs: ServingNeeds, usable: Sequence[PeerProfile], blocks: Sequence[BlockCost], *, room: int = 1
+) -> Shortlist:
+    """Of `usable`, for a line through `blocks`. `room` times as many as usual."""
+    wanted = room * LISTED + (problem.stages or 0) + (problem.spares_wanted or 0)
+    if len(usable) <= max(LARGE, 2 * wanted):
+        return Shortlist(list(usable), 0.0)
+    seconds = _block_seconds(usable, blocks)
+    most = _most_blocks(usable, needs, blocks)
+    crossing = min(block.output_bytes for block in blocks[:-1]) if len(blocks) > 1 else 0
+    into = _cheapest_into(problem, usable, crossing)
+    out = np.array([crossing / p.uplink.bandwidth_bytes_per_s + p.uplink.latency_s for p in usable])
+    held = np.maximum(most, 1)
+    fits = most > 0
+    mean = seconds.mean(axis=1)
+    ranked = [np.where(fits, mean + (into + out) / held, np.inf), np.where(fits, mean, np.inf), -most - 1e-9 / mean]
+    counts = [wanted, wanted // 2, wanted // 2]
+    chosen = {int(i) for key, count in zip(ranked, counts, strict=True) for i in np.argsort(key, kind="stable")[:count]}
+    owner = problem.owner.peer if problem.owner is not None else ""
+    needed = must_use(problem)
+    chosen |= {i for i, peer in enumerate(usable) if peer.peer in needed or peer.peer == owner}
+    least = seconds.min(axis=1)
+    bound = float(seconds.min(axis=0).sum())
+    # The first stage has no such hop: a cap on what hops count as is given back once, and the best cap counts.
+    for cap in np.quantile(into, (0.0, 0.02, 0.1, 0.3, 0.6)):
+        bound = max(bound, _poured_s(least + np.minimum(into, cap) / held, most, len(blocks)) - float(cap))
+    bound *= 1 - 1e-12
+    return Shortlist([usable[i] for i in sorted(chosen)], bound)
+
+
+def _block_seconds(peers: Sequence[PeerProfile], blocks: Sequence[BlockCost]) -> Floats:
+    """[N, L]: one position through each block."""
+    flops = np.array([block.forward_flops for block in blocks])
+    streamed = np.array([float(block.parameter_bytes - block.looked_up_bytes) for block in blocks])
+    speed = np.array([peer.effective_flops_per_s for peer in peers])
+    bandwidth = np.array([peer.memory_bandwidth_bytes_per_s * peer.share for peer in peers])
+    bandwidth = np.where(bandwidth > 0, bandwidth, np.inf)
+    return np.maximum(flops[None, :] / speed[:, None], streamed[None, :] / bandwidth[:, None])
+
+
+def _most_blocks(peers: Sequence[PeerProfile], needs: ServingNeeds, blocks: Sequence[BlockCost]) -> Integers:
+    """[N]: neighbouring blocks that memory could hold with one context, workspace and what is retained left out."""
+    tokens = needs.context_tokens
+    sizes = [float(b.parameter_bytes + tokens * b.cache_token_bytes + ring_bytes([b], needs)) for b in blocks]
+    sums = np.concatenate([[0.0], np.cumsum(np.array(sizes))])
+    least = np.array([float((sums[count:] - sums[:-count]).min()) for count in range(1, len(blocks) + 1)])
+    lent = np.array([float(peer.memory_bytes) for peer in peers])
+    return np.searchsorted(np.maximum.accumulate(least), lent, side="right").astype(np.int64)
+
+
+def _cheapest_into(problem: Problem, peers: Sequence[PeerProfile], crossing: float) -> Floats:
+    """[N]: least seconds of a hop from any other peer; 0 for peers at the end of an exceptional link."""
+    up = max(peer.uplink.bandwidth_bytes_per_s for peer in peers)
+    latency_s = min(peer.uplink.latency_s for peer in peers)
+    owner = "" if problem.owner is None else problem.owner.peer
+    free = {owner, *(key.split(">")[1] for key in problem.links)}
+    return np.array(
+        [
+            0.0
+            if peer.peer in free
+            else crossing / min(up, peer.downlink.bandwidth_bytes_per_s) + latency_s + peer.downlink.latency_s
+            for peer in peers
+        ]
+    )
+
+
+def _poured_s(each: Floats, most: Integers, length: int) -> float:
+    """So many blocks over the peers that take them fastest, as many each as it can hold."""
+    order = np.argsort(np.where(most > 0, each, np.inf), kind="stable")
+    taken = np.minimum(np.cumsum(most[order]), length)
+    return float((np.diff(taken, prepend=0) * each[order]).sum())
