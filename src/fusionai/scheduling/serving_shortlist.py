@@ -23,7 +23,7 @@ from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNe
 LARGE: Final = 40
 """Peers up to which the search looks at everybody."""
 LISTED: Final = 12
-"""By seconds per block; half as many besides by speed, and by memory."""
+"""By seconds per block, hops included; half as many besides for each end, a quarter by speed alone and by memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,10 @@ def shortlist(
     held = np.maximum(most, 1)
     fits = most > 0
     mean = seconds.mean(axis=1)
-    ranked = [np.where(fits, mean + (into + out) / held, np.inf), np.where(fits, mean, np.inf), -most - 1e-9 / mean]
-    counts = [wanted, wanted // 2, wanted // 2]
+    # Nothing comes into the first stage and nothing leaves the last: those two are chosen for the other direction.
+    inner, first, last = (mean + seconds_each / held for seconds_each in (into + out, out, into))
+    ranked = [*(np.where(fits, key, np.inf) for key in (inner, first, last, mean)), -most - 1e-9 / mean]
+    counts = [wanted, wanted // 2, wanted // 2, wanted // 4, wanted // 4]
     chosen = {int(i) for key, count in zip(ranked, counts, strict=True) for i in np.argsort(key, kind="stable")[:count]}
     owner = problem.owner.peer if problem.owner is not None else ""
     needed = must_use(problem)
