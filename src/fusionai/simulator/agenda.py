@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from math import inf
 
 
 class Agenda:
@@ -26,9 +27,11 @@ class Agenda:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         self.at(self.now_s + delay_s, action)
 
-    def run(self, until_s: float = float("inf")) -> None:
-        """Everything up to and at `until_s`, or until nothing is left."""
+    def run(self, until_s: float = inf) -> None:
+        """Everything up to and at `until_s`, which is now then; or until nothing is left."""
         while self._entries and self._entries[0][0] <= until_s:
             self.now_s, _, action = heapq.heappop(self._entries)
             self.happened += 1
             action()
+        if until_s < inf:
+            self.now_s = max(self.now_s, until_s)

@@ -139,6 +139,8 @@ class SimulatedJob:
         self._held = False
         """The next step may not be fed before a snapshot is whole."""
         self._line = 0
+        self._step = 0
+        """All stages are at this step; below the official one after a return to the checkpoint."""
 
     # ----------------------------------------------------------------------------------------------- the beginning
 
@@ -177,7 +179,7 @@ class SimulatedJob:
 
     def _begin_step(self, row: int) -> None:
         plan = self._current()
-        if plan.guards and self._official >= self._line + 2 * plan.snapshot_every:
+        if plan.guards and self._step >= self._line + 2 * plan.snapshot_every:
             self._held = True
             return
         pace = self._pace()
@@ -196,16 +198,18 @@ class SimulatedJob:
         assert self._under_way is done, "one step at a time"
         plan, row = self._current(), done.row
         self._under_way = None
-        self.commits_s.append(self._agenda.now_s)
-        self._holdings.states = {(stage.stage, stage.peer): self._official for stage in plan.stages}
+        self._step += 1
+        self._holdings.states = {(stage.stage, stage.peer): self._step for stage in plan.stages}
         self.busy_s.update(self._pace().busy_s)
-        if self._open is not None:
-            self._open.recovered_s = self._agenda.now_s
-            self._open = None
-        if plan.snapshot_every and self._official % plan.snapshot_every == 0:
+        if self._step > self._official:
+            self.commits_s.append(self._agenda.now_s)
+            self._close_incident()
+        else:
+            self.redone_s += self._agenda.now_s - done.began_s
+        if plan.snapshot_every and self._step % plan.snapshot_every == 0:
             self._take_snapshots()
         every = self._scenario.checkpoint_every
-        if every and self._official % every == 0:
+        if every and self._step % every == 0:
             self._take_checkpoint()
         self._move_line()
         if self._offer is not None:
@@ -213,13 +217,18 @@ class SimulatedJob:
         else:
             self._begin_step(row + 1)
 
+    def _close_incident(self) -> None:
+        if self._open is not None:
+            self._open.recovered_s = self._agenda.now_s
+            self._open = None
+
     def _take_snapshots(self) -> None:
         """Of every guarded stage, to its guard, beside other work."""
         plan = self._current()
         stages = {stage.stage: stage for stage in plan.stages}
         for guard in plan.guards:
             seconds = self._costs.snapshot_s(stages[guard.stage], guard.peer)
-            self._agenda.after(seconds, partial(self._snapshot_whole, self._turn, guard, self._official))
+            self._agenda.after(seconds, partial(self._snapshot_whole, self._turn, guard, self._step))
 
     def _snapshot_whole(self, turn: int, guard: Guard, step: int) -> None:
         if turn != self._turn or guard not in self._current().guards:
@@ -232,7 +241,7 @@ class SimulatedJob:
         plan = self._current()
         seconds = collecting_s(plan.stages, plan.feed, self._costs, upwards=True)
         self._saved_at_s = self._agenda.now_s + seconds
-        self._agenda.at(self._saved_at_s, partial(self._checkpoint_whole, self._turn, self._official))
+        self._agenda.at(self._saved_at_s, partial(self._checkpoint_whole, self._turn, self._step))
 
     def _checkpoint_whole(self, turn: int, step: int) -> None:
         if turn == self._turn:
@@ -242,7 +251,7 @@ class SimulatedJob:
         """To the oldest of the newest snapshots of the guarded stages: from there on everybody retains what it sent."""
         held = self._holdings.snapshots
         newest = [max(held.get((guard.stage, guard.peer), (0,))) for guard in self._current().guards]
-        self._line = max(self._line, min(newest, default=self._official))
+        self._line = max(self._line, min(newest, default=self._step))
 
     # ------------------------------------------------------------------------------------------------------ losses
 
@@ -423,7 +432,7 @@ class SimulatedJob:
         """At a step's boundary. State that moves goes by way of a checkpoint."""
         before = {stage.stage: stage.peer for stage in self._current().stages}
         moves = any(before[stage.stage] != stage.peer for stage in offer.plan.stages)
-        if moves and self._holdings.checkpoint < self._official:
+        if moves and self._holdings.checkpoint < self._step:
             self._take_checkpoint()
             saved = partial(self._change_saved, self._turn, offer)
             self._agenda.at(self._saved_at_s, saved)
@@ -463,9 +472,8 @@ class SimulatedJob:
             self._costs,
             self._holdings,
             self._machines.there(),
-            official=self._official,
+            step=self._step,
             retained_from=self._line,
-            step_s=self._pace().step_s,
         )
         self._agenda.after(restored.seconds, partial(self._restored, self._turn, restored))
 
@@ -473,15 +481,16 @@ class SimulatedJob:
         if turn != self._turn:
             return
         plan = self._current()
-        self.lost_steps += self._official - done.reached
+        if not done.rollback:
+            self.lost_steps += self._step - done.reached
         self.redone_s += done.replay_s
-        self._holdings.states = {(stage.stage, stage.peer): done.reached for stage in plan.stages}
         if self._open is not None:
             self._open.restored = done.lost
-            self._open.replayed_steps += done.reached - done.base
+            self._open.replayed_steps += self._step - done.base
             self._open.rollback = self._open.rollback or done.rollback
-        if done.rollback:
-            self._line = done.base
+        self._step = done.reached
+        self._line = min(self._line, self._step)
+        self._holdings.states = {(stage.stage, stage.peer): self._step for stage in plan.stages}
         self._phase = "running"
         self._held = False
         self._take_snapshots()

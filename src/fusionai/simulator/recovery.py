@@ -2,7 +2,7 @@
 
 Lost stages start from the newest step at which the state of each exists, in a snapshot or in the checkpoint, and from
 which their neighbours retain what is needed to run the steps since then again. Where there is none, everybody goes back
-to the checkpoint. Either way all official steps are there afterwards (docs/recovery.md, "A round" and "Costs").
+to the checkpoint, and all run the steps since then again (docs/recovery.md, "A round" and "Costs").
 
 Neighbours: `course` keeps who holds what; `scheduling.stage_costs` has the prices.
 """
@@ -65,37 +65,35 @@ def restoration(
     holdings: Holdings,
     there: frozenset[str],
     *,
-    official: int,
+    step: int,
     retained_from: int,
-    step_s: float,
 ) -> Restoration:
-    """Of the stages of `plan` that are not at `official`. `retained_from`: what was sent in this step and later ones is
-    still there. `step_s`: of a step of the whole pipeline."""
+    """Of the stages of `plan` that are not at `step`. `retained_from`: what was sent in this step and later ones is
+    still there."""
     lost = [
         stage
         for stage in plan.stages
         if costs.state_bytes(stage) > 0
         and stage.peer != plan.feed
-        and holdings.states.get((stage.stage, stage.peer)) != official
+        and holdings.states.get((stage.stage, stage.peer)) != step
     ]
-    bases = {official}
+    bases = {step}
     if lost:
         bases = set(frozenset.intersection(*(holdings.snapshot_steps(stage.stage, there) for stage in lost)))
         bases.add(holdings.checkpoint)
-    near = [base for base in bases if retained_from <= base <= official]
+    near = [base for base in bases if retained_from <= base <= step]
     base = max(near, default=holdings.checkpoint)
-    steps = official - base
     if near:
         loading_s = max((_loading_s(stage, base, plan.feed, costs, holdings, there) for stage in lost), default=0.0)
-        replay_s = max((_replay_s(stage, plan, costs, steps) for stage in lost), default=0.0)
+        replay_s = max((_replay_s(stage, plan, costs, step - base) for stage in lost), default=0.0)
     else:
         loading_s = collecting_s(plan.stages, plan.feed, costs, upwards=False)
-        replay_s = steps * step_s
+        replay_s = 0.0
     return Restoration(
         base=base,
         rollback=not near,
         lost=tuple(stage.stage for stage in lost),
-        reached=base + steps,
+        reached=step if near else base,
         rounds_s=2 * round_trip_s(plan, costs),
         loading_s=loading_s,
         replay_s=replay_s,

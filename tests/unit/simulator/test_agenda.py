@@ -27,5 +27,6 @@ def test_the_past_counts_as_now_and_a_run_may_stop_early() -> None:
     agenda.at(3.0, lambda: told.append(agenda.now_s))
     agenda.run(until_s=2.0)
     assert told == [1.0]
+    assert agenda.now_s == 2.0
     agenda.run()
     assert told == [1.0, 3.0]

@@ -186,6 +186,7 @@ def test_whoever_must_wait_too_long_leaves_anyway(monkeypatch: pytest.MonkeyPatc
     assert incident.recovered_s is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_storm_loses_nothing_and_two_steps_are_never_closer_than_a_step_takes(seed: int) -> None:
     course = simulate_course(problem(), Scenario(hours=2, seed=seed, churn=STORMY, checkpoint_every=50))
@@ -217,6 +218,7 @@ def test_the_seed_decides() -> None:
     assert run(1).commits_s != run(2).commits_s
 
 
+@pytest.mark.slow
 def test_more_spares_keep_more_of_the_work() -> None:
     def goodput(machines: int) -> float:
         churn = Churn(stay_s=1800, away_s=600, crashes=1.0)
