@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling import serving_search
+from fusionai.scheduling.compiled import available
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.serving_evening import SLACK
 from fusionai.scheduling.serving_line import ServingLine
@@ -162,6 +164,33 @@ def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int)
         assert found.bound_s <= least * (1 + 1e-9)
     if found.best is not None:
         assert found.seconds >= least * (1 - 1e-9)
+
+
+@pytest.mark.skipif(not available(), reason="numba is not installed")
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(serving_problems())
+def test_what_is_left_open_is_settled_exactly(posed: Problem) -> None:
+    """Without a budget the best-first search gives up at once: the compiled one has to find the optimum by itself."""
+    if posed.stages is not None and posed.stages > len(posed.peers):
+        return
+    at_owner = posed.roles[1].place == "owner"
+    usable = [peer for peer in posed.peers if peer.flops_per_s > 0]
+    assert posed.serving is not None
+    line = ServingLine(posed, posed.serving, usable, first_at_owner=at_owner, head_at_owner=at_owner)
+    index = {peer.peer: i for i, peer in enumerate(line.peers)}
+    required = sum(1 << index[name] for name in posed.required)
+    most = min(posed.stages or line.count, line.length, line.count)
+    if posed.stages is not None and posed.stages > most:
+        return
+    limits = LineLimits(posed.stages or 1, most, posed.serving.context_tokens, required)
+    whole = fastest_line(line, limits, budget=10**6)
+    with pytest.MonkeyPatch.context() as blind:
+        # Nor is there a good line to begin with.
+        blind.setattr(serving_search, "BEAM", 0)
+        settled = fastest_line(line, limits, budget=0)
+    assert settled.proven
+    assert whole.proven
+    assert settled.seconds == pytest.approx(whole.seconds, rel=1e-9)
 
 
 def test_forty_blocks_on_many_peers_are_planned_with_a_small_gap() -> None:

@@ -17,8 +17,15 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
 
+import numpy as np
+
+from fusionai.scheduling.compiled import available, compiled
+from fusionai.scheduling.line_kernels import LineTables, Steps, cross
 from fusionai.scheduling.serving_line import ServingLine
 
+SETTLED_PEERS: Final = 16
+"""Up to here what the best-first search leaves open is settled by compiled loops, which take no account of promise."""
+SETTLED_STEPS: Final = 2_000_000
 BEAM: Final = 12
 """Lines kept per number of stages while the first good one is looked for."""
 
@@ -95,6 +102,9 @@ class _Search:
     def run(self) -> FoundLine:
         self._glance()
         bound_s = self._prove()
+        if bound_s < self.best_s and self.line.count <= SETTLED_PEERS and available():
+            settled = self._settle()
+            bound_s = self.best_s if settled else bound_s
         total_s = self.best_s + self.line.ends_s
         return FoundLine(self.best, total_s, min(bound_s + self.line.ends_s, total_s), self.explored)
 
@@ -125,6 +135,67 @@ class _Search:
                 if bound < self.best_s:
                     heappush(frontier, (bound, number, longer))
         return self.best_s
+
+    def _settle(self) -> bool:
+        """The whole search again, compiled, below the best line known. Whether it came to its end."""
+        line, limits = self.line, self.limits
+        size = SETTLED_STEPS + 2
+        steps = Steps(
+            mask=np.zeros(size, dtype=np.int64),
+            last=np.zeros(size, dtype=np.int64),
+            end=np.zeros(size, dtype=np.int64),
+            seconds=np.zeros(size, dtype=np.float64),
+            before=np.zeros(size, dtype=np.int64),
+            first=np.zeros(2 * size + 1, dtype=np.int64),
+        )
+        step, peer, complete, explored = compiled(cross)(
+            self._tables(), steps, limits.fewest, limits.most, limits.required, self.best_s, SETTLED_STEPS
+        )
+        self.explored += int(explored)
+        if peer >= 0:
+            order, ends = [int(peer)], [line.length]
+            while step:
+                order.insert(0, int(steps.last[step]))
+                ends.insert(0, int(steps.end[step]))
+                step = int(steps.before[step])
+            found = Line(0.0, 0, (), (0,))
+            for peer, end in zip(order, ends, strict=True):
+                start = found.cuts[-1]
+                into_s = line.hop_s(found.order[-1], peer, start) if found.order else line.enter_s(peer)
+                found = self._longer(found, found.mask | 1 << peer, peer, end, into_s)
+            self._offer(found)
+        return bool(complete)
+
+    def _tables(self) -> LineTables:
+        line = self.line
+        peers, length = range(line.count), line.length
+        into = [self._cheapest_into(peer) for peer in peers]
+        each_s = np.full((length + 1, line.count), inf)
+        most = np.zeros((length + 1, line.count), dtype=np.int64)
+        for peer in peers:
+            least_s, furthest = inf, 0
+            for start in range(length - 1, -1, -1):
+                least_s = min(least_s, line.compute_s(peer, start, start + 1))
+                furthest = max(furthest, self._reach[peer][start] - start)
+                most[start, peer] = furthest
+                each_s[start, peer] = least_s + into[peer] / furthest if furthest else inf
+        return LineTables(
+            seconds=np.array([[line.compute_s(peer, 0, end) for end in range(length + 1)] for peer in peers]),
+            fits=np.array(self._fits, dtype=np.bool_),
+            enter_s=np.array([line.enter_s(peer) for peer in peers]),
+            leave_s=np.array([line.leave_s(peer) for peer in peers]),
+            hop_s=np.array(
+                [
+                    [[line.hop_s(i, j, cut) if i != j else inf for cut in range(length + 1)] for j in peers]
+                    for i in peers
+                ]
+            ),
+            twins=np.array(self._twins, dtype=np.int64),
+            ranked=np.argsort(each_s, axis=1, kind="stable").astype(np.int64),
+            each_s=np.where(most > 0, each_s, 0.0),
+            most=most,
+            back_s=min((line.leave_s(peer) for peer in peers), default=inf),
+        )
 
     def _glance(self) -> None:
         """A good line soon: per number of stages only the most promising beginnings, and only long stages."""
