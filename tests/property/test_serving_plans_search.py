@@ -56,6 +56,11 @@ def serving_problems(draw: st.DrawFn) -> Problem:
     return msgspec.structs.replace(posed, task="serve", blocks=blocks, peers=peers, owner=owner, serving=needs)
 
 
+def kept_tokens(needs: ServingNeeds) -> int:
+    """One whole context; a page besides, as a session besides, is the probe's."""
+    return (-(-needs.context_tokens // needs.page_tokens) + 1) * needs.page_tokens
+
+
 def least_token_s(problem: Problem) -> float:
     needs = problem.serving
     assert needs is not None
@@ -83,6 +88,7 @@ def token_s(problem: Problem, needs: ServingNeeds, order: list[PeerProfile], ran
         machines = [(owner, (0, 1)), *machines, (owner, (len(blocks) - 1, len(blocks)))]
     used: dict[str, float] = {}
     seconds = 0.0
+    sessions, tokens = needs.sessions + 1, kept_tokens(needs)
     for machine, (a, b) in machines:
         for one in blocks[a:b]:
             flops_s = one.forward_flops / (machine.flops_per_s * machine.share)
@@ -92,8 +98,8 @@ def token_s(problem: Problem, needs: ServingNeeds, order: list[PeerProfile], ran
         caches_behind = any(one.cache_token_bytes or one.cache_session_bytes for one in blocks[b:])
         each = sum(one.cache_token_bytes for one in blocks[a:b])
         each += blocks[b - 1].output_bytes if needs.retain and caches_behind else 0
-        size = sum(one.parameter_bytes + needs.sessions * one.cache_session_bytes for one in blocks[a:b])
-        size += max(one.workspace_bytes for one in blocks[a:b]) + needs.context_tokens * each
+        size = sum(one.parameter_bytes + sessions * one.cache_session_bytes for one in blocks[a:b])
+        size += max(one.workspace_bytes for one in blocks[a:b]) + tokens * each
         used[machine.peer] = used.get(machine.peer, 0) + size
     if any(used[machine.peer] > machine.memory_bytes for machine, _ in machines):
         return inf
@@ -158,7 +164,7 @@ def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int)
     most = min(posed.stages or line.count, line.length, line.count)
     if posed.stages is not None and posed.stages > most:
         return
-    limits = LineLimits(posed.stages or 1, most, posed.serving.context_tokens, required)
+    limits = LineLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
     found = fastest_line(line, limits, budget=budget)
     if least < inf:
         assert found.bound_s <= least * (1 + 1e-9)
@@ -182,7 +188,7 @@ def test_what_is_left_open_is_settled_exactly(posed: Problem) -> None:
     most = min(posed.stages or line.count, line.length, line.count)
     if posed.stages is not None and posed.stages > most:
         return
-    limits = LineLimits(posed.stages or 1, most, posed.serving.context_tokens, required)
+    limits = LineLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
     whole = fastest_line(line, limits, budget=10**6)
     with pytest.MonkeyPatch.context() as blind:
         # Nor is there a good line to begin with.
