@@ -70,7 +70,7 @@ class PoolWatch:
         self._fallen: set[str] = set()
         """Guards lost since the last look began."""
         self._unsure = False
-        """Whether the answer to the last plan asked for was lost: the broker may have another plan in force."""
+        """Whether the broker may have another plan in force: an answer was lost, or overtaken by a guard's loss."""
         self._lasts_s = self._left_s()
         self._step = 0
         self._slow = watching(0)
@@ -124,28 +124,30 @@ class PoolWatch:
             return
         await self._offer(*found)
 
-    async def _offer(self, plan: Plan, reason: str) -> None:
+    async def _offer(self, wanted: Plan, reason: str) -> None:
         try:
-            deployment = await self._replanner.make_real(plan)
+            deployment = await self._replanner.make_real(wanted)
         except TransportError:
             self._unsure = True
             raise
-        if self._fallen & {guard.peer for guard in deployment.plan.guards}:
-            self._unsure = True  # overtaken: the pool's plan is better than the driver's no more
+        plan = deployment.plan
+        if self._fallen & {one.peer for one in (*plan.stages, *plan.guards)}:
+            self._unsure = True
             return
-        self._offered = (deployment.plan.version, self._clock.now_s())
+        self._offered = (plan.version, self._clock.now_s())
         if not self._driver.is_waiting:
             self._driver.offer(deployment, reason)
 
     async def _agree(self) -> None:
-        """With the broker on the plan in force: where that one's answer never came, the driver's own follows it."""
+        """With the broker on the plan in force: where it has one the driver never took, the driver's own follows it."""
         try:
             self._driver.renew(await self._replanner.renewed(self._driver.deployment))
+            self._unsure = False
         except RefusedError as error:
             if error.code != "stale_fence":
                 raise
-            await self._offer(self._plan(), "the answer to another plan was lost")
-        self._unsure = False
+            self._unsure = False  # unless the offer fares no better
+            await self._offer(self._plan(), "the broker had another plan in force")
 
     async def _renew(self) -> None:
         if self._left_s() < min(RENEW_S, self._lasts_s / 2):

@@ -166,11 +166,12 @@ class PoolReplanner:
             self._paces[peer] = _Pace(now_s, self._slowness(peer) * factor)
 
     def keep_in_mind(self, peers: Iterable[str]) -> None:
-        """These run stages planned at their found pace: it counts for as long as they do."""
+        """These run stages planned at their found pace: it counts for as long as they do. What was forgotten when the
+        stage was planned stays forgotten."""
         now_s = self.clock.now_s()
         for peer in peers:
-            if peer in self._paces:
-                self._paces[peer] = _Pace(now_s, self._paces[peer].factor)
+            if (factor := self._slowness(peer)) != 1.0:
+                self._paces[peer] = _Pace(now_s, factor)
 
     def _slowness(self, peer: str) -> float:
         pace = self._paces.get(peer)
