@@ -28,6 +28,7 @@ from fusionai.cli.serving_options import ServingOptions, serving_options
 from fusionai.cli.what_would_fit import Change, what_would_fit
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
+from fusionai.primitives.units import format_speed
 from fusionai.scheduling import planner
 from fusionai.scheduling.crossings import Crossing, crossings
 from fusionai.scheduling.expense import expense
@@ -183,8 +184,8 @@ def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
         used = len({stage.peer for stage in free.stages if "stage" in stage.roles})
         without = " and ".join(f"`{name}`" for name in asked)
         yield (
-            f"Without {without} it would be faster: {free.tokens_per_s:.4g} tokens/s on {used} "
-            f"{'peer' if used == 1 else 'peers'} instead of {found.tokens_per_s:.4g}."
+            f"Without {without} it would be faster: {format_speed(free.tokens_per_s)} tokens/s on {used} "
+            f"{'peer' if used == 1 else 'peers'} instead of {format_speed(found.tokens_per_s)}."
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from fusionai.cli import console
-from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.primitives.units import format_bytes, format_seconds, format_speed
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.guards import Guarding
@@ -47,10 +47,10 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     else:
         console.line(
             f"No plan can be more than {certificate.optimality_gap:.1%} faster ({certificate.method}; bound "
-            f"{certificate.bound_tokens_per_s:.4g} tokens/s)."
+            f"{format_speed(certificate.bound_tokens_per_s)} tokens/s)."
         )
     if found.single_peer_tokens_per_s is not None:
-        console.line(f"One machine alone: {found.single_peer_tokens_per_s:.4g} tokens/s.")
+        console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} tokens/s.")
     if found.spares:
         console.line(f"Standing by: {_list([names.get(peer, peer) for peer in found.spares])}.")
     for reason, peers in _by_reason(found, names).items():
@@ -132,16 +132,16 @@ def _show_speed(found: Plan) -> None:
     sizes = found.serving
     if sizes is None:
         console.line(
-            f"{found.tokens_per_s:.4g} tokens/s, a step of {found.microbatches} microbatches in "
+            f"{format_speed(found.tokens_per_s)} tokens/s, a step of {found.microbatches} microbatches in "
             f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
         )
         return
     console.line(
-        f"One session: {found.tokens_per_s:.4g} tokens/s, a token in {format_seconds(found.step_time_s)}; slowest: "
-        f"{found.bottleneck}."
+        f"One session: {format_speed(found.tokens_per_s)} tokens/s, a token in {format_seconds(found.step_time_s)}; "
+        f"slowest: {found.bottleneck}."
     )
     console.line(
-        f"{sizes.sessions} sessions together: {sizes.tokens_per_s_together:.4g} tokens/s with "
+        f"{sizes.sessions} sessions together: {format_speed(sizes.tokens_per_s_together)} tokens/s with "
         f"{sizes.passes_in_flight} passes in flight."
     )
     console.line(
