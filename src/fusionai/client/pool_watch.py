@@ -23,8 +23,8 @@ from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.straggling import Better, better_plan, observed, watching
-from fusionai.scheduling.takeover import reinforced, replaced
-from fusionai.scheduling.types import Guard, Plan
+from fusionai.scheduling.takeover import handed_over, reinforced
+from fusionai.scheduling.types import Plan
 from fusionai.training import progress
 from fusionai.transport.tickets import expiry_s
 
@@ -175,21 +175,12 @@ class PoolWatch:
             for one in self._replanner.usable(members)
             if one.view.peer not in gone and self._replanner.is_back(one)
         ]
-        found = replaced(plan, self._replanner.problem, gone, candidates)
-        if not isinstance(found, Plan):
+        found = handed_over(plan, self._replanner.problem, gone, candidates)
+        if found is None:
             return None  # it stays; the next look may find somebody
         names = ", ".join(one.profile.name or short(PeerId(one.view.peer)) for one in leaving)
-        moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in gone}
-        if not moved:
-            return found, f"{names} leaves"
-        kept = [guard for guard in found.guards if guard.stage not in moved]
-        guards = [*kept, *(Guard(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
-        between = msgspec.structs.replace(
-            found,
-            guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
-            snapshot_every=found.snapshot_every or plan.snapshot_every or 1,
-        )
-        return between, f"{names} leaves and hands its work over"
+        works = any(stage.peer in gone for stage in plan.stages)
+        return found, f"{names} leaves and hands its work over" if works else f"{names} leaves"
 
     def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()

@@ -24,7 +24,7 @@ from fusionai.scheduling.matching import matched
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.serving_prediction import predict_serving
 from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.types import Certificate, Excluded, Guard, PeerProfile, Plan, Problem, StagePlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,24 @@ def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) 
     better = with_guards(wider, known)
     before, after = (sum(2 if guard.exact else 1 for guard in one.guards) for one in (plan, better))
     return better if after > before else None
+
+
+def handed_over(
+    plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile]
+) -> Plan | None:
+    """`plan` (version 0) with the stages of those in `leaving` on other machines, and they as these stages' guards:
+    their state is there until the next peer has it. Who only guards is left out at once. None: nobody can take over."""
+    found = replaced(plan, problem, leaving, candidates)
+    if isinstance(found, Waiting):
+        return None
+    moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in leaving}
+    kept = [guard for guard in found.guards if guard.stage not in moved]
+    guards = [*kept, *(Guard(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
+    return msgspec.structs.replace(
+        found,
+        guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
+        snapshot_every=found.snapshot_every or ((plan.snapshot_every or 1) if moved else 0),
+    )
 
 
 class _Placing:

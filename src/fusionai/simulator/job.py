@@ -24,7 +24,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.takeover import Waiting, reinforced, replaced
+from fusionai.scheduling.takeover import Waiting, handed_over, reinforced, replaced
 from fusionai.scheduling.types import Guard, Plan, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
@@ -404,21 +404,12 @@ class SimulatedJob:
         if not leaving:
             return None
         candidates = [self._profiles[peer] for peer in usable if peer not in leaving]
-        found = replaced(plan, self._problem, leaving, candidates)
-        if isinstance(found, Waiting):
+        found = handed_over(plan, self._problem, leaving, candidates)
+        if found is None:
             return None
         names = ", ".join(self._costs.name(peer) for peer in sorted(leaving))
-        moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in leaving}
-        if not moved:
-            return _Offer(found, f"{names} leaves")
-        kept = [guard for guard in found.guards if guard.stage not in moved]
-        guards = [*kept, *(Guard(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
-        between = msgspec.structs.replace(
-            found,
-            guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
-            snapshot_every=found.snapshot_every or plan.snapshot_every or 1,
-        )
-        return _Offer(between, f"{names} leaves and hands its work over")
+        works = any(stage.peer in leaving for stage in plan.stages)
+        return _Offer(found, f"{names} leaves and hands its work over" if works else f"{names} leaves")
 
     def _guarded(self, plan: Plan, usable: tuple[str, ...]) -> _Offer | None:
         found = reinforced(plan, self._problem, [self._profiles[peer] for peer in usable])
