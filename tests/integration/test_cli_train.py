@@ -68,6 +68,18 @@ def test_text_and_a_configuration_with_everything_switched_on(pool: LivePool, tm
     assert figures["schema"] == "fusionai.train/1"
     assert (figures["steps"], figures["stopped"], len(figures["losses"])) == (6, None, 6)
     assert figures["losses"][-1] < figures["losses"][0]
+    (observed,) = figures["observed"]
+    assert (observed["version"], observed["steps"]) == (figures["plan"]["version"], 6)
+    assert observed["predicted_step_s"] == figures["plan"]["step_time_s"]
+    assert 0 < observed["measured_step_s"] < 60
+    assert observed["busiest"] in {stage["peer"] for stage in figures["plan"]["stages"]}
+    assert 0 < observed["busy"] <= 1
+    assert len(observed["stages"]) == 3
+    assert all(0 < stage["measured_compute_s"] < 10 for stage in observed["stages"])
+    assert "Predicted and measured" in said.out
+    assert "Busiest: " in said.out
+    cores = os.cpu_count() or 1
+    assert (figures["shared_cores"] is not None) == (cores < 3)  # two peers and the owner, a thread each
     assert [entry["step"] for entry in figures["evaluations"]] == [3, 6]
     assert len(figures["plan"]["stages"]) == 3  # two peers, and the owner with the loss
 

@@ -6,6 +6,7 @@ Neighbours: `cli.train` and `cli.demo` collect with it, `dashboard.report` draws
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from fusionai.cli.observation import Observation, own_hosts, shared_cores
 from fusionai.cli.tenures import BROKER, Tenures
 from fusionai.client.demo import PROMPT, DemoEvent, DemoResult
 from fusionai.client.fault_story import Episode, FaultStory, stages_in_words
@@ -20,7 +22,7 @@ from fusionai.client.kills import Killed, Returned
 from fusionai.client.train import Met, Noted, Planned, TrainingResult
 from fusionai.corpus.recipe import Recipe
 from fusionai.dashboard.report import write_report
-from fusionai.dashboard.report_data import Fault, ReportData, StepSpans
+from fusionai.dashboard.report_data import Fault, PlanObservation, ReportData, StepSpans
 from fusionai.training import progress
 
 
@@ -35,6 +37,9 @@ class RunStory:
     faults: FaultStory = field(default_factory=FaultStory)
     commits: list[tuple[float, int]] = field(default_factory=list)
     tenures: Tenures = field(default_factory=Tenures)
+    observation: Observation = field(default_factory=Observation)
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Where machines listen, by peer."""
     began_s: float = 0.0
     last_s: float = 0.0
     """Of the last event of the job itself; a demo goes on without one."""
@@ -49,13 +54,15 @@ class RunStory:
                 self.planned = event
                 self.began_s = self.now_s()
                 self.faults.begin(event.plan, event.members)
+                self.observation.plan(event.plan)
                 self.tenures.plan(event.plan, 0.0)
                 self.tenures.broker(0.0)
                 return ()
             case Noted():
                 return ()
-            case Met(names=names):
+            case Met(names=names, addresses=addresses):
                 self.faults.know(names)
+                self.addresses.update(addresses)
                 return ()
             case Killed(kill=kill, name=name, peer=peer):
                 if peer:
@@ -82,10 +89,12 @@ class RunStory:
         match event:
             case progress.StepDone(replayed=False):
                 self.steps.append(event)
+                self.observation.step(event)
                 self.commits.append((self._at_s(), event.record.step + 1))
             case progress.Evaluated(step=step, loss=loss):
                 self.evaluations.append((step, loss))
             case progress.PlanChanged(plan=plan):
+                self.observation.plan(plan)
                 self.tenures.plan(plan, self._at_s())
             case progress.FaultSeen(kind="peer" | "guard", peer=peer):
                 self.tenures.lost(peer, self._at_s())
@@ -103,6 +112,26 @@ class RunStory:
 
     def _at_s(self) -> float:
         return self.now_s() - self.began_s
+
+    def observed(self) -> tuple[PlanObservation, ...]:
+        return self.observation.rows()
+
+    def shared_cores(self) -> str:
+        """See `cli.observation`; of everybody who had a stage while steps were done."""
+        if self.planned is None:
+            return ""
+        return shared_cores(
+            {stage.peer for row in self.observed() for stage in row.stages},
+            self.addresses,
+            {profile.peer: profile for profile in self.planned.members},
+            self.names(),
+            here=own_hosts(),
+            cores=os.cpu_count() or 1,
+        )
+
+    def names(self) -> dict[str, str]:
+        """Of everybody in the plans that had steps."""
+        return {stage.peer: self.faults.name(stage.peer) for row in self.observed() for stage in row.stages}
 
     def data(self, recipe: Recipe, result: TrainingResult) -> ReportData | None:
         if self.planned is None or not self.steps:
@@ -127,6 +156,8 @@ class RunStory:
             checkpoint=None if result.checkpoint is None else str(result.checkpoint),
             evaluations=tuple(self.evaluations),
             timed_step=StepSpans(step=middle.record.step + 1, spans=middle.spans),
+            observed=self.observed(),
+            shared_cores=self.shared_cores(),
             faults=tuple(self._fault(episode) for episode in self.faults.episodes),
             commits=tuple(self.commits),
             tenures=self.tenures.until(self.last_s),

@@ -32,6 +32,7 @@ def train(
     recipe: Path, invitation: str | None, device: str, threads: int | None, home: Path, json_file: Path | None
 ) -> None:
     """Train the model of RECIPE.toml on the pool. Interrupted or stopped, the same command goes on where it was."""
+    from fusionai.cli.observation import show_observation
     from fusionai.cli.run_report import RunStory
     from fusionai.cli.watch import Watch
     from fusionai.client.train import RunEvent, TrainOptions
@@ -53,6 +54,7 @@ def train(
     console.line(f"{result.job}: {state}; {result.steps} of {loaded.job.steps} steps are official")
     if result.losses:
         console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
+    show_observation(story.observed(), story.names(), story.shared_cores())
     if result.checkpoint is not None:
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
     data = story.data(loaded, result)
@@ -72,6 +74,8 @@ def train(
                 "checkpoint": result.checkpoint,
                 "directory": result.directory,
                 "faults": result.faults,
+                "observed": story.observed(),
+                "shared_cores": story.shared_cores() or None,
                 "plan": None if story.planned is None else story.planned.plan,
             },
         )

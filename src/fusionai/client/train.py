@@ -77,9 +77,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What machines are called that were not known before: by peer id."""
+    """Machines that were not known before, by peer id: what they are called and where they listen."""
 
     names: dict[str, str]
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
 
 RunEvent = Noted | Planned | Met | progress.Progress
@@ -162,7 +163,7 @@ async def _run(
         new = {one.view.peer: one.profile.name for one in members if one.profile.name != names.get(one.view.peer, "")}
         if new:
             names.update(new)
-            on_event(Met(new))
+            on_event(Met(new, {one.view.peer: one.view.addresses for one in members if one.view.peer in new}))
 
     async with (
         _compute_thread() as compute,

@@ -22,7 +22,7 @@ from fusionai.dashboard.loss_chart import loss_chart
 from fusionai.dashboard.report_data import ReportData
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.primitives.units import format_bytes, format_count, format_seconds
+from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
 from fusionai.scheduling.types import PeerProfile, StagePlacement
 
 _TEMPLATE: Final = "report.html.jinja"
@@ -34,7 +34,7 @@ def render_report(data: ReportData) -> str:
     environment = Environment(
         loader=PackageLoader("fusionai.dashboard", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters.update(bytes=format_bytes, seconds=format_seconds, count=format_count)
+    environment.filters.update(bytes=format_bytes, seconds=format_seconds, count=format_count, speed=format_speed)
     gantt = None
     if data.timed_step is not None:
         gantt = gantt_chart(data.timed_step.spans, {s.stage: f"{s.stage}  {names(s.peer)}" for s in data.plan.stages})

@@ -54,6 +54,35 @@ class Tenure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     to_s: float
 
 
+class StageObservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Forward and backward of one microbatch, as planned and as its stage took."""
+
+    stage: int
+    peer: str
+    predicted_compute_s: float
+    measured_compute_s: float | None
+    """Median over steps of the mean over microbatches; None where the stage told no times."""
+
+
+class PlanObservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a plan said of its steps, and their medians."""
+
+    version: int
+    steps: int
+    """That became official under it."""
+    predicted_step_s: float
+    measured_step_s: float
+    predicted_tokens_per_s: float
+    measured_tokens_per_s: float
+    bottleneck: str
+    """As predicted."""
+    busiest: str
+    """The peer whose stages computed most; empty where none told its times."""
+    busy: float
+    """Of a step, the part in which that peer computed."""
+    stages: tuple[StageObservation, ...]
+
+
 class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A training job that has ended, or was stopped."""
 
@@ -85,6 +114,10 @@ class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     evaluations: tuple[tuple[int, float], ...] = ()
     """(step, loss on the evaluation split)."""
     timed_step: StepSpans | None = None
+    observed: tuple[PlanObservation, ...] = ()
+    """One per plan that had steps, in their order."""
+    shared_cores: str = ""
+    """A sentence, where machines of the plan are processes of one."""
     faults: tuple[Fault, ...] = ()
     commits: tuple[tuple[float, int], ...] = ()
     """(seconds since the start of the run, step from 1), in order; for the time line."""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fusionai.dashboard.report import max_abs_difference, render_report, write_report
-from fusionai.dashboard.report_data import Fault, ReportData, Tenure
+from fusionai.dashboard.report_data import Fault, PlanObservation, ReportData, StageObservation, Tenure
 from fusionai.primitives.errors import StorageError
 
 VOID = {"meta", "br", "path", "use", "image", "stop", "rect", "circle", "line", "ellipse", "polygon", "polyline"}
@@ -194,3 +194,40 @@ def test_page_is_written_whole_or_not_at_all(report_data: ReportData, tmp_path: 
     with pytest.raises(StorageError, match="could not be written"):
         write_report(report_data, tmp_path / "folder")
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_predictions_stand_beside_observations(report_data: ReportData) -> None:
+    assert "Predicted and measured" not in render_report(report_data)
+    stage = report_data.plan.stages[0]
+    row = PlanObservation(
+        version=7,
+        steps=1,
+        predicted_step_s=1.5,
+        measured_step_s=2.25,
+        predicted_tokens_per_s=0.5,
+        measured_tokens_per_s=1234.0,
+        bottleneck="compute on <b>",
+        busiest=stage.peer,
+        busy=0.625,
+        stages=(
+            StageObservation(stage=0, peer=stage.peer, predicted_compute_s=0.0125, measured_compute_s=0.0375),
+            StageObservation(stage=1, peer="z" * 52, predicted_compute_s=0.0625, measured_compute_s=None),
+        ),
+    )
+    silent = msgspec.structs.replace(row, version=8, steps=3, busiest="", bottleneck="")
+    page = render_report(
+        msgspec.structs.replace(report_data, observed=(silent, row), shared_cores="a and b share <one> core.")
+    )
+    Outline(page)
+    for words in (
+        "2.25 s",
+        "1,234",
+        "compute on &lt;b&gt;",
+        "62 % of a step",
+        "12.5 ms",
+        "37.5 ms",
+        "&lt;one&gt; core.",
+    ):
+        assert words in page, words
+    assert "Stages: plan 8, which had most steps" in page
+    assert page.count("not known") >= 2
