@@ -120,6 +120,14 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         assert "The last answer went over job owner > " in talk.stdout
         server.interrupt()
         assert server.ended() == 0
+        ended = json.loads(figures.read_text())
+        assert {key: ended[key] for key in ready} == ready
+        (row,) = [row for row in ended["observed"] if row["version"] == ready["plan"]["version"]]
+        assert (row["answers"], row["at_once"]) == (1, 1.0)
+        assert 0 < row["measured_first_token_s"] < 60
+        assert row["measured_tokens_per_s"] > 0
+        assert row["predicted_tokens_per_s"] == pytest.approx(ready["plan"]["tokens_per_s"], rel=0.5)
+        assert "Predicted and measured" in server.text
         assert list((home / "local").iterdir()) == []
     finally:
         if server.lives:  # its pool is ended by nobody else

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_opt
 from fusionai.primitives.errors import UsageError
 
 if TYPE_CHECKING:
+    from fusionai.cli.serving_observation import ServingObservation, ServingRow
     from fusionai.client.serve import Served, ServeEvent, ServeRequest
     from fusionai.serving.speculating import Speculate
 
@@ -111,7 +113,7 @@ def serve(
     json_file: Path | None,
 ) -> None:
     """Serve MODEL from the pool: each machine holds some of its layers, this one the ends, and answers requests at
-    http://HOST:PORT/v1 as OpenAI's API does. The FILE of --json is written when it is ready.
+    http://HOST:PORT/v1 as OpenAI's API does. The FILE of --json is written when it is ready, and again at its end.
 
     MODEL: a directory in Hugging Face layout, a hub id, or the directory of a job of `fusion train`.
     """
@@ -119,6 +121,7 @@ def serve(
         raise UsageError("--local brings up a pool of its own: it goes without --invite and --stages.")
     if draft is not None and speculate == "off":
         raise UsageError("--draft names a model that guesses: it goes without --speculate off.")
+    from fusionai.cli.serving_observation import show_serving
     from fusionai.client.serve import ServeRequest
 
     request = ServeRequest(
@@ -138,12 +141,43 @@ def serve(
     )
     door = Door(host=host, port=port, key_file=key_file, name=name)
 
+    written: dict[str, object] = {}
+
     def announced(url: str, ready: Served) -> None:
+        written.update(figures(url, ready, door))
         if json_file is not None:  # before anybody reads that it is ready
-            write_json(json_file, "serve", figures(url, ready, door))
+            write_json(json_file, "serve", written)
         _announce(url, ready, door)
 
-    run_until_stopped(lambda stop: run(request, door, stop, announced), lifeline=lifeline)
+    def ended(ready: Served, observation: ServingObservation) -> None:
+        rows, shared = _observed(ready, observation)
+        show_serving(rows, left_out=observation.left_out, guessed=_guessed(ready), shared=shared)
+        if json_file is not None:
+            observed = {"observed": rows, "left_out": observation.left_out, "shared_cores": shared or None}
+            write_json(json_file, "serve", {**written, **observed})
+
+    run_until_stopped(lambda stop: run(request, door, stop, announced, ended), lifeline=lifeline)
+
+
+def _observed(ready: Served, observation: ServingObservation) -> tuple[tuple[ServingRow, ...], str]:
+    """Rows, and who shares whose cores (see `cli.observation`)."""
+    from fusionai.cli.observation import own_hosts, shared_cores
+
+    deployment, problem = ready.engine.deployment, ready.problem()
+    everyone = (*problem.peers, *([] if problem.owner is None else [problem.owner]))
+    shared = shared_cores(
+        {stage.peer for stage in deployment.plan.stages},
+        deployment.members,
+        {profile.peer: profile for profile in everyone},
+        ready.names,
+        here=own_hosts(),
+        cores=os.cpu_count() or 1,
+    )
+    return observation.rows(problem, ready.chunk_tokens), shared
+
+
+def _guessed(ready: Served) -> float:
+    return ready.engine.status.extra.get("accepted_tokens", 0.0)
 
 
 def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
@@ -159,14 +193,20 @@ def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
     }
 
 
-async def run(request: ServeRequest, door: Door, stop: asyncio.Event, on_ready: Callable[[str, Served], None]) -> None:
+async def run(
+    request: ServeRequest,
+    door: Door,
+    stop: asyncio.Event,
+    on_ready: Callable[[str, Served], None],
+    on_end: Callable[[Served, ServingObservation], None],
+) -> None:
     """Until `stop`. One that comes before everything is ready drops what was begun."""
     from fusionai.cli.serving_view import ServingView
 
     _check_door(door)
     ready = asyncio.Event()
     with ServingView() as view:
-        working = asyncio.create_task(_serve(request, door, stop, ready, view, on_ready))
+        working = asyncio.create_task(_serve(request, door, stop, ready, view, on_ready, on_end))
         asked = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,7 +230,9 @@ async def _serve(
     ready: asyncio.Event,
     on_event: Callable[[ServeEvent], None],
     on_ready: Callable[[str, Served], None],
+    on_end: Callable[[Served, ServingObservation], None],
 ) -> None:
+    from fusionai.cli.serving_observation import ServingObservation
     from fusionai.client.serve import serving
     from fusionai.gateway import server
     from fusionai.gateway.app import make_app
@@ -201,7 +243,8 @@ async def _serve(
     async with serving(request, on_event=on_event) as served:
         ready.set()
         config = GatewayConfig(model=door.name or served.model.files.name, keys=keys, created_s=int(time.time()))
-        app = make_app(config, served.engine, served.model.texts)
+        observation = ServingObservation(served.engine, lambda: served.engine.deployment.plan)
+        app = make_app(config, observation, served.model.texts)
         closing = asyncio.Event()
         listening = asyncio.create_task(
             server.serve(app, door.host, door.port, stop=closing, on_listening=lambda url: on_ready(url, served))
@@ -214,6 +257,7 @@ async def _serve(
                 one.cancel()
             closing.set()
             await listening
+        on_end(served, observation)
 
 
 def _announce(url: str, ready: Served, door: Door) -> None:

@@ -45,7 +45,7 @@ from fusionai.primitives.errors import FusionError, PlanError, RefusedError, Usa
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.types import PeerProfile, Plan, ServingNeeds
+from fusionai.scheduling.types import PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.serving import progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.job import ServingJob
@@ -132,6 +132,10 @@ class Served:
     ended: asyncio.Future[None]
     stopped: asyncio.Event
     pool: LocalPool | None
+    chunk_tokens: int
+    """A prompt is read in pieces of so many tokens."""
+    problem: Callable[[], Problem]
+    """What plans are made from, with everybody who has been in the pool so far."""
 
 
 @asynccontextmanager
@@ -153,8 +157,10 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         membership = await owner_membership(home, invitation)
         stopped = asyncio.Event()
         names: dict[str, str] = {}
+        profiles: dict[str, PeerProfile] = {}
 
         def met(members: tuple[Member, ...]) -> None:
+            profiles.update((one.view.peer, one.profile) for one in members)
             new = {one.view.peer: one.profile.name for one in members if one.profile.name != names.get(one.view.peer)}
             if new:
                 names.update(new)
@@ -236,6 +242,12 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_end, engine, running)
         await _ready_or_failed(engine, running)
+
+        def problem() -> Problem:
+            everyone = tuple(profiles.values())
+            peers = everyone if request.local is None else _equal(everyone)
+            return msgspec.structs.replace(replanner.problem, peers=peers)
+
         watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock).run())
         telling = asyncio.create_task(_tell(engine, pool, job))
         stack.callback(watch.cancel)
@@ -249,6 +261,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             ended=running,
             stopped=stopped,
             pool=local,
+            chunk_tokens=min(served_job.chunk_tokens, served_job.options.pass_tokens),
+            problem=problem,
         )
 
 

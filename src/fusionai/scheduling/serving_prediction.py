@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
+
 from fusionai.primitives.units import format_seconds
 from fusionai.scheduling.prediction import Prediction
 from fusionai.scheduling.stage_costs import StageCosts
@@ -19,7 +21,7 @@ from fusionai.scheduling.types import ServingNeeds, StagePlacement
 
 def predict_serving(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
     """Of one token of one session: `step_s` from its id to the next token's scores."""
-    parts = _parts(stages, costs, 1)
+    parts = _parts(stages, costs, 1, 1)
     seconds, cause = max(parts, key=lambda part: part[0])
     return Prediction(sum(part[0] for part in parts), f"{cause} ({format_seconds(seconds)} per token)")
 
@@ -28,33 +30,62 @@ def together(stages: Sequence[StagePlacement], costs: StageCosts, needs: Serving
     """(passes in flight, tokens per second of all `needs.sessions` sessions generating)."""
     best = (1, 0.0)
     for passes in range(1, min(needs.sessions, 2 * len(stages)) + 1):
-        rows = -(-needs.sessions // passes)
-        busy: defaultdict[str, float] = defaultdict(float)
-        for stage in stages:
-            busy[stage.peer] += costs.decode_s(stage, stage.peer, rows)
-        transit_s = sum(seconds for seconds, _ in _parts(stages, costs, rows))
-        # All passes go round once while each session gets one token.
-        round_s = max(transit_s, passes * max(busy.values()))
+        round_s = round_trip_s(stages, costs, needs.sessions, passes)
         if needs.sessions / round_s > best[1] * (1 + 1e-9):
             best = (passes, needs.sessions / round_s)
     return best
 
 
-def _parts(stages: Sequence[StagePlacement], costs: StageCosts, rows: int) -> list[tuple[float, str]]:
-    """What a pass of `rows` positions takes on its way, piece by piece."""
+def round_trip_s(stages: Sequence[StagePlacement], costs: StageCosts, sessions: int, passes: int) -> float:
+    """From one token of a session to its next, `sessions` of them sharing `passes` in flight."""
+    rows = -(-sessions // passes)
+    busy: defaultdict[str, float] = defaultdict(float)
+    for stage in stages:
+        busy[stage.peer] += costs.decode_s(stage, stage.peer, rows)
+    transit_s = sum(seconds for seconds, _ in _parts(stages, costs, rows, rows))
+    # All passes go round once while each session gets one token.
+    return max(transit_s, passes * max(busy.values()))
+
+
+def first_token_s(stages: Sequence[StagePlacement], costs: StageCosts, prompt_tokens: int, chunk_tokens: int) -> float:
+    """From a prompt, of which so many tokens are in no cache, to its first token, while nobody else asks. Chunks go one
+    after the other; the head is asked for one row only, that of the last token."""
+    before, last = divmod(prompt_tokens - 1, chunk_tokens)
+    seconds = sum(part for part, _ in _parts(stages, costs, last + 1, 1))
+    if before:
+        seconds += before * sum(part for part, _ in _parts(stages, costs, chunk_tokens, 0))
+    return seconds
+
+
+def _parts(stages: Sequence[StagePlacement], costs: StageCosts, rows: int, wanted: int) -> list[tuple[float, str]]:
+    """What a pass of `rows` positions takes on its way, piece by piece. Only of `wanted` of them scores are asked for:
+    the head sees no others, nor does the link to a stage that is the head alone."""
     needs = costs.problem.serving
     owner = costs.problem.owner
     parts = [
-        (costs.decode_s(stage, stage.peer, rows), f"compute of stage {stage.stage} on {costs.name(stage.peer)}")
+        (_compute_s(stage, costs, rows, wanted), f"compute of stage {stage.stage} on {costs.name(stage.peer)}")
         for stage in stages
     ]
     for one, other in pairwise(stages):
         link = costs.hop(one.peer, other.peer)
-        seconds = rows * costs.forward_bytes(one) / link.bandwidth_bytes_per_s + link.latency_s
+        sent = wanted if "loss" in other.roles and other.blocks[1] - other.blocks[0] == 1 else rows
+        seconds = sent * costs.forward_bytes(one) / link.bandwidth_bytes_per_s + link.latency_s
         parts.append((seconds, f"link between stage {one.stage} and stage {other.stage}"))
     if owner is not None and needs is not None:
         first, last = costs.hop(owner.peer, stages[0].peer), costs.hop(stages[-1].peer, owner.peer)
         parts.append((first.latency_s, f"link from {costs.name(owner.peer)} to stage {stages[0].stage}"))
-        seconds = rows * needs.result_bytes / last.bandwidth_bytes_per_s + last.latency_s
+        seconds = wanted * needs.result_bytes / last.bandwidth_bytes_per_s + last.latency_s
         parts.append((seconds, f"link from stage {stages[-1].stage} to {costs.name(owner.peer)}"))
     return parts
+
+
+def _compute_s(stage: StagePlacement, costs: StageCosts, rows: int, wanted: int) -> float:
+    """Of a stage with the head, its last block."""
+    if "loss" not in stage.roles or wanted == rows:
+        return costs.decode_s(stage, stage.peer, rows)
+    start, end = stage.blocks
+    head = msgspec.structs.replace(stage, blocks=(end - 1, end))
+    seconds = costs.decode_s(head, stage.peer, wanted) if wanted else 0.0
+    if end - start == 1:
+        return seconds
+    return seconds + costs.decode_s(msgspec.structs.replace(stage, blocks=(start, end - 1)), stage.peer, rows)
