@@ -18,6 +18,7 @@ import msgspec
 from fusionai.cli import console
 from fusionai.cli.asked import Asked, captured, problem_of
 from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
+from fusionai.cli.holders_view import show_holders
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
 from fusionai.cli.plan_figures import figures
@@ -33,6 +34,7 @@ from fusionai.scheduling import planner
 from fusionai.scheduling.crossings import Crossing, crossings
 from fusionai.scheduling.expense import expense
 from fusionai.scheduling.guards import guarding
+from fusionai.scheduling.many_holders import ManyHolders, many_holders
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
 
@@ -68,7 +70,7 @@ FASTER: Final = 1.01
     "picture_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.svg",
-    help="Also draw the plan.",
+    help="Also draw the plan; the layout with replicas beside it, in FILE-replicas.svg.",
 )
 @catalogue_option
 @home_option
@@ -121,6 +123,7 @@ def plan(
         excluded=(*found.excluded, *pool.absent),
     )
     names = {profile.peer: profile.name or profile.peer for profile in _everyone(pool)}
+    holders = many_holders(problem, found)
     watch = guarding(found, problem)
     between = crossings(found, StageCosts(problem))
     cost = expense(found, _everyone(pool), pool.prices)
@@ -131,10 +134,14 @@ def plan(
     assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
     for sentence in assumed:
         console.line(f"Assumed: {sentence}")
+    if holders is not None:
+        show_holders(holders, found, names)
     if picture_file is not None:
         _draw(picture_file, found, between, names)
+        if holders is not None:
+            _draw_holders(picture_file.with_name(f"{picture_file.stem}-replicas.svg"), holders)
     if json_file is not None:
-        write_json(json_file, "plan", figures(watch, names, between, cost, assumed))
+        write_json(json_file, "plan", figures(watch, names, between, cost, assumed, holders))
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
@@ -238,4 +245,12 @@ def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping
     from fusionai.storage.atomic import write_atomic
 
     write_atomic(path, plan_picture(found, between, names).encode())
+    console.line(f"Drawn: {path}.")
+
+
+def _draw_holders(path: Path, holders: ManyHolders) -> None:
+    from fusionai.dashboard.holders_chart import holders_picture
+    from fusionai.storage.atomic import write_atomic
+
+    write_atomic(path, holders_picture(holders).encode())
     console.line(f"Drawn: {path}.")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fusionai.cli.holders_view import holders_warnings
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.guards import Guarding
+from fusionai.scheduling.many_holders import ManyHolders
 from fusionai.scheduling.types import Plan, StagePlacement
 
 
@@ -16,6 +18,7 @@ def figures(
     crossings: Sequence[Crossing],
     cost: Expense,
     assumed: Sequence[str],
+    holders: ManyHolders | None,
 ) -> dict[str, object]:
     """One object; names instead of peer ids where there are names."""
     found = watch.plan
@@ -65,6 +68,39 @@ def figures(
         "assumptions": list(assumed),
         "warnings": list(found.warnings),
         "serving": found.serving,
+        "replicas": None if holders is None else _replicas(holders, found, names),
+    }
+
+
+def _replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
+    layout = holders.layout
+    return {
+        "runnable": False,
+        "holdings": [
+            {
+                "peer": names.get(held.peer, held.peer),
+                "blocks": list(held.blocks),
+                "microbatches_per_s": held.rate_per_s,
+                "memory_bytes": held.memory_bytes,
+                "memory_limit_bytes": held.memory_limit_bytes,
+            }
+            for held in layout.holdings
+        ],
+        "idle": [names.get(peer, peer) for peer in layout.idle],
+        "holders": list(holders.holders),
+        "scarcest_block": layout.scarcest_block,
+        "steady_tokens_per_s": layout.tokens_per_s,
+        "bound_tokens_per_s": layout.certificate.bound_tokens_per_s,
+        "optimality_gap": layout.certificate.optimality_gap,
+        "method": layout.certificate.method,
+        "chain_steady_tokens_per_s": holders.chain_steady_tokens_per_s,
+        "over_one_chain": holders.over_one_chain,
+        "trip_s": holders.trip_s,
+        "exchange_s": holders.exchange_s,
+        "step_time_s": holders.step_time_s,
+        "tokens_per_s": holders.tokens_per_s,
+        "pays_from_microbatches": holders.pays_from_microbatches,
+        "warnings": list(holders_warnings(holders, chain)),
     }
 
 

@@ -5,7 +5,7 @@ Neighbours: `cli.plan` and `cli.serving_view` show plans; `dashboard.plan_chart`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from fusionai.cli import console
@@ -13,11 +13,13 @@ from fusionai.primitives.units import format_bytes, format_seconds, format_speed
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.guards import Guarding
-from fusionai.scheduling.types import Plan, StagePlacement
+from fusionai.scheduling.types import Excluded, Plan, StagePlacement
 
 _BAR: Final = 10
 _NAMED: Final = 8
 """Of several peers, so many are named."""
+_REASONS: Final = 8
+"""Of several reasons, so many are given."""
 
 
 def show_plan(found: Plan, names: Mapping[str, str]) -> None:
@@ -53,8 +55,12 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
         console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} tokens/s.")
     if found.spares:
         console.line(f"Standing by: {_list([names.get(peer, peer) for peer in found.spares])}.")
-    for reason, peers in _by_reason(found, names).items():
+    reasons = _by_reason(found.excluded, names)
+    for reason, peers in list(reasons.items())[:_REASONS]:
         console.line(f"Left out: {_list(peers)}: {reason}.")
+    if len(reasons) > _REASONS:
+        more = sum(len(peers) for peers in list(reasons.values())[_REASONS:])
+        console.line(f"Left out: {more} more, for reasons of the same kinds: --json has all.")
     for warning in found.warnings:
         console.warning(warning)
 
@@ -107,8 +113,9 @@ def show_guards(watch: Guarding, names: Mapping[str, str]) -> None:
     if watch.plan.guards:
         console.line(f"Snapshots: {watch.interval.reason}")
     for entry in watch.unguarded:
-        reasons = "; ".join(f"{names.get(e.peer, e.peer)}: {e.reason.rstrip('.')}" for e in entry.reasons)
-        console.line(f"Stage {entry.stage} is not guarded: {reasons or 'no peer stands by'}.")
+        reasons = _by_reason(entry.reasons, names)
+        said = "; ".join(f"{_list(peers)}: {reason}" for reason, peers in list(reasons.items())[:_REASONS])
+        console.line(f"Stage {entry.stage} is not guarded: {said or 'no peer stands by'}.")
 
 
 def show_expense(found: Expense, names: Mapping[str, str]) -> None:
@@ -150,9 +157,9 @@ def _show_speed(found: Plan) -> None:
     )
 
 
-def _by_reason(found: Plan, names: Mapping[str, str]) -> dict[str, list[str]]:
+def _by_reason(entries: Iterable[Excluded], names: Mapping[str, str]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
-    for entry in found.excluded:
+    for entry in entries:
         reasons.setdefault(entry.reason.rstrip("."), []).append(names.get(entry.peer, entry.peer))
     return reasons
 

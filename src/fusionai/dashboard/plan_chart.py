@@ -52,7 +52,11 @@ def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, 
         times.set_ylim(len(stages) - 0.4, -0.6)
         figure.suptitle(_title(plan), x=0.01, ha="left", fontsize=12)
         figure.supxlabel("\n".join(_below(plan, len(stages), names)), x=0.01, ha="left", fontsize=9.5, color=MUTED)
-        svg = inline_svg(figure, "plan")
+        return standing_alone(inline_svg(figure, "plan"))
+
+
+def standing_alone(svg: str) -> str:
+    """An inline figure as a file of its own, with its colours."""
     opening, rest = svg.replace(' aria-hidden="true"', ' role="img"', 1).split(">", 1)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{opening}>{_COLOURS}{rest}\n'
 

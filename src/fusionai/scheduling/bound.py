@@ -5,142 +5,218 @@ compute and link times are within T and whose memory fits. Whoever is chosen, th
 model (likewise in blocks), and transit is at least the model's FLOPs poured over the fastest peers first. The same
 argument as the access-link certificate R <= (1/L) sum min(1/t_i, cap_i/net_i), for whole blocks and one pipeline.
 
-T takes finitely many values; they are grouped into intervals, bounded by the interval's small end for the period and
-its large end for W_i, so the bound holds for every T. Neighbours: `planner` prints the gap to it.
+T is looked at in intervals, bounded by the interval's small end for the period and its large end for W_i, so the bound
+holds for every T. Neighbours: `planner` prints the gap to it, `shortlist` takes whom it pours over, `bound_kernels` has
+the loops.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from fusionai.scheduling.pipeline import Pipeline
+import numpy as np
 
-_INTERVALS: Final = 256
+from fusionai.scheduling.bound_kernels import Floats, Ground, Integers, extremes, reaches
+from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.compiled import available, compiled
+from fusionai.scheduling.pipeline import Pipeline
+from fusionai.scheduling.types import Link, PeerProfile, Problem
+
+INTERVALS: Final = 400
+LARGE_INTERVALS: Final = 100
+"""From `LARGE` peers on."""
+LARGE: Final = 1000
+_SLACK: Final = 1 - 1e-12
+"""Sums in another order may differ in the last bits; the bound must not rise because of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a pipeline has besides its pool stages: rounds, the owner's loss stage, the cheapest hops."""
+
+    rounds: int
+    """Microbatches less one."""
+    period_s: float
+    transit_s: float
+    hop_s: float
+    """Least between two stages of the pool."""
+    last_hop_s: float
+    """Least to the owner's loss stage; 0.0 without one."""
 
 
 def step_time_bound_s(pipeline: Pipeline, most_stages: int, fewest_stages: int = 1) -> float:
     """Seconds below which no feasible pipeline of `fewest_stages`..`most_stages` pool stages can be; inf if none is."""
-    chain = pipeline.chain
-    capacities = [_Capacity(pipeline, peer) for peer in range(pipeline.owner)]
-    tail = pipeline.tail
-    total = chain.flops(0, chain.length)
-    hop_s, last_hop_s = _cheapest_hops(pipeline)
-    best = inf
-    hop_shares = [_hop_share_s(pipeline, peer) for peer in range(pipeline.owner)]
-    no_shares = [0.0] * pipeline.owner
-    floor_s = max(tail.period_s, _hardest_block_s(capacities, chain.length))
-    if floor_s == inf:
-        return inf
-    for low_s, high_s in _intervals(capacities, floor_s):
-        reach = [capacity.within(high_s) for capacity in capacities]
-        stages = _stages_needed(reach, total, chain.length)
-        if stages is None or stages > most_stages:
-            continue
-        stages = max(stages, fewest_stages)
-        poured_s = _pour_s(pipeline, reach, total, no_shares) + (stages - 1) * hop_s
-        poured_s = max(poured_s, _pour_s(pipeline, reach, total, hop_shares))
-        transit_s = tail.transit_s + last_hop_s + poured_s
-        best = min(best, (pipeline.microbatches - 1) * low_s + max(transit_s, low_s))
-    return best
+    problem, memory = pipeline.problem, pipeline.memory_bytes[: pipeline.owner]
+    ground = ground_of(problem, pipeline.chain, pipeline.peers, memory, loss_elsewhere=pipeline.loss is not None)
+    around = around_of(problem, pipeline.chain, pipeline.peers, pipeline.tail.period_s, pipeline.loss is not None)
+    return Bound(ground, around).step_s(most_stages, fewest_stages)
 
 
-class _Capacity:
-    """W_i and the block count within a period, as step functions."""
-
-    def __init__(self, pipeline: Pipeline, peer: int) -> None:
-        chain, length = pipeline.chain, pipeline.chain.length
-        links = pipeline.access_only(peer)
-        points: list[tuple[float, float, int]] = []
-        self.block_periods = [inf] * length
-        """For each block the least period of any range that contains it."""
-        for start in range(length):
-            for end in range(start + 1, length + 1):
-                if pipeline.held(peer, start, end) < 1:
-                    continue
-                period_s = pipeline.compute_s(peer, start, end)
-                if links:
-                    period_s = max(period_s, pipeline.access_s(peer, start, end))
-                points.append((period_s, chain.flops(start, end), end - start))
-                for block in range(start, end):
-                    if period_s < self.block_periods[block]:
-                        self.block_periods[block] = period_s
-        points.sort()
-        self.periods = [p for p, _, _ in points]
-        self._flops = list(accumulate((f for _, f, _ in points), max))
-        self._blocks = list(accumulate((n for _, _, n in points), max))
-
-    def within(self, period_s: float) -> tuple[float, int]:
-        index = bisect_right(self.periods, period_s) - 1
-        return (0.0, 0) if index < 0 else (self._flops[index], self._blocks[index])
-
-
-def _hardest_block_s(capacities: list[_Capacity], length: int) -> float:
-    """Somebody must hold each block: the last one, for instance, may have much to send."""
-    return max(min(capacity.block_periods[block] for capacity in capacities) for block in range(length))
-
-
-def _intervals(capacities: list[_Capacity], floor_s: float) -> list[tuple[float, float]]:
-    values = sorted({max(p, floor_s) for capacity in capacities for p in capacity.periods})
-    width = max(1, -(-len(values) // _INTERVALS))
-    return [(values[i], values[min(i + width, len(values)) - 1]) for i in range(0, len(values), width)]
-
-
-def _stages_needed(reach: list[tuple[float, int]], total: float, length: int) -> int | None:
-    """Fewest peers whose reach adds up to the model, None if all of them don't."""
-    by_flops = accumulate(sorted((f for f, _ in reach), reverse=True))
-    by_blocks = accumulate(sorted((n for _, n in reach), reverse=True))
-    # Sums in another order may differ in the last bits; the bound must not rise because of that.
-    slack = total * (1 - 1e-12)
-    for count, (flops, blocks) in enumerate(zip(by_flops, by_blocks, strict=True), start=1):
-        if flops >= slack and blocks >= length:
-            return count
-    return None
-
-
-def _pour_s(pipeline: Pipeline, reach: list[tuple[float, int]], total: float, hop_shares: list[float]) -> float:
-    """Least transit of the model's FLOPs, each peer taking at most its reach: compute, and hops in proportion to use.
-
-    A used peer pays its share of two hops; using a fraction of its reach pays that fraction here, so this is a
-    fractional knapsack, filled best first. The chain's two ends have one hop less, so as much as two shares is not
-    owed. Peers with poor links would make that discount large: shares are capped, and the best cap counts.
-    """
-    best_s = 0.0
-    ranked = sorted(hop_shares)
-    for cap_s in {0.0, *(ranked[len(ranked) * part // 4] for part in range(4)), ranked[-1]}:
-        rates = sorted(
-            (1 / pipeline.speed[peer] + min(share_s, cap_s) / flops, flops)
-            for peer, ((flops, _), share_s) in enumerate(zip(reach, hop_shares, strict=True))
-            if flops > 0
-        )
-        seconds, left = -2 * cap_s, total * (1 - 1e-12)
-        for rate, flops in rates:
-            seconds += min(flops, left) * rate
-            left -= min(flops, left)
-        best_s = max(best_s, seconds)
-    return best_s
-
-
-def _hop_share_s(pipeline: Pipeline, peer: int) -> float:
-    """What a stage between two others adds to transit by its own uplink and latency, 0.0 if it has special links."""
-    chain = pipeline.chain
-    if chain.length < 2 or not pipeline.access_only(peer):
-        return 0.0
-    profile = pipeline.peers[peer]
-    inner = range(1, chain.length)
-    sent = min(chain.forward_bytes[cut] for cut in inner) + min(chain.gradient_bytes[cut] for cut in inner)
-    latency_s = profile.uplink.latency_s + profile.downlink.latency_s
-    return sent / profile.uplink.bandwidth_bytes_per_s + 2 * latency_s
-
-
-def _cheapest_hops(pipeline: Pipeline) -> tuple[float, float]:
-    """Least time of a hop between two pool stages, and of the hop to the owner's loss stage (0.0 without one)."""
-    chain, peers = pipeline.chain, range(pipeline.owner)
-    inner = min(
-        (pipeline.hop_s(i, j, c) for c in range(1, chain.length) for i in peers for j in peers if i != j), default=0.0
+def ground_of(
+    problem: Problem, chain: Chain, peers: Sequence[PeerProfile], memory_bytes: Sequence[float], *, loss_elsewhere: bool
+) -> Ground:
+    length = chain.length
+    forward, gradient = np.array(chain.forward_bytes), np.array(chain.gradient_bytes)
+    if not loss_elsewhere:
+        forward[length] = gradient[length] = 0.0
+    index = {peer.peer: number for number, peer in enumerate(peers)}
+    special = {end for key in problem.links for end in key.split(">")}
+    # On the owner's own machine the loss stage is next door.
+    special |= {problem.owner.peer} if problem.owner is not None else set()
+    needed = [
+        [chain.resident_bytes(a, b) + chain.in_flight_bytes(a, b) if a < b else 0.0 for b in range(length + 1)]
+        for a in range(length)
+    ]
+    return Ground(
+        work=np.array([chain.flops(0, end) for end in range(length + 1)]),
+        forward_bytes=forward,
+        gradient_bytes=gradient,
+        # `Pipeline.held` divides where this adds up.
+        needed_bytes=np.array(needed) * _SLACK,
+        speed=np.array([peer.effective_flops_per_s for peer in peers]),
+        memory_bytes=np.array(memory_bytes, dtype=np.float64),
+        up=np.array([peer.uplink.bandwidth_bytes_per_s for peer in peers]),
+        down=np.array([peer.downlink.bandwidth_bytes_per_s for peer in peers]),
+        latency_s=np.array([peer.uplink.latency_s + peer.downlink.latency_s for peer in peers]),
+        plain=np.array([peer.peer not in special for peer in peers], dtype=np.bool_),
+        pinned=np.array([index.get(problem.pinned.get(b.block, ""), -1) for b in chain.blocks], dtype=np.int64),
+        pins=len(problem.pinned),
     )
-    if pipeline.loss is None:
-        return inner, 0.0
-    return inner, min(pipeline.hop_s(i, pipeline.owner, chain.length) for i in peers)
+
+
+def around_of(
+    problem: Problem, chain: Chain, peers: Sequence[PeerProfile], tail_s: float, loss_elsewhere: bool
+) -> Around:
+    """`tail_s`: of the owner's loss stage, 0.0 without one."""
+    inner = [chain.forward_bytes[c] + chain.gradient_bytes[c] for c in range(1, chain.length)]
+    hop_s = 0.0
+    if inner and len(peers) > 1:
+        widest, latency_s = _best_hop(peers, peers, problem.links)
+        hop_s = min(inner) / widest + 2 * latency_s
+    last_hop_s = 0.0
+    owner = problem.owner
+    if loss_elsewhere and owner is not None and all(peer.peer != owner.peer for peer in peers):
+        there, back = _best_hop(peers, [owner], problem.links), _best_hop([owner], peers, problem.links)
+        last_hop_s = chain.forward_bytes[chain.length] / there[0] + there[1]
+        last_hop_s += chain.gradient_bytes[chain.length] / back[0] + back[1]
+    return Around(problem.microbatches - 1, tail_s, tail_s, hop_s, last_hop_s)
+
+
+class Bound:
+    """Computed once for a pool; asked for several limits on stages."""
+
+    def __init__(self, ground: Ground, around: Around) -> None:
+        self.ground = ground
+        self.around = around
+        least, longest = compiled(extremes)(ground) if _worth_it(ground) else extremes(ground)
+        self.floor_s = max(float(least.max()), around.period_s)
+        """Somebody must hold each block: the last one, for instance, may have much to send."""
+        self._periods = np.zeros(0)
+        if self.floor_s < inf:
+            count = LARGE_INTERVALS if len(ground.speed) >= LARGE else INTERVALS
+            top_s = max(longest, self.floor_s)
+            if top_s > 0:
+                grid = np.geomspace(max(self.floor_s, top_s * 1e-6), top_s, count)
+                self._periods = np.concatenate([[self.floor_s], np.minimum(grid, top_s)[:-1], [top_s]])
+            else:
+                self._periods = np.zeros(1)
+            run = compiled(reaches) if _worth_it(ground) else reaches
+            self._flops, self._blocks = run(ground, self._periods)
+            self._shares_s = self._hop_shares_s()
+
+    def step_s(self, most_stages: int, fewest_stages: int = 1) -> float:
+        """Seconds below which no pipeline is; inf if there is none."""
+        return min((step_s for step_s, _, _ in self._floors(most_stages, fewest_stages)), default=inf)
+
+    def suited(self, most_stages: int, count: int) -> list[int]:
+        """Of the peers, those that hold most within the periods that look best: `count` for the best of them, or twice
+        the stages it takes."""
+        floors = sorted(self._floors(most_stages, 1))[:3]
+        chosen: dict[int, None] = {}
+        for _, place, stages in floors:
+            reach = self._flops[:, place]
+            ranked = np.lexsort((self._shares_s, -reach))
+            chosen |= dict.fromkeys(int(peer) for peer in ranked[: max(count, 2 * stages)] if reach[peer] > 0)
+        return list(chosen)
+
+    def _floors(self, most_stages: int, fewest_stages: int) -> list[tuple[float, int, int]]:
+        """For each interval of periods: seconds, its place, fewest stages."""
+        around = self.around
+        length = len(self.ground.pinned)
+        total = float(self.ground.work[length])
+        found: list[tuple[float, int, int]] = []
+        best = inf
+        for place in range(len(self._periods)):
+            low_s = float(self._periods[max(place - 1, 0)])
+            if around.rounds * low_s + max(around.transit_s, low_s) >= best:
+                break
+            stages = _stages_needed(self._flops[:, place], self._blocks[:, place], total, length)
+            if stages is None or stages > most_stages:
+                continue
+            used = max(stages, fewest_stages)
+            poured_s = self._pour_s(place, 0.0) + (used - 1) * around.hop_s
+            for cap_s in np.quantile(self._shares_s, (0.0, 0.25, 0.5, 0.75, 1.0)):
+                if cap_s > 0:
+                    poured_s = max(poured_s, self._pour_s(place, float(cap_s)))
+            transit_s = around.transit_s + around.last_hop_s + poured_s
+            step_s = around.rounds * low_s + max(transit_s, low_s)
+            best = min(best, step_s)
+            found.append((step_s, place, stages))
+        return found
+
+    def _pour_s(self, place: int, cap_s: float) -> float:
+        """Least transit of the model's FLOPs, each peer taking at most its reach: compute, and hops in proportion to
+        use.
+
+        A used peer pays its share of two hops; using a fraction of its reach pays that fraction here, so this is a
+        fractional knapsack, filled best first. The chain's two ends have one hop less, so as much as two shares is not
+        owed. Peers with poor links would make that discount large: shares are capped, and the best cap counts.
+        """
+        flops = self._flops[:, place]
+        useful = flops > 0
+        flops = flops[useful]
+        rates = 1 / self.ground.speed[useful] + np.minimum(self._shares_s[useful], cap_s) / flops
+        order = np.argsort(rates, kind="stable")
+        filled = np.minimum(np.cumsum(flops[order]), self.ground.work[-1] * _SLACK)
+        return float((np.diff(filled, prepend=0.0) * rates[order]).sum()) * _SLACK - 2 * cap_s
+
+    def _hop_shares_s(self) -> Floats:
+        """[N]: what a stage between two others adds to transit by its own uplink and latency; 0.0 for special links."""
+        ground = self.ground
+        inner = slice(1, len(ground.pinned))
+        if len(ground.pinned) < 2:
+            return np.zeros(len(ground.speed))
+        sent = float(ground.forward_bytes[inner].min() + ground.gradient_bytes[inner].min())
+        return np.where(ground.plain, sent / ground.up + 2 * ground.latency_s, 0.0)
+
+
+def _worth_it(ground: Ground) -> bool:
+    """Small pools end sooner than compiled loops are loaded."""
+    peers, length = len(ground.speed), len(ground.pinned)
+    return available() and peers * length * length > 40_000
+
+
+def _stages_needed(flops: Floats, blocks: Integers, total: float, length: int) -> int | None:
+    """Fewest peers whose reach adds up to the model, None if all of them don't."""
+    by_flops = np.cumsum(np.sort(flops)[::-1])
+    by_blocks = np.cumsum(np.sort(blocks)[::-1])
+    enough = (by_flops >= total * _SLACK) & (by_blocks >= length)
+    return int(np.argmax(enough)) + 1 if enough[-1] else None
+
+
+def _best_hop(
+    senders: Sequence[PeerProfile], receivers: Sequence[PeerProfile], links: Mapping[str, Link]
+) -> tuple[float, float]:
+    """No hop between them is wider or shorter than this: bytes per second, seconds."""
+    widest = min(
+        max(peer.uplink.bandwidth_bytes_per_s for peer in senders),
+        max(peer.downlink.bandwidth_bytes_per_s for peer in receivers),
+    )
+    latency_s = min(p.uplink.latency_s for p in senders) + min(p.downlink.latency_s for p in receivers)
+    return (
+        max([widest, *(link.bandwidth_bytes_per_s for link in links.values())]),
+        min([latency_s, *(link.latency_s for link in links.values())]),
+    )

@@ -1,9 +1,10 @@
-"""The exact search over chains of stages, on arrays. Decides which pipeline has the shortest step; knows no names.
+"""Searches over chains of stages, on arrays: exact (`grow`), and at random with noise that dies down (`anneal`).
+Decides which pipeline has the shortest step; knows no names.
 
 The costs are those of `pipeline.Pipeline.extend`, operation by operation, so that both give the same bits. Runs as it
-stands or compiled (`compiled`): nothing here but loops over numbers. `search` explains the method and calls `grow`.
+stands or compiled (`compiled`): nothing here but loops over numbers. Random numbers come from a seed.
 
-Neighbours: `pipeline` (the formulas), `search` (fills `Tables`, reads the result).
+Neighbours: `pipeline` (the formulas), `search` (fills `Tables`, calls `grow`), `annealing` (calls `fill`, `anneal`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+
+_MODULUS = 2147483647
+_FACTOR = 48271
 
 
 class Tables(NamedTuple):
@@ -307,3 +311,219 @@ def ones(mask: int) -> int:
         mask &= mask - 1
         count += 1
     return count
+
+
+def step_s(
+    tables: Tables,
+    tail: tuple[int, int, float, float, float, float],
+    microbatches: int,
+    tail_stages: int,
+    order: Integers,
+    cuts: Integers,
+    count: int,
+    limit_s: float,
+) -> float:
+    """Of the pipeline of `order[k]` holding [cuts[k], cuts[k + 1]) for k < count before `tail`; inf if it doesn't fit
+    or takes `limit_s` or longer."""
+    suffix = tail
+    for place in range(count - 1, -1, -1):
+        start: int = cuts[place]
+        peer: int = order[place]
+        stages = tail_stages + count - 1 - place
+        held, period_s, transit_s, up_s, down_s = extend(tables, microbatches, stages, suffix, peer, start)
+        if held < 0 or (microbatches - 1) * period_s + transit_s >= limit_s:
+            return np.inf
+        suffix = (start, peer, period_s, transit_s, up_s, down_s)
+    return (microbatches - 1) * suffix[2] + suffix[3]
+
+
+def fill(
+    tables: Tables,
+    tail: tuple[int, int, float, float, float, float],
+    microbatches: int,
+    tail_stages: int,
+    ranked: Integers,
+    period_s: float,
+    most: int,
+    order: Integers,
+    cuts: Integers,
+) -> int:
+    """Stages of at most `period_s`, the last first, by the peers as they are ranked, each as long as it can be; into
+    `order` and `cuts`. Returns how many; 0 if they end before the first block."""
+    suffix = tail
+    count = 0
+    for place in range(ranked.shape[0]):
+        if suffix[0] == 0 or count == most:
+            break
+        peer: int = ranked[place]
+        # From the longest stage the period allows to the shortest, until one fits.
+        for start in range(suffix[0]):
+            if tables.flops[start, suffix[0]] / tables.speed[peer] > period_s:
+                continue
+            held, slowest_s, transit_s, up_s, down_s = extend(
+                tables, microbatches, tail_stages + count, suffix, peer, start
+            )
+            if held >= 0 and slowest_s <= max(period_s, suffix[2]):
+                suffix = (start, peer, slowest_s, transit_s, up_s, down_s)
+                order[count] = peer
+                cuts[count] = start
+                count += 1
+                break
+    if suffix[0] > 0:
+        return 0
+    order[:count] = order[:count][::-1].copy()
+    cuts[:count] = cuts[:count][::-1].copy()
+    cuts[count] = tail[0]
+    return count
+
+
+def anneal(
+    tables: Tables,
+    tail: tuple[int, int, float, float, float, float],
+    microbatches: int,
+    tail_stages: int,
+    fewest: int,
+    most: int,
+    required: npt.NDArray[np.bool_],
+    order: Integers,
+    cuts: Integers,
+    count: int,
+    rounds: int,
+    heat: float,
+    seed: int,
+) -> tuple[int, float]:
+    """Change the pipeline at random, `rounds` times: cuts move, stages change places or peers, come and go. What is no
+    slower is kept, and at first also what is slower by about `heat` of a step.
+
+    Leaves the fastest pipeline seen in `order` [P] and `cuts` [P + 1]; returns its stages and seconds.
+    """
+    peers = tables.busy_s.shape[0]
+    length = tables.flops.shape[0]
+    now_s = step_s(tables, tail, microbatches, tail_stages, order, cuts, count, np.inf)
+    best_s = now_s
+    best_count = count
+    best_order = order.copy()
+    best_cuts = cuts.copy()
+    # All peers: those of the pipeline first, in its order; behind them whoever is free.
+    line = np.zeros(peers, dtype=np.int64)
+    line[:count] = order[:count]
+    place = count
+    for peer in range(peers):
+        free = True
+        for used in range(count):
+            if order[used] == peer:
+                free = False
+        if free:
+            line[place] = peer
+            place += 1
+    bounds = cuts.copy()
+    old_line = line.copy()
+    old_bounds = bounds.copy()
+    state = seed % (_MODULUS - 1) + 1
+    for step in range(rounds):
+        old_count = count
+        old_line[:] = line
+        old_bounds[:] = bounds
+        state = state * _FACTOR % _MODULUS
+        move = state % 8
+        state = state * _FACTOR % _MODULUS
+        one = state % count
+        state = state * _FACTOR % _MODULUS
+        other = state % count
+        state = state * _FACTOR % _MODULUS
+        draw = state
+        if move <= 2:
+            # A block or two from one stage to another: every cut between them moves.
+            first, last = min(one, other), max(one, other)
+            if move == 0:
+                last = min(first + 1, count - 1)
+            shift = (1 + draw // 2 % 2) * (1 if draw % 2 else -1)
+            for cut in range(first + 1, last + 1):
+                bounds[cut] += shift
+        elif move == 3:
+            # Two stages change places; every other time their lengths go along.
+            line[one], line[other] = line[other], line[one]
+            if draw % 2:
+                first, last = min(one, other), max(one, other)
+                shift = (bounds[last + 1] - bounds[last]) - (bounds[first + 1] - bounds[first])
+                for cut in range(first + 1, last + 1):
+                    bounds[cut] += shift
+        elif move == 4:
+            # A stage goes elsewhere with its length.
+            peer = line[one]
+            while one < other:
+                line[one] = line[one + 1]
+                bounds[one + 1] = bounds[one] + bounds[one + 2] - bounds[one + 1]
+                one += 1
+            while one > other:
+                line[one] = line[one - 1]
+                bounds[one] = bounds[one + 1] - (bounds[one] - bounds[one - 1])
+                one -= 1
+            line[one] = peer
+        elif move == 5:
+            # Another peer for a stage.
+            if count == peers:
+                continue
+            free_at = count + draw % (peers - count)
+            line[one], line[free_at] = line[free_at], line[one]
+        elif move == 6:
+            # One stage fewer: its blocks go to both neighbours.
+            if count <= max(fewest, 1) or count == 1:
+                continue
+            size = bounds[one + 1] - bounds[one]
+            cut = bounds[one] + draw % (size + 1)
+            if one == 0:
+                cut = bounds[0]
+            elif one == count - 1:
+                cut = bounds[count]
+            peer = line[one]
+            for behind in range(one, count - 1):
+                line[behind] = line[behind + 1]
+            line[count - 1] = peer
+            bounds[one] = cut
+            for behind in range(one + 1, count):
+                bounds[behind] = bounds[behind + 1]
+            count -= 1
+        else:
+            # One stage more: somebody free takes part of a stage, before or after it.
+            size = bounds[one + 1] - bounds[one]
+            if count >= most or count == peers or size < 2:
+                continue
+            free_at = count + draw % (peers - count)
+            peer = line[free_at]
+            line[free_at] = line[count]
+            cut = bounds[one] + 1 + draw // 2 % (size - 1)
+            at = one + draw % 2
+            for behind in range(count, at, -1):
+                line[behind] = line[behind - 1]
+            line[at] = peer
+            for behind in range(count, one, -1):
+                bounds[behind + 1] = bounds[behind]
+            bounds[one + 1] = cut
+            count += 1
+        sound = True
+        for cut in range(count):
+            if bounds[cut] >= bounds[cut + 1] or bounds[cut + 1] > length:
+                sound = False
+        for behind in range(count, peers):
+            if required[line[behind]]:
+                sound = False
+        state = state * _FACTOR % _MODULUS
+        allowed_s = now_s * (1.0 - heat * (1.0 - step / rounds) * np.log((state + 1) / (_MODULUS + 1)))
+        then_s = np.inf
+        if sound:
+            then_s = step_s(tables, tail, microbatches, tail_stages, line, bounds, count, allowed_s)
+        if then_s < allowed_s:
+            now_s = then_s
+            if now_s < best_s:
+                best_s = now_s
+                best_count = count
+                best_order[:count] = line[:count]
+                best_cuts[: count + 1] = bounds[: count + 1]
+        else:
+            count = old_count
+            line[:] = old_line
+            bounds[:] = old_bounds
+    order[:best_count] = best_order[:best_count]
+    cuts[: best_count + 1] = best_cuts[: best_count + 1]
+    return best_count, best_s

@@ -17,7 +17,7 @@ Neighbours: `chain` (costs of ranges), `links` (hops), `search` and `improvement
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, floor
 from typing import Final, NamedTuple
 
@@ -54,13 +54,19 @@ LOSS_IN_FLIGHT: Final = 2
 """What the last stage needs: one microbatch in work, one waiting."""
 
 
+def fastest_first(peers: Iterable[PeerProfile]) -> list[PeerProfile]:
+    """An order that does not depend on how they were listed."""
+    return sorted(peers, key=lambda p: (-p.effective_flops_per_s, p.peer))
+
+
 class Pipeline:
     """Problem restricted to usable peers, in an order that does not depend on how they were listed."""
 
     def __init__(self, problem: Problem, peers: Sequence[PeerProfile], loss_at_owner: bool) -> None:
         owner = problem.owner
+        self.problem = problem
         self.microbatches = problem.microbatches
-        self.peers = sorted(peers, key=lambda p: (-p.effective_flops_per_s, p.peer))
+        self.peers = fastest_first(peers)
         self.owner = len(self.peers)
         self.everyone = [*self.peers, *([] if owner is None else [owner])]
         everyone = self.everyone
@@ -139,6 +145,15 @@ class Pipeline:
         if free < 0 or not self._pins.allow(peer, start, end):
             return -1
         return self.microbatches if flight * self.microbatches <= free else floor(free / flight)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether any block must lie with a certain peer."""
+        return bool(self._pins.peers)
+
+    def allowed(self, peer: int, start: int, end: int) -> bool:
+        """Whether no pin is in the way."""
+        return self._pins.allow(peer, start, end)
 
     def in_flight(self, stage: Suffix, period_s: float) -> int:
         downstream_s = stage.transit_s - stage.compute_s

@@ -5,11 +5,11 @@ Neighbours: `planner` calls it last, `pipeline` has the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fusionai.primitives.units import format_seconds
-from fusionai.scheduling.pipeline import EMPTY_HEAD, Pipeline, Suffix
-from fusionai.scheduling.types import Certificate, Excluded, Plan, Problem, StagePlacement
+from fusionai.scheduling.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
+from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
 
 
 def written_out(
@@ -22,8 +22,9 @@ def written_out(
     single_peer_tokens_per_s: float | None,
     refused: tuple[Excluded, ...],
     warnings: tuple[str, ...],
+    usable: Sequence[PeerProfile],
 ) -> Plan:
-    """The immutable plan of `best`, every field filled."""
+    """The immutable plan of `best`, every field filled. `usable`: all that may be used; who isn't stands by."""
     stages = tuple(_stages(pipeline, best, feed_at_owner))
     # The owner's machine, where it lends itself too, can stand by although it takes the loss.
     used = {stage.peer for stage in stages if "stage" in stage.roles}
@@ -33,7 +34,7 @@ def written_out(
         graph_hash=problem.graph_hash,
         stages=stages,
         feed=_owner_id(pipeline) if feed_at_owner else stages[0].peer,
-        spares=tuple(peer.peer for peer in pipeline.peers if peer.peer not in used),
+        spares=tuple(peer.peer for peer in fastest_first(usable) if peer.peer not in used),
         microbatches=problem.microbatches,
         step_time_s=step_s,
         tokens_per_s=problem.microbatches * problem.microbatch_tokens / step_s,

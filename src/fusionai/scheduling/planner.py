@@ -1,8 +1,9 @@
 """`plan(problem) -> Plan`: pure and deterministic. Decides which peer holds which blocks; starts nothing.
 
-Small pools are searched exactly (`search`), larger ones heuristically (`improvement`) with a proven bound (`bound`);
-the plan says which, and how far from the bound it can be. The same problem gives the same plan, in whatever order its
-peers are listed. One replica and one stage per peer.
+Small pools are searched exactly (`search`), larger ones heuristically (`annealing`) with a proven bound (`bound`); of
+very large ones only peers that can matter are looked at (`shortlist`), while the bound counts everybody. The plan says
+which, and how far from the bound it can be. The same problem gives the same plan, in whatever order its peers are
+listed. One replica and one stage per peer: `many_holders` says what more of them would bring.
 
 Neighbours: `serving` plans for generation. `eligibility` (who may be used), `pipeline` (what a step costs), `alone`
 (one machine instead), `placement` (the plan written out), `guards` (which spare guards which stage), `infeasible` (why
@@ -11,13 +12,15 @@ there is none).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.alone import fastest_alone
-from fusionai.scheduling.bound import step_time_bound_s
+from fusionai.scheduling.annealing import annealed
+from fusionai.scheduling.bound import Bound, step_time_bound_s
 from fusionai.scheduling.chain import Chain, check_blocks
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
@@ -29,6 +32,7 @@ from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.placement import pool_name, written_out
 from fusionai.scheduling.search import Limits, search
 from fusionai.scheduling.serving import serving_plan
+from fusionai.scheduling.shortlist import shortlist
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
 
 EXACT_PEERS: Final = 12
@@ -39,7 +43,6 @@ SEARCH_BUDGET: Final = 8_000_000
 HOPEFUL_BUDGET: Final = 2_000_000
 START_BUDGET: Final = 2_000
 """Of local search where the exact search comes after it."""
-IMPROVEMENT_BUDGET: Final = 40_000
 
 
 def plan(problem: Problem) -> Plan:
@@ -59,9 +62,11 @@ def plan(problem: Problem) -> Plan:
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
         )
-    pipeline = Pipeline(problem, usable, loss_at_owner)
-    limits = _limits(problem, pipeline)
-    solved = _solve(problem, pipeline, limits)
+    limits_of_all = _limits(problem, usable, chain.length)
+    listed, bound = shortlist(problem, chain, usable, limits_of_all.most, loss_elsewhere=loss_at_owner)
+    pipeline = Pipeline(problem, listed, loss_at_owner)
+    limits = _limits_among(problem, pipeline, limits_of_all)
+    solved = _solve(problem, pipeline, limits, bound)
     warnings = _warnings(problem, pipeline, limits, solved)
     alone = fastest_alone(problem, _machines(problem, usable))
     if alone is not None:
@@ -81,6 +86,7 @@ def plan(problem: Problem) -> Plan:
         single_peer_tokens_per_s=None if alone is None else alone.tokens_per_s,
         refused=tuple(refused),
         warnings=tuple(warnings),
+        usable=usable,
     )
     return with_guards(placed, problem)
 
@@ -91,18 +97,20 @@ class _Solved:
     certificate: Certificate
 
 
-def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved:
+def _solve(problem: Problem, pipeline: Pipeline, limits: Limits, bound: Bound | None) -> _Solved:
     searched = pipeline.owner <= HOPEFUL_PEERS
-    known, explored = improve(pipeline, limits, budget=START_BUDGET if searched else IMPROVEMENT_BUDGET)
-    known = _faster(pipeline, _incumbent(problem, pipeline, limits), known)
+    known = _incumbent(problem, pipeline, limits)
+    explored = 0
     tokens = problem.microbatches * problem.microbatch_tokens
     if searched:
-        found = search(pipeline, limits, known=known, budget=_budget(pipeline))
+        improved, explored = improve(pipeline, limits, budget=START_BUDGET)
+        found = search(pipeline, limits, known=_faster(pipeline, known, improved), budget=_budget(pipeline))
         explored += found.explored
+        known = found.best
         if found.complete:
-            if found.best is None:
+            if known is None:
                 raise infeasible(problem, pipeline, limits, proven=True)
-            speed = tokens / pipeline.step_s(found.best)
+            speed = tokens / pipeline.step_s(known)
             certificate = Certificate(
                 method="exact search over peers, order and cuts",
                 exact=True,
@@ -110,20 +118,24 @@ def _solve(problem: Problem, pipeline: Pipeline, limits: Limits) -> _Solved:
                 optimality_gap=0.0,
                 explored=explored,
             )
-            return _Solved(found.best, certificate)
-        improved, tried = improve(pipeline, limits, budget=IMPROVEMENT_BUDGET)
-        known = _faster(pipeline, found.best, improved)
-        explored += tried
+            return _Solved(known, certificate)
+    known, tried = annealed(pipeline, limits, known=known)
     if known is None:
         raise infeasible(problem, pipeline, limits, proven=False)
     speed = tokens / pipeline.step_s(known)
-    bound = max(tokens / step_time_bound_s(pipeline, limits.most, limits.fewest), speed)
+    # A shortlist was drawn up with the bound of all peers; one of those listed would prove nothing about the others.
+    least_s = (
+        step_time_bound_s(pipeline, limits.most, limits.fewest)
+        if bound is None
+        else bound.step_s(limits.most, limits.fewest)
+    )
+    bound_per_s = max(tokens / least_s, speed)
     certificate = Certificate(
-        method="local search, capacity bound",
+        method="annealing, capacity bound",
         exact=False,
-        bound_tokens_per_s=bound,
-        optimality_gap=bound / speed - 1,
-        explored=explored,
+        bound_tokens_per_s=bound_per_s,
+        optimality_gap=bound_per_s / speed - 1,
+        explored=explored + tried,
     )
     return _Solved(known, certificate)
 
@@ -168,10 +180,11 @@ def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Sol
     fewer = Limits(fewest=max(1, limits.required.bit_count()), most=problem.stages - 1, required=limits.required)
     if fewer.most < fewer.fewest:
         return []
-    searched = pipeline.owner <= HOPEFUL_PEERS
-    known, _ = improve(pipeline, fewer, budget=START_BUDGET if searched else IMPROVEMENT_BUDGET)
-    if searched:
+    if pipeline.owner <= HOPEFUL_PEERS:
+        known, _ = improve(pipeline, fewer, budget=START_BUDGET)
         known = search(pipeline, fewer, known=known, budget=_budget(pipeline)).best
+    else:
+        known, _ = annealed(pipeline, fewer)
     if known is None or pipeline.step_s(known) >= pipeline.step_s(solved.best):
         return []
     count = sum(1 for _ in pipeline.pool_stages(known))
@@ -183,13 +196,12 @@ def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Sol
     ]
 
 
-def _limits(problem: Problem, pipeline: Pipeline) -> Limits:
-    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
-    required = sum(1 << index[name] for name in must_use(problem))
-    usable, blocks = pipeline.owner, pipeline.chain.length
+def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> Limits:
+    """Without the mask of required peers, which depends on who is listed."""
+    usable, required = len(peers), len(must_use(problem))
     reserved = problem.spares_wanted or 0
     most = min(usable - reserved, blocks)
-    wanted = problem.stages or max(1, required.bit_count())
+    wanted = problem.stages or max(1, required)
     if most < wanted:
         if wanted > blocks:
             raise PlanError(
@@ -201,12 +213,18 @@ def _limits(problem: Problem, pipeline: Pipeline) -> Limits:
             f"{wanted} stages need {wanted} peers{spare}, but {usable} of {len(problem.peers)} peers can be used.",
             hint="Ask for fewer stages or spares, or let more peers join.",
         )
-    if problem.stages is not None and required.bit_count() > problem.stages:
+    if problem.stages is not None and required > problem.stages:
         raise PlanError(
-            f"{required.bit_count()} peers are required, but only {problem.stages} stages were asked for.",
+            f"{required} peers are required, but only {problem.stages} stages were asked for.",
             hint="Require fewer peers or ask for more stages.",
         )
-    return Limits(fewest=wanted, most=problem.stages or most, required=required)
+    return Limits(fewest=wanted, most=problem.stages or most)
+
+
+def _limits_among(problem: Problem, pipeline: Pipeline, limits: Limits) -> Limits:
+    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
+    required = sum(1 << index[name] for name in must_use(problem))
+    return Limits(fewest=limits.fewest, most=min(limits.most, pipeline.owner), required=required)
 
 
 def _place(problem: Problem, role: str) -> str:
@@ -225,7 +243,8 @@ def _check(problem: Problem) -> None:
     check_names(problem)
     if problem.replicas != 1:
         raise PlanError(
-            f"expected 1 replica, got {problem.replicas}.", hint="Plans with several replicas don't exist yet."
+            f"expected 1 replica, got {problem.replicas}.",
+            hint="A job runs one chain of stages; `fusion plan` says what several holders of each block would bring.",
         )
     if problem.microbatches < 1 or problem.microbatch_tokens < 1:
         raise PlanError(

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.chain_kernels import Labels, Tables, grow
+from fusionai.scheduling.chain_kernels import Floats, Integers, Labels, Tables, grow
 from fusionai.scheduling.compiled import available, compiled
 from fusionai.scheduling.pipeline import Pipeline, Suffix
 
@@ -69,21 +69,17 @@ def chain_tables(pipeline: Pipeline, required: int = 0) -> Tables:
     length = chain.length
     machines = len(pipeline.speed)
     hops = [[pipeline.hop(i, j) for j in range(machines)] for i in range(machines)]
-    inner = (pipeline.hop_s(i, j, c) for c in range(1, length) for i in range(peers) for j in range(peers) if i != j)
+    bandwidth = np.array([[hop.bandwidth_bytes_per_s for hop in row] for row in hops])
+    latency_s = np.array([[hop.latency_s for hop in row] for row in hops])
+    no_twins = [0] * peers
     memory_bytes = np.array(pipeline.memory_bytes[:peers])
     return Tables(
         flops=np.array([[chain.flops(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)]),
-        held=np.array(
-            [
-                [[pipeline.held(p, a, b) if a < b else -1 for b in range(length + 1)] for a in range(length)]
-                for p in range(peers)
-            ],
-            dtype=np.int64,
-        ),
+        held=_held(pipeline),
         speed=np.array(pipeline.speed),
         busy_s=np.array([pipeline.busy_s(peer) for peer in range(peers)]),
-        bandwidth=np.array([[hop.bandwidth_bytes_per_s for hop in row] for row in hops]),
-        latency_s=np.array([[hop.latency_s for hop in row] for row in hops]),
+        bandwidth=bandwidth,
+        latency_s=latency_s,
         shared=np.array([[hop.shared for hop in row] for row in hops]),
         up=np.array([p.uplink.bandwidth_bytes_per_s for p in pipeline.everyone]),
         down=np.array([p.downlink.bandwidth_bytes_per_s for p in pipeline.everyone]),
@@ -92,9 +88,38 @@ def chain_tables(pipeline: Pipeline, required: int = 0) -> Tables:
         resident_bytes=np.array([0.0, *pipeline.resident[0][1:]]),
         memory_bytes=memory_bytes,
         roomiest=np.argsort(-memory_bytes, kind="stable").astype(np.int64),
-        twins=np.array(twins(pipeline, required), dtype=np.int64),
-        hop_s=min(inner, default=0.0),
+        twins=np.array(twins(pipeline, required) if peers <= MOST_PEERS else no_twins, dtype=np.int64),
+        hop_s=_cheapest_hop_s(pipeline, bandwidth[:peers, :peers], latency_s[:peers, :peers]),
     )
+
+
+def _held(pipeline: Pipeline) -> Integers:
+    """[P, L, L + 1]: as `Pipeline.held`, all at once."""
+    length = pipeline.chain.length
+    rounds = pipeline.microbatches
+    resident, flight = np.array(pipeline.resident), np.array(pipeline.flight)
+    free = np.array(pipeline.memory_bytes[: pipeline.owner])[:, None, None] - resident
+    few = np.floor(free / np.where(flight > 0, flight, 1.0))
+    held = np.where(flight * rounds <= free, float(rounds), few)
+    held = np.where((free < 0) | np.tri(length, length + 1, dtype=np.bool_), -1.0, held).astype(np.int64)
+    if pipeline.pinned:
+        for peer in range(pipeline.owner):
+            for start in range(length):
+                for end in range(start + 1, length + 1):
+                    if not pipeline.allowed(peer, start, end):
+                        held[peer, start, end] = -1
+    return held
+
+
+def _cheapest_hop_s(pipeline: Pipeline, bandwidth: Floats, latency_s: Floats) -> float:
+    """Of all inner cuts between any two peers; 0.0 where there are none."""
+    chain, peers = pipeline.chain, pipeline.owner
+    if peers < 2 or chain.length < 2:
+        return 0.0
+    others = ~np.eye(peers, dtype=np.bool_)
+    both_s = (latency_s + latency_s.T)[others]
+    inner = (chain.forward_bytes[c] / bandwidth + chain.gradient_bytes[c] / bandwidth.T for c in range(1, chain.length))
+    return min(float((transfer_s[others] + both_s).min()) for transfer_s in inner)
 
 
 def twins(pipeline: Pipeline, required: int) -> list[int]:

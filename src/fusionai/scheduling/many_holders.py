@@ -1,0 +1,157 @@
+"""What several holders of each block would bring over the one chain of a plan. Decides whether that is worth a word.
+
+The layout is `coverage`'s: every peer with its own interval. Beside its throughput in the long run stands what a step
+of the job's microbatches would take, by the formula of a chain that counts what many holders cost:
+
+    step = (M - 1) / rate + trip + exchange
+    trip      one microbatch there and back: each block at the mean speed of its holders, a hop where holders end
+    exchange  gradients among the holders of each block after the last microbatch, in float32, nothing hidden behind
+              computing: the slowest peer's 2 (h - 1) / h of the bytes of each of its blocks that h > 1 hold
+
+Neighbours: `planner` makes the plan of one chain, which is what a job runs; `cli.plan` shows both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor
+from typing import Final
+
+import numpy as np
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.coverage import CoveragePlan, cover
+from fusionai.scheduling.coverage_kernels import Floats
+from fusionai.scheduling.crossings import crossings
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.types import Plan, Problem
+
+WORTH_A_WORD: Final = 1.05
+"""By so much more throughput in the long run a layout must have to be shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyHolders:
+    """A layout that no job can run yet, against the chain that a job would run."""
+
+    layout: CoveragePlan
+    holders: tuple[int, ...]
+    """Of each block, in order."""
+    first_block: int
+    chain_steady_tokens_per_s: float
+    """Of the one chain in the long run: as if a step had microbatches without end."""
+    over_one_chain: float
+    """How many times as many tokens in the long run."""
+    trip_s: float
+    exchange_s: float
+    step_time_s: float
+    tokens_per_s: float
+    """Of a step of the job's microbatches."""
+    pays_from_microbatches: int | None
+    """Per step, at least so many for the layout to be faster than the chain; None: never."""
+
+
+def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
+    """For a training job; None where one chain does as well, and where the job owner's wishes name stages, spares or
+    who holds what, which only a chain has."""
+    wishes = problem.stages is not None or problem.spares_wanted or problem.required or problem.pinned
+    if problem.task != "train" or wishes:
+        return None
+    try:
+        layout = cover(problem)
+    except PlanError:
+        # The chain needs less memory: it ends with little in flight.
+        return None
+    rounds = problem.microbatches - 1
+    costs = StageCosts(problem)
+    chain_trip_s = sum(stage.compute_s for stage in chain_plan.stages)
+    chain_trip_s += sum(link.transfer_s + link.latency_s for link in crossings(chain_plan, costs))
+    chain_period_s = max(stage.compute_s for stage in chain_plan.stages)
+    if rounds:
+        chain_period_s = max((chain_plan.step_time_s - chain_trip_s) / rounds, chain_period_s)
+    steady = problem.microbatch_tokens / chain_period_s
+    if layout.tokens_per_s < WORTH_A_WORD * steady:
+        return None
+    loss_elsewhere = any(role.role == "loss" and role.place == "owner" for role in problem.roles)
+    chain = Chain(problem, problem.blocks[:-1] if loss_elsewhere else problem.blocks)
+    spread = _Spread(problem, chain, layout)
+    period_s = 1 / layout.microbatches_per_s
+    trip_s = spread.trip_s() + (_loss_s(problem) if loss_elsewhere else 0.0)
+    exchange_s = spread.exchange_s()
+    step_s = rounds * period_s + trip_s + exchange_s
+    behind_s = trip_s + exchange_s - chain_trip_s
+    caught_up = None if period_s >= chain_period_s else max(1, floor(behind_s / (chain_period_s - period_s)) + 2)
+    return ManyHolders(
+        layout=layout,
+        holders=tuple(int(count) for count in spread.holders),
+        first_block=chain.blocks[0].block,
+        chain_steady_tokens_per_s=steady,
+        over_one_chain=layout.tokens_per_s / steady,
+        trip_s=trip_s,
+        exchange_s=exchange_s,
+        step_time_s=step_s,
+        tokens_per_s=problem.microbatches * problem.microbatch_tokens / step_s,
+        pays_from_microbatches=caught_up,
+    )
+
+
+class _Spread:
+    """A layout as sums over the holders of each block and cut."""
+
+    def __init__(self, problem: Problem, chain: Chain, layout: CoveragePlan) -> None:
+        self._chain = chain
+        first, length = chain.blocks[0].block, chain.length
+        known = {peer.peer: peer for peer in problem.peers}
+        peers = [known[held.peer] for held in layout.holdings]
+        self._start = np.array([held.blocks[0] - first for held in layout.holdings], dtype=np.int64)
+        self._end = np.array([held.blocks[1] - first for held in layout.holdings], dtype=np.int64)
+        self._rate = np.array([held.rate_per_s for held in layout.holdings])
+        self._speed = np.array([peer.effective_flops_per_s for peer in peers])
+        self._up = np.array([peer.uplink.bandwidth_bytes_per_s for peer in peers])
+        self._down = np.array([peer.downlink.bandwidth_bytes_per_s for peer in peers])
+        self._latency_s = np.array([peer.uplink.latency_s + peer.downlink.latency_s for peer in peers])
+        self._length = length
+        self.holders = self._over_blocks(np.ones(len(peers)))
+        self._cover = self._over_blocks(self._rate)
+
+    def trip_s(self) -> float:
+        """Each holder takes its part of the microbatches: as its rate is to the others'."""
+        chain, length = self._chain, self._length
+        flops = np.diff([chain.flops(0, end) for end in range(length + 1)])
+        seconds = float((flops * self._over_blocks(self._rate / self._speed) / self._cover).sum())
+        for cut in range(1, length):
+            leaving, entering = self._end == cut, self._start == cut
+            if not leaving.any():
+                continue
+            # Only part of the holders end here; the others go on with the next block themselves.
+            share = min(1.0, float(self._rate[leaving].sum()) / float(self._cover[cut - 1]))
+            entering = entering if entering.any() else (self._start <= cut) & (cut < self._end)
+            hop_s = chain.forward_bytes[cut] * _mean(1 / self._up, self._rate, leaving)
+            hop_s += chain.gradient_bytes[cut] * _mean(1 / self._up, self._rate, entering)
+            hop_s += _mean(self._latency_s, self._rate, leaving) + _mean(self._latency_s, self._rate, entering)
+            seconds += share * hop_s
+        return seconds
+
+    def exchange_s(self) -> float:
+        trained = np.array([float(block.trainable_bytes) for block in self._chain.blocks])
+        sent = np.concatenate([[0.0], np.cumsum(trained * 2 * (self.holders - 1) / np.maximum(self.holders, 1))])
+        return float(((sent[self._end] - sent[self._start]) / np.minimum(self._up, self._down)).max())
+
+    def _over_blocks(self, values: Floats) -> Floats:
+        steps = np.zeros(self._length + 1)
+        np.add.at(steps, self._start, values)
+        np.add.at(steps, self._end, -values)
+        return np.cumsum(steps)[:-1]
+
+
+def _mean(values: Floats, weights: Floats, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
+    return float((values[chosen] * weights[chosen]).sum() / weights[chosen].sum())
+
+
+def _loss_s(problem: Problem) -> float:
+    """Of the job owner's loss stage, per microbatch; 0.0 without an owner."""
+    owner = problem.owner
+    if owner is None:
+        return 0.0
+    return Chain(problem, problem.blocks[-1:]).flops(0, 1) / owner.effective_flops_per_s
