@@ -215,8 +215,11 @@ class Faults:
             stages = [stage for stage, peer in layout.places.items() if peer != OWNER]
             if not spares or not stages:
                 return None
-            places = {**layout.places, self.choose.choice(stages): self.choose.choice(spares)}
-            guards = {stage: guard for stage, guard in layout.guards.items() if guard not in places.values()}
+            stage, spare = self.choose.choice(stages), self.choose.choice(spares)
+            places = {**layout.places, stage: spare}
+            guards = {at: guard for at, guard in layout.guards.items() if guard not in places.values()}
+            if layout.guards.get(stage) == spare and layout.places[stage] not in places.values():
+                guards[stage] = layout.places[stage]  # they change places
             return Layout(places=places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut)
 
         self.world.driver.propose(move)

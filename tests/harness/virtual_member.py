@@ -128,7 +128,10 @@ class Member:
             self.stages.clear()
             self.snapshots.clear()
         for number in [number for number in self.stages if message.places.get(number) != self.name]:
-            del self.stages[number]
+            if number in message.guarding:
+                self.guards.pop(number, None)  # at hand until there is a snapshot of it
+            else:
+                del self.stages[number]
         self._watch()
         self.to_driver(message.fence, "control", driving.MemberEnlisted(self.name, frozenset(self.snapshots)))
 
@@ -153,7 +156,9 @@ class Member:
                 del self.snapshots[message.stage, step]
         assert self.fence is not None
         self.to_driver(self.fence, "control", driving.SnapshotStored(message.stage, message.step, self.name))
-        if message.stage in self.stages:
+        if self.places[message.stage] != self.name:
+            self.stages.pop(message.stage, None)
+        elif message.stage in self.stages:
             self.stages[message.stage].offer_state()
 
     def dismiss(self) -> None:
@@ -213,7 +218,10 @@ class Member:
     def _watch(self) -> None:
         now_s = self.world.network.now_s
         neighbours = {
-            self.places[other] for stage in self.stages for other in self.world.topology.neighbours(stage)
+            self.places[other]
+            for stage in self.stages
+            if self.places[stage] == self.name
+            for other in self.world.topology.neighbours(stage)
         } | set(self.guards.values())
         for peer in self.silence.watched - neighbours:
             self.silence.forget(peer)

@@ -211,3 +211,50 @@ def test_the_loop_depends_on_everything_that_matters():
     ):
         assert reference(changed).states[-1] != base
     assert reference(dataclasses.replace(TIED_WITH_SKIP, in_flight=(1, 1, 1))).states[-1] == base
+
+
+# ------------------------------------------------------------------------------------------------- changing places
+
+ROOMY = dataclasses.replace(CHAIN, steps=12)
+EXCHANGED = Layout(places={0: "a", 1: "y", 2: "c"}, guards={0: "x", 1: "b", 2: "x"}, snapshot_every=2)
+
+
+def exchanging(then: Callable[[World], None] | None = None, after: int = 0) -> World:
+    """Stage 1 is to change places with its guard in the midst of the job; `then` happens `after` events later."""
+    world = World(ROOMY, GUARDED, 6, spares=())
+
+    def propose() -> None:
+        world.driver.propose(lambda layout: EXCHANGED if layout.places == GUARDED.places else None)
+
+    at_event(world, 300, propose)
+    return world if then is None else at_event(world, 300 + after, lambda: then(world))
+
+
+def test_a_stage_changes_places_with_its_guard_without_a_checkpoint():
+    world = exchanging()
+    world.run()
+    assert world.driver.layout == EXCHANGED
+    assert world.told["restored: rolled back"] == 0
+    assert list(world.checkpoints) == [ROOMY.steps], "the one at the end"
+
+
+@pytest.mark.parametrize("lost", ["y", "b", "x", "c"])
+def test_one_loss_while_a_stage_changes_places_sends_nobody_back(lost: str):
+    """Not even that of the peer it moves to: its former one has it still."""
+    places: set[str] = set()
+    for after in range(0, 240, 6):
+        world = exchanging(lambda world: world.kill(lost, back_after_s=2.0), after)
+        world.run()
+        assert world.told["restored: rolled back"] == 0, after
+        places.add(world.driver.layout.places[1])
+    assert places == {"y": {"b"}, "b": {"y"}}.get(lost, {"b", "y"})
+
+
+def test_what_changes_places_beside_another_move_goes_by_way_of_a_checkpoint():
+    both = dataclasses.replace(EXCHANGED, places={0: "a", 1: "y", 2: "b"}, guards={0: "x", 1: "x", 2: "x"})
+    world = World(ROOMY, GUARDED, 6, spares=())
+    at_event(world, 300, lambda: world.driver.propose(lambda layout: both if layout.places == GUARDED.places else None))
+    world.run()
+    assert world.driver.layout.places == both.places
+    first, last = sorted(world.checkpoints)
+    assert first < last == ROOMY.steps

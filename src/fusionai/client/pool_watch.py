@@ -1,16 +1,17 @@
-"""Looks out for a better plan while a job runs: machines that leave, machines that could guard, machines too slow.
+"""Looks out for a better plan while a job runs: machines that leave, that could guard, that are too slow or faster.
 
 Decides when another plan is worth asking for; one at a time, and never while a stage waits for one. Renews tickets long
 before they expire, so that a broker may be away for a while. A broker that is away is asked again at the next look.
 
 Neighbours: `client.replanning` makes plans real, a job's driver goes over to them at a quiet moment;
-`scheduling.takeover` and `scheduling.straggling` say what is better.
+`scheduling.takeover`, `straggling` and `promotion` say what is better.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.scheduling.promotion import promoted
 from fusionai.scheduling.straggling import Better, better_plan, observed, watching
 from fusionai.scheduling.takeover import handed_over, reinforced
 from fusionai.scheduling.types import Plan
@@ -52,6 +54,11 @@ class Watched(Protocol):
     @property
     def is_waiting(self) -> bool: ...
 
+    @property
+    def sheltered(self) -> frozenset[int]:
+        """Stages whose guard could take over now."""
+        ...
+
     def offer(self, deployment: Deployment, reason: str) -> None: ...
 
     def renew(self, deployment: Deployment) -> None: ...
@@ -71,6 +78,8 @@ class PoolWatch:
         """Guards lost since the last look began."""
         self._unsure = False
         """Whether the broker may have another plan in force: an answer was lost, or overtaken by a guard's loss."""
+        self._compared: object = None
+        """Plan, machines and guards among which nobody was found to do a stage's work faster."""
         self._lasts_s = self._left_s()
         self._step = 0
         self._slow = watching(0)
@@ -119,7 +128,12 @@ class PoolWatch:
         self._fallen.clear()
         self._replanner.keep_in_mind(stage.peer for stage in self._driver.plan.stages)
         members = await self._replanner.pool.pool()
-        found = self._handed_over(members) or self._guarded(members) or await self._faster(members)
+        found = (
+            self._handed_over(members)
+            or self._guarded(members)
+            or await self._faster(members)
+            or await self._promoted(members)
+        )
         if found is None:
             return
         await self._offer(*found)
@@ -206,6 +220,21 @@ class PoolWatch:
         self._replanner.problem = better.problem
         self._replanner.learn(better.slow)
         return better.plan, better.reason
+
+    async def _promoted(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+        plan, problem, step = self._plan(), self._replanner.problem, self._step
+        there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
+        sheltered, rested = self._driver.sheltered, self._slow.rested(step)
+        seen = (plan, there, sheltered, rested)
+        if seen == self._compared:
+            return None
+        left = self._replanner.steps - step
+        search = partial(promoted, plan, problem, there, sheltered=sheltered, steps_left=left, rested=rested)
+        found = await in_background(search)
+        if found is None or not self._is_allowed(plan, found.plan):
+            self._compared = seen
+            return None
+        return found.plan, found.reason
 
     def _is_allowed(self, plan: Plan, better: Plan) -> bool:
         """Whether stages may move as `better` has it: in an exact job only among machines of the same numerics."""

@@ -24,6 +24,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError
 from fusionai.primitives.ids import JobId
+from fusionai.scheduling import settling
 from fusionai.scheduling.straggling import slowed
 from fusionai.scheduling.takeover import Waiting, replaced
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
@@ -32,9 +33,6 @@ from fusionai.storage.rundir import RunDirectory
 
 LOOK_S: Final = 0.5
 """Between two looks at a pool where nobody fits, or for a broker that is away."""
-SETTLE_S: Final = 1.0
-"""A lost machine counts as back when the broker heard it so long after its loss; doubled for each time it was lost."""
-LONGEST_SETTLE_S: Final = 30.0
 FORGOTTEN_S: Final = 600.0
 """How long a machine counts as as slow as it was found; then it may show itself again."""
 RETRIED: Final = ("busy", "unknown_peer", "leaving", "stale_fence", "bad_message")
@@ -47,16 +45,6 @@ class Pool(Protocol):
     async def pool(self) -> tuple[Member, ...]: ...
 
     async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment: ...
-
-
-@dataclass(slots=True)
-class _Loss:
-    at_s: float
-    times: int
-
-    @property
-    def settle_s(self) -> float:
-        return min(SETTLE_S * 2 ** (self.times - 1), LONGEST_SETTLE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +69,7 @@ class PoolReplanner:
     excluded: Callable[[tuple[Member, ...]], frozenset[str]]
     """Those that the recipe keeps out."""
     clock: Clock
-    _losses: dict[str, _Loss] = field(default_factory=dict[str, _Loss])
+    _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
     _paces: dict[str, _Pace] = field(default_factory=dict[str, _Pace])
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -134,16 +122,12 @@ class PoolReplanner:
 
     def note_lost(self, peer: str) -> None:
         """The job has lost it just now: it counts as there when the broker has heard it since."""
-        known = self._losses.get(peer)
-        self._losses[peer] = _Loss(self.clock.now_s(), 1 if known is None else known.times + 1)
+        self._losses[peer] = settling.lost(self._losses.get(peer), self.clock.now_s())
 
     def is_back(self, member: Member) -> bool:
         """Whether it was never lost, or has been heard long enough since."""
         loss = self._losses.get(member.view.peer)
-        if loss is None:
-            return True
-        since_s = self.clock.now_s() - loss.at_s
-        return since_s - member.view.last_heard_s >= loss.settle_s
+        return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s)
 
     def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """Who stands by for this job, or has a part in it already; as fast as this job has found them."""

@@ -667,14 +667,32 @@ class DriverMachine:
         return self._change_plan_if_quiet() if self.phase is DriverPhase.RUNNING else []
 
     def _change_plan_if_quiet(self) -> list[DriverCommand]:
-        """At a step's boundary with nothing fed, a plan costs no work. State that moves goes by way of a checkpoint."""
+        """At a step's boundary with nothing fed, a plan costs no work. State that moves goes by way of a checkpoint,
+        unless its guard has it."""
         busy = self._fed != (self.step, 0) or self._saving is not None or self._evaluating is not None
         if self._pending is None or busy or self.phase is not DriverPhase.RUNNING:
             return []
-        if self.roles.moves(self._pending) and self.saved < self.step:
+        moves = self.roles.moves(self._pending) and not self._exchanges(self._pending)
+        if moves and self.saved < self.step:
             self._saving, self._asked = self.step, True
             return [WriteCheckpoint(self.step, ask=True)]
         return self._adopt(self._pending)
+
+    def _exchanges(self, roles: Roles) -> bool:
+        """Whether one stage changes places with its guard and nothing else moves. The guard has a snapshot to start
+        from, and the stage's former peer keeps the stage itself until it has a snapshot in turn (rule 22)."""
+        moved = [stage for stage, peer in self.roles.places.items() if roles.places.get(stage) != peer]
+        if self.roles.partition != roles.partition or len(moved) != 1 or moved[0] not in self.sheltered:
+            return False
+        stage = moved[0]
+        before = (self.roles.places[stage], self._guards[stage])
+        return before == (roles.guards.get(stage), roles.places[stage])
+
+    @property
+    def sheltered(self) -> frozenset[int]:
+        """Stages whose guard could take over now: it has a snapshot newer than the checkpoint (from one of the
+        checkpoint's step a lone stage would be sent back)."""
+        return frozenset(stage for stage in self._guards if self._acked.get(stage, -1) > self._checkpoint)
 
     def _adopt(self, roles: Roles) -> list[DriverCommand]:
         self._pending = None

@@ -79,9 +79,7 @@ class JobMember:
             self._placement,
             room_bytes=lambda: self._stages.snapshot_room_bytes,
             now_s=host.clock.now_s,
-            on_kept=lambda stage, step: self.to_driver(
-                wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step)
-            ),
+            on_kept=self._snapshot_kept,
             on_refused=self._snapshot_refused,
         )
         self._driver: Outbox | None = None
@@ -252,7 +250,8 @@ class JobMember:
     # ------------------------------------------------------------------------------------- enlisting and attaching
 
     def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
-        """A round begins: adopt its fence and places; stages that live elsewhere now are forgotten, snapshots stay."""
+        """A round begins: adopt its fence and places. Stages that live elsewhere now are forgotten unless they are
+        guarded here, snapshots stay."""
         if enlist.job != self.job:
             return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
         known = self._placement.fence
@@ -273,7 +272,9 @@ class JobMember:
             self._enlisted = True
             self._start(self._beat())
         own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
-        self._start(self._stages.keep_only(own))
+        # What runs elsewhere now and is guarded here stays at hand until a snapshot of it is whole (recovery rule 22).
+        left = self._placement.guards - own if enlist.partition == self._keeper.store.partition else frozenset[int]()
+        self._start(self._stages.keep_only(own, aside=left))
         # Who runs nothing (any more) exchanges no tensors: others drop their ends too, and that is no loss to tell of.
         linked = bool(own) or self.owner == self._host.peer
         self._links.begin_round(self._placement.peers if linked else frozenset())
@@ -441,6 +442,12 @@ class JobMember:
 
     def _refuse(self, attach: wire.Attach, code: wire.RefusalCode, reason: str) -> None:
         self.to_driver(wire.StageFailed(fence=attach.fence, stage=attach.stage, code=code, reason=reason[:4000]))
+
+    def _snapshot_kept(self, stage: int, step: int) -> None:
+        """What ran here before and was kept for want of a snapshot is not needed any more."""
+        self.to_driver(wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step))
+        if self._placement.places.get(stage) != self._host.peer:
+            self._start(self._stages.keep_only(frozenset(self.stages) - {stage}))
 
     def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
         """The driver takes a failure of a stage that runs elsewhere as news of its snapshots."""

@@ -117,6 +117,11 @@ class StageRuntime:
         self._guard = (PeerId(attach.guard), attach.guard_addresses) if attach.guard else None
         self._handle(machine.Attached(attach.fence, attach.retain, attach.snapshot_every))
 
+    def set_aside(self) -> None:
+        """It runs elsewhere now, and obeys nobody until it is attached again."""
+        self._guard = None
+        self._copies.abandon()
+
     def detach(self, reason: str) -> None:
         self._handle(machine.Detached(reason))
 

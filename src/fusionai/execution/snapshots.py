@@ -51,6 +51,11 @@ class SnapshotStore:
         self._partition = ""
 
     @property
+    def partition(self) -> str:
+        """The cut the snapshots are of."""
+        return self._partition
+
+    @property
     def nbytes(self) -> int:
         return sum(snapshot.nbytes for snapshot in (*self._whole.values(), *self._arriving.values()))
 

@@ -81,9 +81,15 @@ class Stages:
                 del former
                 await _end_all(gone, "another stage takes its place")
 
-    def keep_only(self, stages: frozenset[int]) -> Coroutine[object, object, None]:
-        """The others are forgotten now, whatever they are at; await what is returned until their tasks have ended."""
-        gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages]
+    def keep_only(
+        self, stages: frozenset[int], *, aside: frozenset[int] = frozenset()
+    ) -> Coroutine[object, object, None]:
+        """Those `aside` keep what they have and give nothing away until another attach. The others are forgotten now,
+        whatever they are at; await what is returned until their tasks have ended."""
+        gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
+        for runtime in self.all:
+            if runtime.stage not in stages:
+                runtime.set_aside()
         return _end_all(gone, "its part in the job is over")
 
     @property

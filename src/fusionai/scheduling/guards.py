@@ -84,6 +84,13 @@ def guarding(plan: Plan, problem: Problem) -> Guarding:
     return Guarding(guarded, interval, unguarded)
 
 
+def may_guard(plan: Plan, problem: Problem, stage: StagePlacement, peer: str) -> bool:
+    """Whether `peer`, guarding nothing else, has the numerics, the memory and the link for it."""
+    costs = StageCosts(problem)
+    watch = _Watch(plan, costs, [stage], [costs.profiles[peer]])
+    return watch.refusal(stage, peer, exact=problem.takeover == "exact") is None
+
+
 def without_guards(plan: Plan, lost: Iterable[str]) -> Plan:
     """`plan` with the guards among `lost` struck out; the same version, for a smaller plan needs no new authority."""
     gone = frozenset(lost)
@@ -127,14 +134,14 @@ class _Watch:
         return [
             Excluded(peer=peer, reason=reason)
             for peer in self.spares
-            if (reason := self._refusal(stage, peer, exact=self.costs.problem.takeover == "exact"))
+            if (reason := self.refusal(stage, peer, exact=self.costs.problem.takeover == "exact"))
         ]
 
     def _spread(self, *, exact: bool) -> None:
         """Idle spares one stage each, as many as can be; then the rest where there is room."""
 
         def suits(stage: StagePlacement, peer: str) -> bool:
-            return self._refusal(stage, peer, exact=exact) is None
+            return self.refusal(stage, peer, exact=exact) is None
 
         missing = [stage for stage in self.stages if stage.stage not in self.guard_of]
         idle = [peer for peer in self.spares if not self.guarded_by[peer]]
@@ -169,7 +176,7 @@ class _Watch:
         self.guard_of[stage.stage] = Guard(stage=stage.stage, peer=peer, exact=exact)
         self.guarded_by[peer].append(stage)
 
-    def _refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
+    def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
         """Why `peer` does not guard `stage` besides what it guards; None if it can."""
         spare, costs = self.spares[peer], self.costs
         reason = refusal(costs.problem, spare, costs.operators(stage))

@@ -57,7 +57,11 @@ class Straggling:
 
     def due(self, step: int) -> bool:
         """Whether `better_plan` is worth its time now."""
-        return bool(self.stragglers) and step >= self.quiet_until
+        return bool(self.stragglers) and self.rested(step)
+
+    def rested(self, step: int) -> bool:
+        """Whether stages may move by way of a checkpoint again."""
+        return step >= self.quiet_until
 
     def asked(self, step: int) -> Straggling:
         """Another plan was asked for at `step`, in vain."""

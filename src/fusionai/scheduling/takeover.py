@@ -19,7 +19,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.eligibility import refusal
-from fusionai.scheduling.guards import with_guards
+from fusionai.scheduling.guards import may_guard, with_guards
 from fusionai.scheduling.matching import matched
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.serving_prediction import predict_serving
@@ -117,6 +117,47 @@ def handed_over(
         guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
         snapshot_every=found.snapshot_every or ((plan.snapshot_every or 1) if moved else 0),
     )
+
+
+def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequence[PeerProfile]) -> Plan | None:
+    """`plan` (version 0) with one stage on `to`, which runs none. Its former peer guards it if it runs nothing else and
+    has the memory; the other guards stay where they can. None: `to` can't run it, or nobody would guard it any more."""
+    known = _told(problem, candidates)
+    costs = StageCosts(known)
+    former = next(placed for placed in plan.stages if placed.stage == stage)
+    placing = _Placing(plan, costs, {to: costs.profiles[to]}, frozenset((to,)))
+    placing.place([former])
+    if stage not in placing.taken:
+        return None
+    stages = tuple(placing.taken.get(placed.stage, placed) for placed in plan.stages)
+    working = {placed.peer for placed in stages}
+    spares = {former.peer, *(guard.peer for guard in plan.guards), *plan.spares} - working - {plan.feed}
+    bare = _predicted(plan, costs, stages, tuple(sorted(spares)))
+    kept = [guard for guard in plan.guards if guard.peer in spares and guard.stage != stage]
+    if former.peer in spares and may_guard(bare, known, placing.taken[stage], former.peer):
+        kept.append(Guard(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
+    found = with_guards(msgspec.structs.replace(bare, guards=tuple(kept)), known)
+    return found if {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards} else None
+
+
+def guarded_by(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
+    """`plan` (version 0) with `peer`, which runs nothing, as the guard of `stage`. None: it has no room for that, or
+    another stage would lose its guard by it."""
+    known = _told(problem, candidates)
+    costs = StageCosts(known)
+    placed = next(one for one in plan.stages if one.stage == stage)
+    if not may_guard(plan, known, placed, peer):
+        return None
+    exact = costs.exact(placed, costs.profiles[peer])
+    wanted = Guard(stage=stage, peer=peer, exact=exact)
+    there = {peer, *(guard.peer for guard in plan.guards), *plan.spares} - {one.peer for one in plan.stages}
+    kept = tuple(guard for guard in plan.guards if guard.stage != stage and guard.peer != peer)
+    wider = msgspec.structs.replace(
+        plan, version=0, spares=tuple(sorted(there - {plan.feed})), guards=(wanted, *kept), snapshot_every=0
+    )
+    found = with_guards(wider, known)
+    stays = {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards}
+    return found if stays and wanted in found.guards else None
 
 
 class _Placing:

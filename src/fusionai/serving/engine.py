@@ -406,6 +406,11 @@ class ServingEngine:
         """Whether a stage has nobody to run it."""
         return self._machine.phase is ServingPhase.WAITING
 
+    @property
+    def sheltered(self) -> frozenset[int]:
+        """Stages whose spare could take over now."""
+        return frozenset(guard.stage for guard in self.plan.guards if self.is_warm(guard.stage))
+
     def is_warm(self, stage: int) -> bool:
         """Whether the stage's spare could take over now."""
         return self._machine.is_warm(stage)

@@ -19,11 +19,14 @@ from typing import Final, Literal
 import msgspec
 
 from fusionai.client.pool_watch import LOOK_S as WATCH_S
-from fusionai.client.replanning import LONGEST_SETTLE_S, LOOK_S, SETTLE_S
+from fusionai.client.replanning import LOOK_S
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.promotion import promoted
+from fusionai.scheduling.settling import Loss, lost
 from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.straggling import COOL_DOWN
 from fusionai.scheduling.takeover import Waiting, handed_over, reinforced, replaced
 from fusionai.scheduling.types import Guard, Plan, Problem
 from fusionai.simulator.agenda import Agenda
@@ -60,16 +63,6 @@ class Incident:
     @property
     def stopped_s(self) -> float | None:
         return None if self.recovered_s is None else self.recovered_s - self.at_s
-
-
-@dataclass(slots=True)
-class _Loss:
-    at_s: float
-    times: int
-
-    @property
-    def settle_s(self) -> float:
-        return min(SETTLE_S * 2 ** (self.times - 1), LONGEST_SETTLE_S)
 
 
 @dataclass(slots=True)
@@ -127,7 +120,7 @@ class SimulatedJob:
         """Peers of stages that do nothing, noticed or not."""
         self._missing: set[str] = set()
         """Those the driver knows of, while no plan without them is in force."""
-        self._losses: dict[str, _Loss] = {}
+        self._losses: dict[str, Loss] = {}
         self._open: Incident | None = None
         self._offer: _Offer | None = None
         self._looked_at: tuple[object, ...] = ()
@@ -138,6 +131,8 @@ class SimulatedJob:
         """When the checkpoint being collected is whole: no commit before."""
         self._held = False
         """The next step may not be fed before a snapshot is whole."""
+        self._rests_until = 0
+        """No stage moves by way of a checkpoint before this step."""
         self._line = 0
         self._step = 0
         """All stages are at this step; below the official one after a return to the checkpoint."""
@@ -336,8 +331,7 @@ class SimulatedJob:
             self._begin_step(0)
 
     def _note_loss(self, peer: str) -> None:
-        known = self._losses.get(peer)
-        self._losses[peer] = _Loss(self._agenda.now_s, 1 if known is None else known.times + 1)
+        self._losses[peer] = lost(self._losses.get(peer), self._agenda.now_s)
 
     # --------------------------------------------------------------------------------------------------- other plans
 
@@ -378,7 +372,7 @@ class SimulatedJob:
 
     def _is_back(self, peer: str) -> bool:
         loss = self._losses.get(peer)
-        return loss is None or self._broker.last_heard_s(peer) - loss.at_s >= loss.settle_s
+        return loss is None or loss.is_over(self._broker.last_heard_s(peer))
 
     def _watch(self) -> None:
         """As `client.pool_watch` looks out for better plans."""
@@ -389,10 +383,15 @@ class SimulatedJob:
         usable = tuple(peer for peer in self._broker.usable() if self._is_back(peer))
         members = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
         leaving = frozenset(peer for peer in members if self._broker.phase(peer) == "draining")
-        seen = (usable, leaving, self._current().version, plan.guards)
+        rested = self._step >= self._rests_until
+        seen = (usable, leaving, self._current().version, plan.guards, self._sheltered(), rested)
         if seen == self._looked_at:
             return
-        found = self._handed_over(plan, leaving, usable) or self._guarded(plan, usable)
+        found = (
+            self._handed_over(plan, leaving, usable)
+            or self._guarded(plan, usable)
+            or self._promoted(plan, usable, rested)
+        )
         if found is None:
             self._looked_at = seen
             return
@@ -419,11 +418,32 @@ class SimulatedJob:
         stages = [str(guard.stage) for guard in found.guards if (guard.stage, guard.peer) not in had]
         return _Offer(found, f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} can be guarded now")
 
+    def _promoted(self, plan: Plan, usable: tuple[str, ...], rested: bool) -> _Offer | None:
+        candidates = [self._profiles[peer] for peer in usable]
+        found = promoted(
+            plan, self._problem, candidates, sheltered=self._sheltered(), steps_left=ENDLESS - self._step, rested=rested
+        )
+        return None if found is None else _Offer(found.plan, found.reason)
+
+    def _sheltered(self) -> frozenset[int]:
+        """Stages whose guard has a snapshot newer than the checkpoint."""
+        held = self._holdings.snapshots
+        newest = {guard.stage: max(held.get((guard.stage, guard.peer), (-1,))) for guard in self._current().guards}
+        return frozenset(stage for stage, step in newest.items() if step > self._holdings.checkpoint)
+
     def _change_plan(self, offer: _Offer) -> None:
-        """At a step's boundary. State that moves goes by way of a checkpoint."""
+        """At a step's boundary. State that moves goes by way of a checkpoint, unless its guard has it."""
         before = {stage.stage: stage.peer for stage in self._current().stages}
-        moves = any(before[stage.stage] != stage.peer for stage in offer.plan.stages)
-        if moves and self._holdings.checkpoint < self._step:
+        guards = {guard.stage: guard.peer for guard in self._current().guards}
+        moved = [stage for stage in offer.plan.stages if before[stage.stage] != stage.peer]
+        kept = {(guard.stage, guard.peer) for guard in offer.plan.guards}
+        exchanged = (
+            len(moved) == 1
+            and moved[0].stage in self._sheltered()
+            and guards[moved[0].stage] == moved[0].peer
+            and (moved[0].stage, before[moved[0].stage]) in kept
+        )
+        if moved and not exchanged and self._holdings.checkpoint < self._step:
             self._take_checkpoint()
             saved = partial(self._change_saved, self._turn, offer)
             self._agenda.at(self._saved_at_s, saved)
@@ -441,6 +461,7 @@ class SimulatedJob:
     def _adopt(self, plan: Plan, reason: str) -> None:
         self.plan = plan
         self.plans += 1
+        self._rests_until = self._step + COOL_DOWN
         self._missing.clear()
         self._say(f"plan {plan.version}: {reason}")
         members = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}

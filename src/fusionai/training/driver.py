@@ -155,6 +155,11 @@ class Driver:
             (guard.peer for guard in self.deployment.plan.guards if living.get(guard.stage) != guard.peer),
         )
 
+    @property
+    def sheltered(self) -> frozenset[int]:
+        """Stages whose guard could take over now."""
+        return self._machine.sheltered
+
     def offer(self, deployment: Deployment, reason: str) -> None:
         """A newer plan, journalled: gone over to when nothing is under way."""
         version = deployment.plan.version

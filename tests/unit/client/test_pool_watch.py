@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fusionai.client import pool_watch
 from fusionai.client.pool_session import Member
 from fusionai.client.pool_watch import PoolWatch
 from fusionai.client.replanning import FORGOTTEN_S, Replanner
@@ -33,6 +34,7 @@ ALL = (working("a"), working("b"))
 class FakeDriver:
     deployment: Deployment
     is_waiting: bool = False
+    sheltered: frozenset[int] = frozenset()
     offers: list[tuple[Deployment, str]] = field(default_factory=list)
     renewals: list[Deployment] = field(default_factory=list)
     fallen: set[str] = field(default_factory=set[str])
@@ -310,3 +312,73 @@ def test_in_an_exact_job_no_stage_moves_among_unequal_machines(bench: Make):
     assert one.watch._is_allowed(plan, plan)
     assert not one.watch._is_allowed(plan, other)
     assert bench(ALL, policy="tolerant").watch._is_allowed(plan, other)
+
+
+# ------------------------------------------------------------------------------------------------------- promotion
+
+
+def faster(name: str, times: float, *, fingerprint: str = "f") -> Member:
+    known = msgspec.structs.replace(profile(name, fingerprint=fingerprint), flops_per_s=1e9 * times)
+    view = member(name).view
+    return Member(msgspec.structs.replace(view, profile=msgspec.Raw(msgspec.msgpack.encode(known))), known)
+
+
+def ready(one: Bench, *stages: int) -> None:
+    one.driver.sheltered = frozenset(stages)
+    one.watch._replanner.steps = 1000
+
+
+def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
+    all_ = (*ALL, working("c"), faster("d", 3.0))
+    one = bench(all_, guarded=True)
+    before = places(one.driver.plan)
+    ready(one, 0, 1)
+    one.look()
+    one.driver.adopt()
+    ((first, reason),) = one.driver.offers
+    assert places(first.plan) == before
+    assert reason.endswith("and guards it first")
+    stage = next(guard.stage for guard in first.plan.guards if guard.peer == "d")
+    former = places(first.plan)[stage]
+
+    ready(one)
+    one.look()
+    assert one.driver.offers[-1][0] is first, "its snapshot is still on the way"
+
+    ready(one, 0, 1)
+    one.look()
+    second, reason = one.driver.offers[-1]
+    assert reason.endswith("and they change places")
+    assert places(second.plan)[stage] == "d"
+    assert {guard.stage: guard.peer for guard in second.plan.guards}[stage] == former
+
+
+def test_a_faster_machine_that_was_lost_a_moment_ago_is_waited_for(bench: Make):
+    one = bench((*ALL, working("c"), faster("d", 3.0)), guarded=True)
+    ready(one, 0, 1)
+    one.watch._replanner.note_lost("d")
+    one.look()
+    assert not one.driver.offers
+    one.clock.seconds += 30.0
+    one.look()
+    assert one.driver.offers
+
+
+def test_what_was_compared_in_vain_is_not_compared_again(bench: Make, monkeypatch: pytest.MonkeyPatch):
+    one = bench((*ALL, working("c")), guarded=True)
+    ready(one, 0, 1)
+    looked: list[object] = []
+    monkeypatch.setattr(pool_watch, "promoted", lambda *given, **named: looked.append(given))
+    one.look()
+    one.look()
+    assert len(looked) == 1
+    ready(one, 0)
+    one.look()
+    assert len(looked) == 2
+
+
+def test_an_exact_job_gets_no_machine_of_other_numerics_for_speed(bench: Make):
+    one = bench((*ALL, working("c"), faster("d", 9.0, fingerprint="g")), guarded=True, policy="exact")
+    ready(one, 0, 1)
+    one.look()
+    assert not one.driver.offers

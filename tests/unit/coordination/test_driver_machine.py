@@ -1155,6 +1155,60 @@ def test_state_that_moves_goes_by_way_of_a_checkpoint():
     assert machine.handle(CheckpointWritten(1)) == [SendAttach(Fence(2, 1, 1), moved, {})]
 
 
+EXCHANGED = {"places": {0: "p0", 1: "g1"}, "guards": {0: "g0", 1: "p1"}}
+
+
+def sheltered(*steps: tuple[int, int], **changes: object) -> DriverMachine:
+    """After two steps, with a snapshot of these (stage, step)."""
+    machine = guarded(**changes)
+    for step in range(2):
+        commit(machine, step)
+    for stage, step in steps:
+        machine.handle(SnapshotStored(stage, step, GUARDS[stage]))
+    return machine
+
+
+def test_a_stage_that_changes_places_with_its_guard_needs_no_checkpoint():
+    machine = sheltered((0, 2), (1, 2))
+    assert machine.sheltered == {0, 1}
+    exchanged = plan(2, **EXCHANGED)
+    machine.handle(PlanGranted(exchanged))
+    assert commit(machine, 2)[-1] == SendAttach(Fence(2, 1, 1), exchanged, {0: "g0", 1: "p1"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"places": {0: "p0", 1: "g1"}, "guards": {0: "g0"}},  # nobody would have it if the new place were lost
+        {"places": {0: "p0", 1: "g0"}, "guards": {0: "g1", 1: "p1"}},  # the guard of another stage
+        {"places": {0: "g0", 1: "g1"}, "guards": {0: "p0", 1: "p1"}},  # two at once may find no common step
+        {**EXCHANGED, "partition": "other"},
+    ],
+)
+def test_whatever_else_moves_goes_by_way_of_a_checkpoint(changes: dict[str, object]):
+    machine = sheltered((0, 2), (1, 2))
+    machine.handle(PlanGranted(plan(2, **changes)))
+    assert commit(machine, 2)[-1] == WriteCheckpoint(3, ask=True)
+
+
+def test_a_guard_without_a_snapshot_or_with_that_of_the_checkpoint_changes_no_places():
+    machine = sheltered((0, 2))
+    assert machine.sheltered == {0}
+    machine.handle(PlanGranted(plan(2, **EXCHANGED)))
+    assert commit(machine, 2)[-1] == WriteCheckpoint(3, ask=True)
+    machine = sheltered((0, 2), (1, 0))
+    machine.handle(PlanGranted(plan(2, **EXCHANGED)))
+    assert commit(machine, 2)[-1] == WriteCheckpoint(3, ask=True)
+
+
+def test_a_guard_lost_before_they_change_places_takes_the_plan_with_it():
+    machine = sheltered((0, 2), (1, 2))
+    machine.handle(PlanGranted(plan(2, **EXCHANGED)))
+    machine.handle(PeerLost("g1", "gone"))
+    assert machine.sheltered == {0}
+    assert SendAttach not in kinds(commit(machine, 2))
+
+
 def test_another_cut_goes_by_way_of_a_checkpoint():
     machine = running(checkpoint_every=1)
     machine.handle(PlanGranted(plan(2, partition="other")))

@@ -387,3 +387,66 @@ def test_a_snapshot_that_does_not_fit_its_stage_is_reported():
         assert status.applied == -1
 
     with_stand(body, guards=0)
+
+
+# ------------------------------------------------------------------------------------------------- changing places
+
+
+async def changed_places(stand: Stand, running: Running, fence: Fence, **changes: object) -> wire.Enlisted:
+    """The next round as stage 0's peer sees it: the guard runs the stage, it guards it."""
+    ticket = stand.pool.ticket(stand.peer, version=fence.plan_version)
+    fields = {"guards": (0,), "neighbours": stand.neighbours(at=1), "ticket": ticket, "fence": fence, **changes}
+    return await stand.enlisted(running.control, **fields)
+
+
+def test_a_stage_that_moves_to_its_guard_stays_at_hand_until_there_is_a_snapshot_of_it():
+    async def body(stand: Stand) -> None:
+        running, _ = await guarded(stand)
+        course = Course()
+        for step in range(3):
+            await run_step(running, step, course)
+        undisturbed = await exported(running.control, running.state, 3, FENCE)
+        await changed_places(stand, running, Fence(2, 1, 0))
+        assert stand.member.stages == (0,)
+
+        # The guard dies before it could give a snapshot: its former peer has the stage back as it was.
+        last = Fence(3, 1, 0)
+        await stand.enlisted(running.control, fence=last, ticket=stand.pool.ticket(stand.peer, version=3))
+        status = await stand.attach_on(running.control, fence=last, retain=True)
+        assert isinstance(status, wire.Status)
+        assert status.applied == 3
+        await running.control.send(wire.Resume(fence=last, stage=0, committed=3, source="keep", base=3))
+        state, _ = await stand.open("state", fence=last)
+        assert await exported(running.control, state, 3, last) == undisturbed
+
+    with_stand(body)
+
+
+def test_with_a_snapshot_of_it_the_former_peer_forgets_the_stage():
+    async def body(stand: Stand) -> None:
+        running, _ = await guarded(stand)
+        await run_step(running, 0, Course())
+        later = Fence(2, 1, 0)
+        await changed_places(stand, running, later)
+        tensors = {"model/weight": tensor(np.zeros(3, dtype=np.float32))}
+        stand.member._keeper._take(
+            stand.pool.hosts[1].peer,
+            wire.Snapshot(fence=later, stage=0, step=1, part=0, line=1, last=True, tensors=headers(tensors)),
+            tensors,
+        )
+        assert await kept(running.control) == (0, 1)
+        assert stand.member.stages == ()
+        assert stand.member.snapshots == (SnapshotAt(0, 1),)
+
+    with_stand(body)
+
+
+@pytest.mark.parametrize("changes", [{"guards": ()}, {"partition": "another cut"}])
+def test_a_stage_that_moves_otherwise_is_forgotten_at_once(changes: dict[str, object]):
+    async def body(stand: Stand) -> None:
+        running, _ = await guarded(stand)
+        await run_step(running, 0, Course())
+        await changed_places(stand, running, Fence(2, 1, 0), **changes)
+        assert stand.member.stages == ()
+
+    with_stand(body)

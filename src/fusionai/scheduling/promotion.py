@@ -1,0 +1,102 @@
+"""Whether a machine that stands by would do a stage's work faster than the one that has it. Decides which, and in how
+many moves; moves nothing.
+
+After a loss a stage lies on whatever guarded it; when a faster machine is back, or joins, that is no reason to stay. It
+becomes the stage's guard first, which costs the job nothing but a snapshot, and then the two change places, which costs
+the replay of a few of that stage's steps and no checkpoint. Where that can't be (the former peer has other stages, or
+the memory of one of the two has no room for snapshots) the stage moves by way of a checkpoint, for a larger gain.
+
+What is compared are predictions, both made from the profiles of now: a difference that machines keep, so nothing goes
+to and fro. What a machine was found to be slower than its profile says is in that profile already.
+
+Neighbours: `takeover` makes the plans, `prediction` compares, `straggling` has the speeds that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.prediction import predict
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.straggling import COOL_DOWN
+from fusionai.scheduling.straggling import GAIN as CHECKPOINT_GAIN
+from fusionai.scheduling.takeover import guarded_by, moved
+from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
+
+GAIN: Final = 0.05
+"""Of a step's time: what changing places must gain at least. It costs about two steps."""
+WORTH_STEPS: Final = COOL_DOWN
+"""With fewer steps to go nothing moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """`plan` (version 0) is the next to go over to; `reason` is for people."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    stage: StagePlacement
+    peer: str
+    step_s: float
+
+
+def promoted(
+    plan: Plan,
+    problem: Problem,
+    candidates: Sequence[PeerProfile],
+    *,
+    sheltered: Set[int],
+    steps_left: int,
+    rested: bool,
+) -> Promotion | None:
+    """The next move, or None. `candidates`: machines that may be used now, those of the plan among them. `sheltered`:
+    stages whose guard has a snapshot. `rested`: the last plan is long enough ago for a checkpoint."""
+    if plan.task != "train" or steps_left < WORTH_STEPS:
+        return None
+    profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
+    costs = StageCosts(msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles))))
+    working = {stage.peer for stage in plan.stages} | {plan.feed}
+    idle = sorted({peer.peer for peer in candidates} - working)
+    now_s = predict(plan.stages, costs).step_s
+    guards = {guard.stage: guard.peer for guard in plan.guards}
+    for choice in _ranked(plan, costs, idle, now_s):
+        stage, peer = choice.stage, choice.peer
+        who = (
+            f"{costs.name(peer)} computes stage {stage.stage} faster than {costs.name(stage.peer)}: "
+            f"{format_seconds(choice.step_s)} a step instead of {format_seconds(now_s)}"
+        )
+        found = moved(plan, problem, stage.stage, peer, candidates)
+        if found is None:
+            continue
+        if (stage.stage, stage.peer) in {(guard.stage, guard.peer) for guard in found.guards}:
+            if guards.get(stage.stage) == peer:
+                return Promotion(found, f"{who}, and they change places") if stage.stage in sheltered else None
+            first = guarded_by(plan, problem, stage.stage, peer, candidates)
+            if first is not None:
+                return Promotion(first, f"{who}, and guards it first")
+        if choice.step_s <= (1 - CHECKPOINT_GAIN) * now_s:
+            return Promotion(found, f"{who}, and takes it over") if rested else None
+    return None
+
+
+def _ranked(plan: Plan, costs: StageCosts, idle: Sequence[str], now_s: float) -> list[_Choice]:
+    """Stages with state on machines that would gain by it, the greatest gain first."""
+    choices: list[_Choice] = []
+    for index, stage in enumerate(plan.stages):
+        if not costs.guardable(plan, stage):
+            continue
+        for peer in idle:
+            there = msgspec.structs.replace(stage, peer=peer)
+            stages = (*plan.stages[:index], there, *plan.stages[index + 1 :])
+            choices.append(_Choice(stage, peer, predict(stages, costs).step_s))
+    better = [choice for choice in choices if choice.step_s <= (1 - GAIN) * now_s]
+    return sorted(better, key=lambda choice: (choice.step_s, choice.stage.stage, choice.peer))

@@ -1,0 +1,46 @@
+"""Speeds are those of this process: what others do on the machine at that moment is not measured."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fusionai.backends.torch import probe
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    """A call computes 10 ms; on this machine that takes `held_up` times as long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, held_up: float, threads: int) -> None:
+        self.computed_s = 0.0
+        self.held_up = held_up
+        monkeypatch.setattr(time, "thread_time", lambda: self.computed_s)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.computed_s * self.held_up)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    def call(self) -> None:
+        self.computed_s += 0.01
+
+
+def test_a_single_thread_is_timed_by_what_it_computes(monkeypatch: pytest.MonkeyPatch):
+    machine = Machine(monkeypatch, held_up=3.5, threads=1)
+    assert probe._calls_per_s(machine.call, CPU) == pytest.approx(100)
+    assert machine.computed_s == pytest.approx(0.01 + probe.MEASURE_S, abs=0.02)
+
+
+def test_several_threads_and_other_devices_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch):
+    machine = Machine(monkeypatch, held_up=3.5, threads=4)
+    assert probe._calls_per_s(machine.call, CPU) == pytest.approx(100 / 3.5)
+    machine = Machine(monkeypatch, held_up=2.0, threads=1)
+    monkeypatch.setattr(probe, "_synchronise", lambda device: None)
+    assert probe._calls_per_s(machine.call, torch.device("cuda")) == pytest.approx(50)
+
+
+def test_a_machine_that_hardly_computes_is_not_measured_for_ever(monkeypatch: pytest.MonkeyPatch):
+    machine = Machine(monkeypatch, held_up=100.0, threads=1)
+    assert probe._calls_per_s(machine.call, CPU) == pytest.approx(100)
+    assert machine.computed_s <= 0.01 + probe.LONGEST_MEASURE_S / 100 + 0.01
