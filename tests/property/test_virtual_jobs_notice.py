@@ -329,6 +329,16 @@ def _in_stage_table(patch: Patch, name: str, act: Callable[..., list[StageComman
 
 COURSES = 1500
 """A rule whose breach shows in one course of a few hundred must still be noticed."""
+TRIED_FIRST = {
+    retained_tensors_go_at_each_commit: 55,
+    no_snapshot_after_a_recovery: 333,
+    a_lost_guard_is_waited_for: 110,
+    a_replay_sends_to_everybody: 215,
+    guards_keep_every_snapshot: 37,
+    an_evaluation_is_not_awaited: 46,
+    state_that_moves_is_not_saved: 35,
+}
+"""The course that noticed when this was written. Where courses have changed since, the others are tried as ever."""
 RULES = [
     any_fence_counts,
     commit_is_sent_before_it_is_journalled,
@@ -367,7 +377,7 @@ RULES = [
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
 def test_a_broken_rule_is_noticed(broken: Callable[[Patch], None], monkeypatch: Patch):
     broken(monkeypatch)
-    for seed in range(COURSES):
+    for seed in (TRIED_FIRST.get(broken, 0), *range(COURSES)):
         try:
             disturbed(seed, any_order=seed % 3 == 2).run()
         except (AssertionError, LookupError):

@@ -16,6 +16,12 @@ def recorder(path: Path, **settings: object) -> Recorder:
     return Recorder(path, job="demo-0a1b2c3d", peer="abcdefgh", **settings)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits until the writer has looked once more."""
+    monkeypatch.setattr("fusionai.telemetry.recorder._POLL_S", 0.01)
+
+
 class Piece(NamedTuple):
     kind: WorkKind
     microbatch: int
