@@ -50,7 +50,26 @@ SPECS = (described("embed", 9 * MIB + 17), described("norm", 300), described("ml
 TOTAL_BYTES = sum(spec.shape[0] for spec in SPECS)
 
 
+WRITTEN: dict[Path, bytes] = {}
+"""What a store of `SPECS` has written, by its name there: hashed and synced once for all tests."""
+
+
 def filled(directory: Path, specs: Sequence[WeightSpec] = SPECS) -> WeightStore:
+    if specs is not SPECS:
+        return added(directory, specs)
+    if not WRITTEN:
+        store = added(directory, SPECS)
+        WRITTEN.update(
+            {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        )
+        return store
+    for path, data in WRITTEN.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(data)
+    return WeightStore(directory)
+
+
+def added(directory: Path, specs: Sequence[WeightSpec]) -> WeightStore:
     store = WeightStore(directory)
     for spec in specs:
         store.add(spec, memoryview(content(spec.key, spec.shape[0])))

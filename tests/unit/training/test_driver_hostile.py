@@ -28,6 +28,12 @@ LIAR = peer_id(1)
 """Holds stage 1; where the loss is in the pool, peer 2 holds it."""
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between peers within this process nobody is late."""
+    monkeypatch.setattr("fusionai.training.driver.LINK_GRACE_S", 0.02)
+
+
 def zeros(step: int, microbatch: int) -> dict[str, np.ndarray]:
     return {name: np.zeros((2, 4), np.float32) for name in ("x", "labels")}
 
