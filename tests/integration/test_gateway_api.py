@@ -152,7 +152,9 @@ def test_up_ready_status_and_numbers(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
-def test_status_comes_again_when_it_changed(engine: ScriptedEngine):
+def test_status_comes_again_when_it_changed(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.gateway.status._LOOK_S", 0.05)
+
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as http:
             async with http.stream("GET", "/fusion/status/events") as stream:

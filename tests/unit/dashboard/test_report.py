@@ -48,6 +48,13 @@ class Outline(HTMLParser):
             assert self.open.pop() == tag
 
 
+@pytest.fixture
+def words_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes nearly all the time of a page."""
+    for chart in ("loss_chart", "gantt_chart", "fault_chart"):
+        monkeypatch.setattr(f"fusionai.dashboard.report.{chart}", lambda *drawn: "")
+
+
 def with_faults(data: ReportData) -> ReportData:
     """One machine killed and taken over, a spare lost for good, and the broker away."""
     a, b, c = ("a" * 52, "b" * 52, "c" * 52)
@@ -150,6 +157,7 @@ def test_faults_are_told_and_drawn(report_data: ReportData) -> None:
         ({"status": "failed"}, "The job failed after 3 steps."),
     ],
 )
+@pytest.mark.usefixtures("words_only")
 def test_verdict_is_never_better_than_the_run(
     report_data: ReportData, change: dict[str, object], sentence: str
 ) -> None:
@@ -184,6 +192,7 @@ def test_page_is_the_same_for_the_same_run(report_data: ReportData) -> None:
     assert render_report(report_data) == render_report(report_data)
 
 
+@pytest.mark.usefixtures("words_only")
 def test_page_is_written_whole_or_not_at_all(report_data: ReportData, tmp_path: Path) -> None:
     write_report(report_data, tmp_path / "deep" / "report.html")
     assert (tmp_path / "deep" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -196,6 +205,7 @@ def test_page_is_written_whole_or_not_at_all(report_data: ReportData, tmp_path: 
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.usefixtures("words_only")
 def test_predictions_stand_beside_observations(report_data: ReportData) -> None:
     assert "Predicted and measured" not in render_report(report_data)
     stage = report_data.plan.stages[0]
