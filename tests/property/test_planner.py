@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.annealing import annealed
 from fusionai.scheduling.bound import step_time_bound_s
 from fusionai.scheduling.improvement import improve
 from fusionai.scheduling.pipeline import Pipeline
@@ -213,16 +214,19 @@ def test_bound_and_heuristic_enclose_the_optimum(problem: Problem) -> None:
     pipeline, limits = posed(problem)
     bound_s = step_time_bound_s(pipeline, limits.most, limits.fewest)
     assert 0 < bound_s <= found.step_time_s * (1 + 1e-9)
-    good, _ = improve(pipeline, limits, budget=2000)
-    if good is not None:
+    for good in (improve(pipeline, limits, budget=2000)[0], annealed(pipeline, limits, rounds=400)[0]):
+        if good is None:
+            continue
         assert pipeline.step_s(good) >= found.step_time_s * (1 - 1e-9)
+        used = sum(1 << stage.head for stage in pipeline.pool_stages(good))
+        assert limits.required & ~used == 0
         assert limits.fewest <= sum(1 for _ in pipeline.pool_stages(good)) <= limits.most
 
 
 @pytest.mark.slow
 def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
     """A regression alarm: how much worse than the optimum the parts for large pools are."""
-    losses, gaps = [], []
+    losses, gaps, annealed_losses = [], [], []
     for seed in range(8):
         problem = ordinary_problem(seed)
         best_s = plan(problem).step_time_s
@@ -231,8 +235,12 @@ def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
         good, _ = improve(pipeline, limits, budget=10_000)
         assert good is not None
         losses.append(pipeline.step_s(good) / best_s - 1)
+        better, _ = annealed(pipeline, limits, rounds=40_000)
+        assert better is not None
+        annealed_losses.append(pipeline.step_s(better) / best_s - 1)
         gaps.append(best_s / step_time_bound_s(pipeline, limits.most) - 1)
     assert max(losses) <= 0.03
+    assert max(annealed_losses) <= 0.005
     assert max(gaps) <= 0.25
 
 

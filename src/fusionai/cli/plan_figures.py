@@ -68,11 +68,12 @@ def figures(
         "assumptions": list(assumed),
         "warnings": list(found.warnings),
         "serving": found.serving,
-        "replicas": None if holders is None else _replicas(holders, found, names),
+        "replicas": None if holders is None else replicas(holders, found, names),
     }
 
 
-def _replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
+def replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
+    """The layout with several holders per block; `docs/planning.md` explains each key."""
     layout = holders.layout
     return {
         "runnable": False,

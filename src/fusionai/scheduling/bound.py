@@ -149,6 +149,7 @@ class Bound:
         total = float(self.ground.work[length])
         found: list[tuple[float, int, int]] = []
         best = inf
+        caps_s = [float(cap_s) for cap_s in np.quantile(self._shares_s, (0.0, 0.25, 0.5, 0.75, 1.0))]
         for place in range(len(self._periods)):
             low_s = float(self._periods[max(place - 1, 0)])
             if around.rounds * low_s + max(around.transit_s, low_s) >= best:
@@ -158,9 +159,9 @@ class Bound:
                 continue
             used = max(stages, fewest_stages)
             poured_s = self._pour_s(place, 0.0) + (used - 1) * around.hop_s
-            for cap_s in np.quantile(self._shares_s, (0.0, 0.25, 0.5, 0.75, 1.0)):
+            for cap_s in caps_s:
                 if cap_s > 0:
-                    poured_s = max(poured_s, self._pour_s(place, float(cap_s)))
+                    poured_s = max(poured_s, self._pour_s(place, cap_s))
             transit_s = around.transit_s + around.last_hop_s + poured_s
             step_s = around.rounds * low_s + max(transit_s, low_s)
             best = min(best, step_s)

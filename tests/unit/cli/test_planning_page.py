@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from fusionai.cli import plan_figures
 from fusionai.cli.pool_file import read_pool
 from fusionai.cli.pool_tables import PoolTable
 
@@ -34,3 +36,9 @@ def test_the_pool_on_the_page_is_read(shown: Path):
 def test_every_table_is_on_the_page():
     for name in PoolTable.__struct_fields__:
         assert f"[{name}]" in PAGE or f"[[{name}]]" in PAGE
+
+
+def test_every_key_of_a_layout_with_replicas_is_on_the_page():
+    keys = re.findall(r'^ +"(\w+)":', inspect.getsource(plan_figures.replicas), flags=re.MULTILINE)
+    assert len(keys) == 22
+    assert [key for key in keys if f"`{key}`" not in PAGE] == []
