@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -316,3 +317,53 @@ def test_with_nobody_left_a_job_waits_until_the_machine_is_back(
     assert len(events(done, progress.Waiting)) == 1
     final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
     assert final.base in (0, 3)
+
+
+# ------------------------------------------------------------------------------------------------- changing places
+
+
+def exchange(pool: MemoryPool, job: Job) -> None:
+    """Stage 1 and its guard are to change places."""
+    plan, former, guard = job.driver.plan, peer_id(1), peer_id(GUARDS[1])
+    better = msgspec.structs.replace(
+        plan,
+        version=pool.newest_version + 1,
+        stages=tuple(msgspec.structs.replace(one, peer=guard) if one.stage == 1 else one for one in plan.stages),
+        guards=tuple(msgspec.structs.replace(one, peer=former) if one.stage == 1 else one for one in plan.guards),
+    )
+    job.driver.offer(pool.deployment(better), "a faster machine")
+
+
+def home_of_stage_1(done: Run) -> PeerId:
+    return PeerId(next(one.peer for one in done.job.driver.plan.stages if one.stage == 1))
+
+
+def test_a_stage_changes_places_with_its_guard_without_a_checkpoint(llama: Captured, undisturbed: Run, tmp_path: Path):
+    offered = Strike(POINTS["its vote"](1), exchange)
+    (done,) = run(tmp_path, llama, [offered], checkpoint_every=0)
+    assert_same(done, undisturbed, tmp_path)
+    assert home_of_stage_1(done) == peer_id(GUARDS[1])
+    assert not events(done, progress.FaultSeen)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000000", LAST]
+
+
+@pytest.mark.parametrize("message", [wire.Enlisted, wire.Status, wire.Ready])
+def test_the_new_place_dies_before_its_former_one_has_a_snapshot(
+    message: type[wire.Message], llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    """The former one has the stage itself: nobody goes back to the checkpoint."""
+    changed: list[int] = []
+
+    def offer(pool: MemoryPool, job: Job) -> None:
+        exchange(pool, job)
+        changed.append(pool.newest_version)
+
+    def under_the_new_plan(heard: wire.Message) -> bool:
+        mine = not isinstance(heard, wire.Status | wire.Ready) or heard.stage == 1
+        return isinstance(heard, message) and mine and [heard.fence.plan_version] == changed
+
+    dying = Strike(under_the_new_plan, kills(GUARDS[1]))
+    (done,) = run(tmp_path, llama, [Strike(POINTS["its vote"](1), offer), dying], checkpoint_every=0)
+    assert_same(done, undisturbed, tmp_path)
+    assert home_of_stage_1(done) == peer_id(1)
+    assert not any(event.rollback for event in done.events if isinstance(event, progress.Restored))
