@@ -54,7 +54,7 @@ def test_without_a_lifeline_the_end_of_input_means_nothing() -> None:
         assert command.stdout.readline() == "up\n"
         command.stdin.close()
         with pytest.raises(subprocess.TimeoutExpired):
-            command.wait(0.5)
+            command.wait(0.2)
         command.terminate()
         assert command.stdout.read() == "asked\ndone\n"
         assert command.wait(30) == 0
