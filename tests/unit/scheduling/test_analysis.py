@@ -388,8 +388,17 @@ def test_every_assumption_that_bears_on_speed_is_tried():
     assert tried - moved == {"gradient bytes per parameter", "state bytes per parameter", "forward part"}
 
 
-@pytest.mark.parametrize("levers", ["overlap", "overlap, 8-bit", BEST])
-@pytest.mark.parametrize("place", [(100, 50), (1_000, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("levers", "place"),
+    [
+        ("overlap", (100, 50)),
+        ("overlap, 8-bit", (100, 50)),
+        # With pipelines of 25 machines, each of which takes seconds to plan.
+        *(pytest.param(levers, (1_000, 20), marks=pytest.mark.slow) for levers in ("overlap", "overlap, 8-bit", BEST)),
+        pytest.param(BEST, (100, 50), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_planner_predicts_the_same_step_from_the_same_numbers(levers: str, place: tuple[int, int]):
     """Its formulas are those of unequal stages, and it counts the last stage's period once less."""
     for shape in TRAINED:
