@@ -239,12 +239,12 @@ def test_a_stage_changes_places_with_its_guard_without_a_checkpoint():
     assert list(world.checkpoints) == [ROOMY.steps], "the one at the end"
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (6, 12, 18))])
 @pytest.mark.parametrize("lost", ["y", "b", "x", "c"])
 def test_one_loss_while_a_stage_changes_places_sends_nobody_back(lost: str, first: int):
     """Not even that of the peer it moves to: its former one has it still."""
     places: set[str] = set()
-    for after in range(first, 240, 12):
+    for after in range(first, 240, 24):
         world = exchanging(lambda world: world.kill(lost, back_after_s=2.0), after)
         world.run()
         assert world.told["restored: rolled back"] == 0, after
