@@ -12,7 +12,7 @@ import pytest
 
 QUICK: Final = "not slow and not long"
 """What `make quick` selects by."""
-COLLECTED_EVERY: Final = (20_000, 10, 10)
+COLLECTED_EVERY: Final = (20_000, 5, 5)
 """Objects until the collector looks at the youngest, and so on. With Python's 700 a tenth of the tests' time is its."""
 ALL_SLOW: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|long)\b", re.MULTILINE)
 """A whole file's mark; first in its list if it has more than one."""
