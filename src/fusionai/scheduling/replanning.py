@@ -30,6 +30,8 @@ WORK: Final = 4_000_000
 """Intervals looked at per event, about."""
 MANY: Final = 500
 """Peers from which on fewer rounds are needed: each counts for less."""
+TRIES: Final = 3
+"""Ways to mend that are compared after an event, in pools of fewer than `MANY`: what is found differs by chance."""
 CREW: Final = 3
 PRICE: Final = 0.03
 """Of a block moved, in the potential's logarithm: with `SHARPNESS` 28, a tenth of a percent of the least cover."""
@@ -145,7 +147,9 @@ class Keeper:
             self._mend(np.array([newcomer], dtype=np.int64), home, rounds=1, crew=1)
         each = max(1, int(stretches(self.swarm)[rows[0]].sum()))
         rounds = min(ROUNDS, WORK // (2 * each)) * MANY // max(MANY, len(rows))
-        moved = self._mend(rows, home, rounds=max(20, rounds), crew=min(CREW, len(rows)))
+        tries = TRIES if len(rows) < MANY else 1
+        moved = self._mend(rows, home, rounds=max(20, rounds), crew=min(CREW, len(rows)), tries=tries)
+        layout = self.layout
         self.credit -= moved
         after = np.stack([layout.start, layout.end], axis=1)
         changed = [int(peer) for peer in np.flatnonzero((after != before).any(axis=1))]
@@ -157,13 +161,27 @@ class Keeper:
         intervals = {peer: (int(after[peer, 0]), int(after[peer, 1])) for peer in changed}
         return Change(intervals, lost, brought, moved)
 
-    def _mend(self, rows: Integers, home: Integers, *, rounds: int, crew: int) -> int:
-        seed = self._seed + 7919 * self._events
-        return int(
-            compiled(mend)(
-                self.swarm, self.layout, rows, home, SHARPNESS, PRICE, self.credit, rounds, crew, seed
-            )
-        )  # fmt: skip
+    def _mend(self, rows: Integers, home: Integers, *, rounds: int, crew: int, tries: int = 1) -> int:
+        """The best of so many tries: least in potential and price together. Returns the blocks moved."""
+        begun = _copied(self.layout)
+        best, best_moved, least = self.layout, 0, np.inf
+        level = 0.0
+        for turn in range(tries):
+            layout = _copied(begun)
+            moved = int(
+                compiled(mend)(
+                    self.swarm, layout, rows, home, SHARPNESS, PRICE, self.credit, rounds, crew,
+                    self._seed + 7919 * self._events + 104_729 * turn,
+                )
+            )  # fmt: skip
+            # One measure for all of them.
+            level = level or max(float(layout.cover.min()), float(layout.cover.mean()) / 4, 1e-300)
+            uneven = float(np.exp(-SHARPNESS * np.clip(layout.cover / level - 1, -20, None)).sum())
+            cost = np.log(uneven) + PRICE * moved
+            if cost < least:
+                best, best_moved, least = layout, moved, cost
+        self.layout = best
+        return best_moved
 
     def _widest(self, rows: Integers) -> Integers:
         """[N, 2]: intervals of `rows` widened by what their memory holds besides, to both sides alike."""
@@ -200,3 +218,7 @@ class Keeper:
 
     def _rows(self) -> Integers:
         return np.array(sorted(self._present), dtype=np.int64)
+
+
+def _copied(layout: Layout) -> Layout:
+    return Layout(layout.start.copy(), layout.end.copy(), layout.rate.copy(), layout.cover.copy())
