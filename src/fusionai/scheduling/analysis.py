@@ -10,7 +10,7 @@ Neighbours: `closed_form` (the formulas), `analysis_cases` (which models, networ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import Final
 
@@ -258,20 +258,19 @@ def forward(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known:
     logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
     room = fleet.memory_bytes * known.memory_part - logits
     weights = shape.parameters * levers.weight_bytes
-    link_rate = network.bandwidth_bytes_per_s / (HALF_BYTES * shape.width * levers.boundary_part)
-    best: Outcome | None = None
+    best: GenerationTerms | None = None
     for stages in range(1, min(fleet.count, shape.layers) + 1):
         if weights / stages > room:
             continue
-        replicas = fleet.count // stages
-        compute_rate = fleet.flops_per_s * known.forward_part * stages / (2 * shape.parameters)
-        limit: Limit = "compute" if stages == 1 or compute_rate <= link_rate else "links"
-        rate = replicas * (compute_rate if limit == "compute" else link_rate)
-        if best is None or rate > best.tokens_per_s:
-            best = Outcome(tokens_per_s=rate, stages=stages, replicas=replicas, limit=limit, terms=None)
+        terms = _sequences(shape, fleet, network, levers, known, stages)
+        # Of equal ones the shortest, however they are rounded.
+        if best is None or _filled_speed(terms) > _filled_speed(best) * (1 + 1e-9):
+            best = terms
     if best is None:
         return Misfit(missing_bytes=max(0.0, weights - room * min(fleet.count, shape.layers)))
-    return best
+    return Outcome(
+        tokens_per_s=_filled_speed(best), stages=best.stages, replicas=best.replicas, limit=best.limit, terms=best
+    )
 
 
 def forward_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assumptions) -> Outcome | Misfit:
@@ -298,6 +297,33 @@ def _training_flops(shape: Shape, recompute: bool) -> tuple[float, float]:
 
 def _speed(terms: PipelineTerms, sequence_tokens: int) -> float:
     return terms.replicas * terms.microbatches * sequence_tokens / terms.step_s
+
+
+def _sequences(
+    shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions, stages: int
+) -> GenerationTerms:
+    """Each pass is one sequence, whose arithmetic takes longer than reading the weights; of what comes out nothing goes
+    back. One pass more than fill the pipeline."""
+    tokens, speed = shape.sequence_tokens, fleet.flops_per_s * known.forward_part
+    row_bytes = HALF_BYTES * shape.width * levers.boundary_part
+    alone = GenerationTerms(
+        stages=stages,
+        replicas=fleet.count // stages,
+        passes=1,
+        rows=tokens,
+        weights_s=0.0,
+        compute_s=2 * shape.parameters * tokens / stages / speed,
+        overhead_s=0.0,
+        transfer_s=0.0 if stages == 1 else tokens * row_bytes / network.bandwidth_bytes_per_s,
+        latency_s=network.latency_s,
+        hops=stages - 1,
+    )
+    return replace(alone, passes=floor(alone.trip_s / max(alone.stage_s, alone.transfer_s)) + 1)
+
+
+def _filled_speed(terms: GenerationTerms) -> float:
+    """Of pipelines with enough passes in flight."""
+    return terms.replicas * terms.rows / max(terms.stage_s, terms.transfer_s)
 
 
 def _generation(

@@ -1,10 +1,16 @@
 """Steps and passes of equal stages in closed form, from plain numbers. Decides nothing; knows no device and no model.
 
-    step  = M * period + (P - 1) * (compute + transfer + 2 * latency) + sync
-    period = max(compute, transfer) where sending runs beside computing, else their sum
+    hop  = compute + transfer + 2 * latency
+    step = M * (compute + transfer) + (P - 1) * hop + sync         sending and computing in turn
+    step = the longest of, sending beside computing:
+           M * compute + (P - 1) * hop                             the last stage never rests
+           (M - 1) * larger + (P - 1) * hop + compute              the first uplink, or the last
+           M * transfer + (P - 2) * hop + forward - gradient       an inner uplink
+           sync
 
+An inner stage's uplink carries the activation of one microbatch and the gradient of another: `transfer` is both, and
+`larger` the larger of them. It begins a hop earlier than the last stage, and ends with the gradient that it sends last.
 Where sending is hidden, so is the synchronisation of replicas: it then counts only where it takes longer than the rest.
-An inner stage's uplink carries the activation of one microbatch and the gradient of another: `transfer` is both.
 The terms are public so that a discrete-event run can be given the same numbers and held against the same result.
 
 Neighbours: `analysis` derives the terms from models, devices and links; `pipeline` has the formulas of unequal stages.
@@ -47,20 +53,42 @@ class PipelineTerms:
         return self.activation_s + self.gradient_s
 
     @property
+    def uplink_s(self) -> float:
+        """What the busiest uplink carries of one microbatch."""
+        return self.transfer_s if self.stages > 2 else max(self.activation_s, self.gradient_s)
+
+    @property
+    def hop_s(self) -> float:
+        return self.compute_s + self.transfer_s + 2 * self.latency_s
+
+    @property
     def period_s(self) -> float:
         if self.overlapped:
-            return max(self.compute_s, self.transfer_s)
+            return max(self.compute_s, self.uplink_s)
         return self.compute_s + self.transfer_s
 
     @property
     def fill_s(self) -> float:
-        """The first microbatch's way there and back, over what the periods already count."""
-        return (self.stages - 1) * (self.compute_s + self.transfer_s + 2 * self.latency_s)
+        """The first microbatch's way there and back, over what the last stage computes of it."""
+        return (self.stages - 1) * self.hop_s
+
+    @property
+    def pipeline_s(self) -> float:
+        """A step without synchronisation."""
+        if not self.overlapped:
+            return self.microbatches * self.period_s + self.fill_s
+        larger_s = max(self.activation_s, self.gradient_s)
+        found_s = (
+            max(self.microbatches * self.compute_s, (self.microbatches - 1) * larger_s + self.compute_s) + self.fill_s
+        )
+        if self.stages > 2:
+            nearer_s = self.fill_s - self.hop_s + self.forward_s - self.gradient_s
+            found_s = max(found_s, self.microbatches * self.transfer_s + nearer_s)
+        return found_s
 
     @property
     def step_s(self) -> float:
-        pipeline_s = self.microbatches * self.period_s + self.fill_s
-        return max(pipeline_s, self.sync_s) if self.overlapped else pipeline_s + self.sync_s
+        return max(self.pipeline_s, self.sync_s) if self.overlapped else self.pipeline_s + self.sync_s
 
     @property
     def in_flight(self) -> int:
@@ -76,7 +104,7 @@ class PipelineTerms:
         parts: dict[Limit, float] = {
             "synchronisation": self.sync_s,
             "compute": self.microbatches * self.compute_s,
-            "links": self.microbatches * self.transfer_s,
+            "links": self.microbatches * (self.uplink_s if self.overlapped else self.transfer_s),
             "latency": self.fill_s,
         }
         return max(parts, key=lambda part: parts[part])
@@ -84,8 +112,9 @@ class PipelineTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
-    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions each are
-    in flight; seconds are those of one pass on one stage or hop. `hops`: with the way back to the first stage."""
+    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions (or of so
+    many positions of one sequence) are in flight; seconds are those of one pass on one stage or hop. `hops`: with the way back to the first stage, one fewer
+    where nothing goes back."""
 
     stages: int
     replicas: int
@@ -98,6 +127,16 @@ class GenerationTerms:
     transfer_s: float
     latency_s: float
     hops: int
+
+    @property
+    def sessions(self) -> int:
+        """Of one replica."""
+        return round(self.passes * self.rows)
+
+    @property
+    def returns(self) -> bool:
+        """Whether the last stage's result goes to the first one. A lone stage has it already."""
+        return self.hops >= self.stages or self.stages == 1
 
     @property
     def stage_s(self) -> float:

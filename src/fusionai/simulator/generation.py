@@ -9,6 +9,7 @@ Neighbours: `network` carries, `lane` computes, `scheduling.stage_costs` prices.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def simulate_tokens(
     begin_s = max(times[filling] for times in circling.returned_s)
     end_s = min(times[-1] for times in circling.returned_s)
     counted = sum(
-        rows * sum(begin_s < at_s <= end_s for at_s in times)
+        rows * (_rounds_by(end_s, times) - _rounds_by(begin_s, times))
         for rows, times in zip(circling.rows, circling.returned_s, strict=True)
     )
     busy = {
@@ -115,6 +116,14 @@ class _Circling:
         self.returned_s[number].append(self.agenda.now_s)
         if left > 1:
             self._go_round(number, left - 1)
+
+
+def _rounds_by(at_s: float, times: list[float]) -> float:
+    """With the part of the round under way, so that few rounds and passes tell as much as many do."""
+    done = bisect_right(times, at_s)
+    if done == len(times):
+        return float(done)
+    return done + (at_s - times[done - 1]) / (times[done] - times[done - 1])
 
 
 def _gaps(times: list[float]) -> list[float]:
