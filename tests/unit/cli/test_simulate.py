@@ -11,7 +11,8 @@ import pytest
 from fusionai.cli import simulate as command
 from fusionai.cli.main import main
 from fusionai.cli.scenario_file import ScenarioTable, read_scenario
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.validate import validate
 from fusionai.primitives.errors import RecipeError
 from fusionai.scheduling.planner import plan
 
@@ -60,11 +61,52 @@ freeze = "4s"
 """
 
 
+CAPTURED = command.captured
+
+
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
-    """Captured once for all: it takes seconds. Without dropout, one graph is for training and serving."""
-    read = read_scenario(written(tmp_path_factory.mktemp("model")))
-    return command.captured(read.model, read.asked)
+def graph() -> Graph:
+    """Written down, as capturing takes seconds: a model of the sizes of `MODEL`, without attention."""
+    width, inner, words = 64, 128, 256
+    rows = ValueSpec(("b", "s", width), "float32")
+    nodes: list[Node] = []
+    params: dict[str, ParamSpec] = {}
+    values = {name: ValueSpec(("b", "s"), "int64") for name in ("input_ids", "labels")}
+
+    def node(op: str, *args: Ref | ListArg, block: int, spec: ValueSpec = rows) -> Ref:
+        name = f"v{len(nodes)}"
+        values[name] = spec
+        nodes.append(Node(id=len(nodes), op=f"aten.{op}", args=args, outputs=(name,), block=block))
+        return Ref(name)
+
+    def weight(*shape: int) -> Ref:
+        name = f"w{len(params)}"
+        params[name] = ParamSpec(key=name, kind="parameter", shape=shape, dtype="float32")
+        values[name] = ValueSpec(shape, "float32")
+        return Ref(name)
+
+    x = node("embedding.default", weight(words, width), Ref("input_ids"), block=0)
+    for layer in (1, 2):
+        wide = ValueSpec(("b", "s", inner), "float32")
+        up = node("linear.default", x, weight(inner, width), block=layer, spec=wide)
+        gate = node("silu.default", up, block=layer, spec=wide)
+        down = node("linear.default", gate, weight(width, inner), block=layer)
+        x = node("add.Tensor", x, down, block=layer)
+    logits = node("linear.default", x, weight(words, width), block=3, spec=ValueSpec(("b", "s", words), "float32"))
+    flat = node("reshape.default", logits, ListArg((-1, words)), block=4, spec=ValueSpec(("b*s", words), "float32"))
+    classes = node("reshape.default", Ref("labels"), ListArg((-1,)), block=4, spec=ValueSpec(("b*s",), "int64"))
+    loss = node("cross_entropy_loss.default", flat, classes, block=4, spec=ValueSpec((), "float32"))
+    return validate(
+        Graph(
+            name="model",
+            symbols={"b": (1, 16), "s": (1, 64)},
+            inputs=("input_ids", "labels"),
+            outputs={"logits": logits.name, "loss": loss.name},
+            values=values,
+            params=params,
+            nodes=tuple(nodes),
+        )
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +164,10 @@ def test_without_an_owner_a_step_is_simulated_and_no_hours(tmp_path: Path, capsy
     assert "No hours are simulated" in capsys.readouterr().out
 
 
-def test_serving(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a captured model."""
+    monkeypatch.setattr(command, "captured", CAPTURED)
     scenario = SCENARIO.replace("hours", 'task = "serve"\nhours')
     scenario = scenario.replace("stages = 3", "stages = 2\nsessions = 6\ncontext = 64")
     found = figures(tmp_path, scenario=scenario)
