@@ -94,8 +94,8 @@ class PipelineTerms:
     def in_flight(self) -> int:
         """Microbatches the first stage must keep for the formulas to hold. A round trip's worth and two hide the links
         as long as nothing waits in turn; where links or stages are nearly as slow as each other, much does, and twice
-        the round trip's worth is what discrete-event runs need to stay within 2 % of the formula (1.5 times: 6 %,
-        once: up to half slower)."""
+        the round trip's worth is what discrete-event runs need to stay within 4 % of the formula (once: up to
+        half slower)."""
         return min(self.microbatches, 2 * ceil(self.fill_s / self.period_s) + 2)
 
     @property
@@ -112,9 +112,9 @@ class PipelineTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
-    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions (or of so
-    many positions of one sequence) are in flight; seconds are those of one pass on one stage or hop. `hops`: with the way back to the first stage, one fewer
-    where nothing goes back."""
+    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions each (or of
+    so many positions of a sequence) are in flight; seconds are those of one pass on one stage or hop. `hops`: with the
+    way back to the first stage, one fewer where nothing goes back."""
 
     stages: int
     replicas: int
