@@ -3,6 +3,7 @@
     python benchmarks/planner.py [PART ...] [--seeds 20] [--json FILE]
 
     chains     one replica, at most 12 peers: the exact search
+    large      one replica, 24 to 5,000 peers: gap to the bound, and what several holders per block would bring
     coverage   many holders per block, 64, 500 and 5,000 peers: gap to the certificate, gain over simple ways to do it
     optimum    the same, at most 12 peers, against HiGHS (needs highspy; pools it solves within --oracle seconds)
     tight      64 peers whose memory holds the model 1.3 times
@@ -34,6 +35,7 @@ from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.constructions import CONSTRUCTIONS
 from fusionai.scheduling.coverage import IN_FLIGHT, solve
 from fusionai.scheduling.coverage_kernels import Swarm, rate
+from fusionai.scheduling.many_holders import many_holders
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.replanning import Keeper
 from fusionai.scheduling.swarm import swarm_of
@@ -52,6 +54,7 @@ def main() -> None:
     arguments = _arguments()
     parts: dict[str, Callable[[argparse.Namespace], Result]] = {
         "chains": chains,
+        "large": large,
         "coverage": coverage,
         "optimum": optimum,
         "tight": tight,
@@ -88,6 +91,28 @@ def chains(arguments: argparse.Namespace) -> Result:
         f"first {first_s:.2f} s"
     )
     return {"seconds": seconds, "exact": exact, "refused": refused, "first_s": first_s}
+
+
+def large(arguments: argparse.Namespace) -> Result:
+    results: Result = {}
+    for peers, model in ((24, "8B"), (64, "8B"), (500, "8B"), (5_000, "1.3B"), (5_000, "70B")):
+        gaps: list[float] = []
+        seconds: list[float] = []
+        gains: list[float] = []
+        for seed in range(min(5, arguments.seeds) if peers == 5_000 else arguments.seeds):
+            problem = training_pool(peers, model, seed)
+            found, spent_s = _timed(lambda problem=problem: plan(problem))
+            more = many_holders(problem, found)
+            seconds.append(spent_s)
+            gaps.append(found.certificate.optimality_gap)
+            gains.append(1.0 if more is None else more.over_one_chain)
+        print(
+            f"  {peers:5} peers, {model:>4}: gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}; "
+            f"several holders pass {median(gains):.3g} x as much (median)",
+            flush=True,
+        )
+        results[f"{peers} {model}"] = {"gaps": gaps, "seconds": seconds, "gains": gains}
+    return results
 
 
 def coverage(arguments: argparse.Namespace) -> Result:
