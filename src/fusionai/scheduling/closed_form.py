@@ -112,7 +112,7 @@ class PipelineTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
-    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions each (or of
+    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions (or of
     so many positions of a sequence) are in flight; seconds are those of one pass on one stage or hop. `hops`: with the
     way back to the first stage, one fewer where nothing goes back."""
 
