@@ -58,11 +58,6 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
     wishes = problem.stages is not None or problem.spares_wanted or problem.required or problem.pinned
     if problem.task != "train" or wishes:
         return None
-    try:
-        layout = cover(problem)
-    except PlanError:
-        # The chain needs less memory: it ends with little in flight.
-        return None
     rounds = problem.microbatches - 1
     costs = StageCosts(problem)
     chain_trip_s = sum(stage.compute_s for stage in chain_plan.stages)
@@ -71,10 +66,19 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
     if rounds:
         chain_period_s = max((chain_plan.step_time_s - chain_trip_s) / rounds, chain_period_s)
     steady = problem.microbatch_tokens / chain_period_s
-    if layout.tokens_per_s < WORTH_A_WORD * steady:
-        return None
     loss_elsewhere = any(role.role == "loss" and role.place == "owner" for role in problem.roles)
     chain = Chain(problem, problem.blocks[:-1] if loss_elsewhere else problem.blocks)
+    # All machines busy all the time would not pass more: then nothing is worth being searched for.
+    together = sum(peer.effective_flops_per_s for peer in problem.peers if peer.peer not in problem.excluded)
+    if problem.microbatch_tokens * together < WORTH_A_WORD * steady * chain.flops(0, chain.length):
+        return None
+    try:
+        layout = cover(problem)
+    except PlanError:
+        # The chain needs less memory: it ends with little in flight.
+        return None
+    if layout.tokens_per_s < WORTH_A_WORD * steady:
+        return None
     spread = _Spread(problem, chain, layout)
     period_s = 1 / layout.microbatches_per_s
     trip_s = spread.trip_s() + (_loss_s(problem) if loss_elsewhere else 0.0)
