@@ -194,7 +194,8 @@ def test_a_storm_loses_nothing_and_two_steps_are_never_closer_than_a_step_takes(
     assert len(course.incidents) > 5
     assert 0.2 < course.goodput < 1.0
     gaps = [after - before for before, after in pairwise(course.commits_s)]
-    assert min(gaps) > 0.99 * course.undisturbed_step_s  # all machines are alike
+    # All machines are alike; one that has two neighbouring stages for a while saves a hop.
+    assert min(gaps) > 0.97 * course.undisturbed_step_s
     for one, other in pairwise(course.incidents):
         assert one.recovered_s is not None
         assert one.recovered_s <= other.at_s + 1e-9
