@@ -33,8 +33,9 @@ MANY: Final = 500
 TRIES: Final = 3
 """Ways to mend that are compared after an event, in pools of fewer than `MANY`: what is found differs by chance."""
 CREW: Final = 3
-PRICE: Final = 0.03
-"""Of a block moved, in the potential's logarithm: with `SHARPNESS` 28, a tenth of a percent of the least cover."""
+PRICE: Final = 0.02
+"""Of a block moved, in the potential's logarithm: with `SHARPNESS` 28, less than a tenth of a percent of the least
+cover."""
 SHARPNESS: Final = 28.0
 PROOF_ROUNDS: Final = 40
 
