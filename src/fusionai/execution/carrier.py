@@ -78,7 +78,7 @@ class Carrier:
                 self._silence.heard(peer, now_s)
         for peer, deadline_s in self._silence.tick(now_s).items():
             if (line := self._lines.get(PeerId(peer))) is not None:
-                line.lost(f"it has been silent for {deadline_s:.2g} s")
+                line.lost(f"it has been silent for {deadline_s:.3g} s")
 
     async def close(self) -> None:
         self._closing = True

@@ -186,7 +186,7 @@ class Connections:
             for peer, deadline_s in self._silence.tick(now_s).items():
                 line = self._lines.get(PeerId(peer))
                 if line is not None:
-                    self._lose(line, f"it has been silent for {deadline_s:.2g} s")
+                    self._lose(line, f"it has been silent for {deadline_s:.3g} s")
             await asyncio.sleep(self._silence.ping_s)
 
     def is_doubtful(self, peer: PeerId) -> bool:

@@ -180,7 +180,7 @@ class Links:
                 self._silence.heard(peer, now_s)
         for peer, deadline_s in self._silence.tick(now_s).items():
             if (line := self._lines.get(PeerId(peer))) is not None:
-                line.lost(f"it has been silent for {deadline_s:.2g} s")
+                line.lost(f"it has been silent for {deadline_s:.3g} s")
 
     def _lost(self, peer: PeerId, line: Line, reason: str) -> None:
         if self._lines.get(peer) is line:

@@ -28,8 +28,10 @@ from fusionai.scheduling.straggling import GAIN as CHECKPOINT_GAIN
 from fusionai.scheduling.takeover import guarded_by, moved
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
-GAIN: Final = 0.05
-"""Of a step's time: what changing places must gain at least. It costs about two steps."""
+GAIN: Final = 0.03
+"""Of a step's time: what changing places must gain at least. Measured speeds are not more exact than that."""
+COST_STEPS: Final = 2
+"""What changing places costs."""
 WORTH_STEPS: Final = COOL_DOWN
 """With fewer steps to go nothing moves."""
 
@@ -68,7 +70,8 @@ def promoted(
     idle = sorted({peer.peer for peer in candidates} - working)
     now_s = predict(plan.stages, costs).step_s
     guards = {guard.stage: guard.peer for guard in plan.guards}
-    for choice in _ranked(plan, costs, idle, now_s):
+    least = max(GAIN, COST_STEPS / steps_left)
+    for choice in _ranked(plan, costs, idle, (1 - least) * now_s):
         stage, peer = choice.stage, choice.peer
         who = (
             f"{costs.name(peer)} computes stage {stage.stage} faster than {costs.name(stage.peer)}: "
@@ -88,8 +91,8 @@ def promoted(
     return None
 
 
-def _ranked(plan: Plan, costs: StageCosts, idle: Sequence[str], now_s: float) -> list[_Choice]:
-    """Stages with state on machines that would gain by it, the greatest gain first."""
+def _ranked(plan: Plan, costs: StageCosts, idle: Sequence[str], most_s: float) -> list[_Choice]:
+    """Stages with state on machines with which a step takes at most `most_s`, the shortest first."""
     choices: list[_Choice] = []
     for index, stage in enumerate(plan.stages):
         if not costs.guardable(plan, stage):
@@ -98,5 +101,5 @@ def _ranked(plan: Plan, costs: StageCosts, idle: Sequence[str], now_s: float) ->
             there = msgspec.structs.replace(stage, peer=peer)
             stages = (*plan.stages[:index], there, *plan.stages[index + 1 :])
             choices.append(_Choice(stage, peer, predict(stages, costs).step_s))
-    better = [choice for choice in choices if choice.step_s <= (1 - GAIN) * now_s]
+    better = [choice for choice in choices if choice.step_s <= most_s]
     return sorted(better, key=lambda choice: (choice.step_s, choice.stage.stage, choice.peer))

@@ -109,12 +109,16 @@ def test_a_faster_machine_that_is_back_guards_the_stage_first_and_then_changes_p
 def test_a_small_gain_and_the_last_steps_move_nothing() -> None:
     base = problem(peer("other", 4e10))
     run = plan(base)
-    assert looked(run, base, A, B, C, peer("other", 4e10), peer("hardly faster than c", 8.3e10)) is None
+    assert looked(run, base, A, B, C, peer("other", 4e10), peer("hardly faster than c", 8.15e10)) is None
     assert looked(run, base, A, B, C, peer("other", 4e10), peer("faster than c", 9e10)) is not None
     base = problem(SLOW, peer("other", 4e10))
     run = after_a_loss(base, A)
     assert looked(run, base, A, B, C, SLOW, steps_left=WORTH_STEPS - 1) is None
     assert looked(run, base, A, B, C, SLOW, steps_left=WORTH_STEPS) is not None
+    a_little = (A, B, C, peer("other", 4e10), peer("faster than c", 8.4e10))
+    run, base = plan(problem(peer("other", 4e10))), problem(peer("other", 4e10))
+    assert looked(run, base, *a_little, steps_left=1000) is not None
+    assert looked(run, base, *a_little, steps_left=WORTH_STEPS) is None, "not enough steps for what it costs"
 
 
 def test_the_greatest_gain_comes_first_and_a_faster_stage_nobody_waits_for_gains_nothing() -> None:

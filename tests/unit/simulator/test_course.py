@@ -124,11 +124,11 @@ def test_silence_is_noticed_later_than_a_closed_connection(monkeypatch: pytest.M
 def test_a_short_freeze_only_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     victim, _ = stage_peer(monkeypatch, 1)
     calm = scripted(monkeypatch)
-    course = scripted(monkeypatch, Event(300.0, victim, "freeze"), Event(301.5, victim, "wake"))
+    course = scripted(monkeypatch, Event(300.0, victim, "freeze"), Event(301.0, victim, "wake"))
     assert (course.incidents, course.plans) == ((), 1)
     late = [after - before for before, after in zip(calm.commits_s, course.commits_s, strict=False)]
     assert min(late) == 0.0
-    assert late[-1] == pytest.approx(1.5)
+    assert late[-1] == pytest.approx(1.0)
 
 
 def test_a_frozen_guard_and_an_idle_spare_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +194,8 @@ def test_a_storm_loses_nothing_and_two_steps_are_never_closer_than_a_step_takes(
     assert len(course.incidents) > 5
     assert 0.2 < course.goodput < 1.0
     gaps = [after - before for before, after in pairwise(course.commits_s)]
-    # All machines are alike; one that has two neighbouring stages for a while saves a hop.
-    assert min(gaps) > 0.97 * course.undisturbed_step_s
+    # All machines are alike; one that has two neighbouring stages for a while saves hops.
+    assert min(gaps) > 0.95 * course.undisturbed_step_s
     for one, other in pairwise(course.incidents):
         assert one.recovered_s is not None
         assert one.recovered_s <= other.at_s + 1e-9
