@@ -8,20 +8,22 @@ next peer, the round trip of a microbatch below it (its memory for microbatches 
     period   = max over stages of compute, uplink and downlink occupancy, exceptional links' transfer, credit
     credit_k = round trip of stage k / microbatches its memory holds, where that is fewer than M (Little's law)
 
-For equal stages this is M*tau + (P-1)(t_c + t_n + 2a). Microbatches in flight at stage k: as many as stages from k on
-at least (1F1B never starves), ceil(downstream round trip / period) + 2 to hide the links, at most M and what memory
-holds. Not modelled: what the feed sends, the commit's round trips, jitter.
+For equal stages this is M*tau + (P-1)(t_c + t_n + 2a). Microbatches in flight at stage k: what `credits` says, at most
+M and what memory holds. Not modelled: what the feed sends, the commit's round trips, jitter.
 
-Neighbours: `chain` (costs of ranges), `links` (hops), `search` and `improvement` (grow pipelines), `planner`.
+Neighbours: `chain` (costs of ranges), `links` (hops), `credits`, `search` and `improvement` (grow pipelines),
+`planner`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import ceil, floor
+from itertools import pairwise
+from math import floor
 from typing import Final, NamedTuple
 
 from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.credits import credits_needed
 from fusionai.scheduling.links import Hop, hops
 from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import PeerProfile, Problem
@@ -155,10 +157,19 @@ class Pipeline:
         """Whether no pin is in the way."""
         return self._pins.allow(peer, start, end)
 
-    def in_flight(self, stage: Suffix, period_s: float) -> int:
-        downstream_s = stage.transit_s - stage.compute_s
-        hiding = ceil(downstream_s / period_s) + 2 if period_s > 0 else self.microbatches
-        return min(stage.held, self.microbatches, max(stage.stages, hiding))
+    def in_flight(self, best: Suffix) -> tuple[int, ...]:
+        """Microbatches in flight per stage, first to last, the owner's among them: as many as keep the closed form's
+        period (see `credits`), as far as there are so many and memory holds them."""
+        stages = [*self.pool_stages(best), *([] if self.loss is None else [self.tail])]
+        if not best.period_s > 0:
+            return tuple(min(stage.held, self.microbatches) for stage in stages)
+        compute_s = [stage.compute_s + self._busy_s[stage.head] for stage in stages]
+        away_s = [
+            self.hop_s(one.head, other.head, other.start) + self._crossing_s(one.head, other.head, other.start)
+            for one, other in pairwise(stages)
+        ]
+        needed = credits_needed(compute_s, away_s, best.period_s)
+        return tuple(min(stage.held, self.microbatches, count) for stage, count in zip(stages, needed, strict=True))
 
     def pool_stages(self, suffix: Suffix) -> Iterator[Suffix]:
         """First stage first, without the owner's."""
@@ -172,6 +183,17 @@ class Pipeline:
         forward, backward = self._hops[upstream][downstream], self._hops[downstream][upstream]
         seconds = self.chain.forward_bytes[cut] / forward.bandwidth_bytes_per_s
         return seconds + self.chain.gradient_bytes[cut] / backward.bandwidth_bytes_per_s
+
+    def _crossing_s(self, upstream: int, downstream: int, cut: int) -> float:
+        """What both transfers wait at most for others on shared access links, which serve all evenly: activations and
+        gradients of the stage's other neighbour, taken to be as large as these."""
+        forward, backward = self._hops[upstream][downstream], self._hops[downstream][upstream]
+        if not (forward.shared and backward.shared):
+            return 0.0
+        return 2 * min(
+            self.chain.forward_bytes[cut] / forward.bandwidth_bytes_per_s,
+            self.chain.gradient_bytes[cut] / backward.bandwidth_bytes_per_s,
+        )
 
     def hop_s(self, upstream: int, downstream: int, cut: int) -> float:
         """`transfer_s` and both latencies."""

@@ -55,9 +55,10 @@ def pool_name(problem: Problem, peer: str) -> str:
 def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[StagePlacement]:
     chain = pipeline.chain
     pool = list(pipeline.pool_stages(best))
+    credit = pipeline.in_flight(best)
     for number, stage in enumerate(pool):
         end = chain.length if stage.rest is None else stage.rest.start
-        in_flight = pipeline.in_flight(stage, best.period_s)
+        in_flight = credit[number]
         head = EMPTY_HEAD if stage.rest is None else stage.rest.head
         loss_here = number == len(pool) - 1 and pipeline.loss is None
         yield StagePlacement(
@@ -79,7 +80,7 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
         )
     if pipeline.loss is not None:
         tail = pipeline.tail
-        in_flight = min(pipeline.in_flight(tail, best.period_s), tail.held)
+        in_flight = credit[-1]
         yield StagePlacement(
             stage=len(pool),
             peer=_owner_id(pipeline),
