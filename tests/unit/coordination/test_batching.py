@@ -228,6 +228,26 @@ def test_who_lacks_a_page_holds_nobody_up(pass_tokens: int) -> None:
     assert batcher.pages.room == 7
 
 
+def test_who_made_room_in_vain_takes_nobody_s_turn() -> None:
+    """The third gives up pages that the fourth has too: the second still lacks one, and the first goes on."""
+    batcher = limited(pages=8, pass_tokens=8)
+    first, second = session(1, 2, 12, output="hidden"), session(2, 8, 12)
+    third, fourth = session(3, 8, 12, output="hidden"), session(4, range(300, 309), 12)
+    for one in (first, second, third):
+        read(batcher, one)
+        batcher.hold(one.number)
+    batcher.propose(1, ())
+    back(batcher, sent(batcher))  # the first's turn is now the last
+    batcher.hold(1)
+    batcher.submit(fourth, 0.0)
+    assert parts(sent(batcher)) == [(4, 1)], "it begins on the third's pages"
+    assert batcher.pages.room == 0
+    for one in (first, second, third):
+        batcher.propose(one.number, ())
+    assert parts(sent(batcher)) == [(1, 1)]
+    assert (batcher.running, batcher.queued) == (3, 1), "the third waits again"
+
+
 def test_rows_of_the_whole_prompt_are_wanted_once_even_if_it_is_read_twice() -> None:
     batcher = limited(in_flight=1, prefix=False)
     batcher.submit(session(1, 12, 4, all_rows=True), 0.0)
