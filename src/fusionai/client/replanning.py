@@ -104,7 +104,7 @@ class PoolReplanner:
         others = [one.profile for one in self.usable(members) if one.view.peer not in gone]
         found = replaced(unversioned, self.problem, gone, others)
         if isinstance(found, Waiting):
-            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_back(one)]
+            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self._is_there(one)]
             if returned:
                 found = replaced(unversioned, self.problem, gone, [*others, *returned])
         if isinstance(found, Waiting) and self.policy == "refuse":
@@ -128,6 +128,11 @@ class PoolReplanner:
         """Whether it was never lost, or has been heard long enough since."""
         loss = self._losses.get(member.view.peer)
         return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s)
+
+    def _is_there(self, member: Member) -> bool:
+        """Whether it may be asked where nobody else can be."""
+        loss = self._losses.get(member.view.peer)
+        return loss is None or loss.is_there(self.clock.now_s() - member.view.last_heard_s)
 
     def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """Who stands by for this job, or has a part in it already; as fast as this job has found them."""

@@ -26,6 +26,11 @@ class Loss:
         """Whether a machine last heard then is back."""
         return heard_s - self.at_s >= min(SETTLE_S * 2 ** (self.times - 1), LONGEST_SETTLE_S)
 
+    def is_there(self, heard_s: float) -> bool:
+        """Whether it is back as far as this loss goes, however many there were: enough for a job that waits for it and
+        for nobody else."""
+        return heard_s - self.at_s >= SETTLE_S
+
 
 def lost(known: Loss | None, now_s: float) -> Loss:
     """It was lost just now; `known` is the loss before."""

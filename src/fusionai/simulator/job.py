@@ -365,7 +365,7 @@ class SimulatedJob:
         others = [self._profiles[peer] for peer in usable if peer not in gone]
         found = replaced(plan, self._problem, gone, others)
         if isinstance(found, Waiting):
-            returned = [self._profiles[peer] for peer in usable if peer in self._missing and self._is_back(peer)]
+            returned = [self._profiles[peer] for peer in usable if peer in self._missing and self._is_there(peer)]
             if returned:
                 found = replaced(plan, self._problem, gone, [*others, *returned])
         return found
@@ -373,6 +373,10 @@ class SimulatedJob:
     def _is_back(self, peer: str) -> bool:
         loss = self._losses.get(peer)
         return loss is None or loss.is_over(self._broker.last_heard_s(peer))
+
+    def _is_there(self, peer: str) -> bool:
+        loss = self._losses.get(peer)
+        return loss is None or loss.is_there(self._broker.last_heard_s(peer))
 
     def _watch(self) -> None:
         """As `client.pool_watch` looks out for better plans."""

@@ -163,6 +163,19 @@ def test_a_lost_machine_serves_again_only_when_it_was_heard_since(bench: Make):
 
 
 def test_a_machine_lost_again_and_again_is_trusted_less(bench: Make):
+    one = bench(ALL)
+    known = working("b")
+    needed: list[int] = []
+    for _ in range(3):
+        one.replanner.note_lost("b")
+        needed.append(0)
+        while not one.replanner.is_back(known):
+            one.clock.seconds += 1.0
+            needed[-1] += 1
+    assert needed == [1, 2, 4]
+
+
+def test_who_waits_for_nobody_else_does_not_ask_how_often_it_was_lost(bench: Make):
     one = bench((working("a"), working("b")), guarded=False)
     look, looks = one.pool.pool, [0]
 
@@ -177,7 +190,7 @@ def test_a_machine_lost_again_and_again_is_trusted_less(bench: Make):
         looks[0] = 0
         one.replaced("b")
         needed.append(looks[0])
-    assert needed == [1, 2, 4]
+    assert needed == [1, 1, 1]
 
 
 def test_a_broker_that_is_away_is_asked_again(bench: Make):

@@ -26,3 +26,13 @@ def test_losses_far_apart_do_not_add_up() -> None:
     once = lost(None, 100.0)
     assert lost(once, 100.0 + STEADY_S).times == 2
     assert lost(once, 100.1 + STEADY_S).times == 1
+
+
+def test_however_often_it_was_lost_it_is_there_for_who_waits_for_it() -> None:
+    known: Loss | None = None
+    for time in range(8):
+        known = lost(known, 100.0 + time)
+    assert known is not None
+    assert not known.is_there(107.0 + SETTLE_S - 0.01)
+    assert known.is_there(107.0 + SETTLE_S)
+    assert not known.is_over(107.0 + SETTLE_S)
