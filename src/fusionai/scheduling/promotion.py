@@ -25,7 +25,7 @@ from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.straggling import COOL_DOWN
 from fusionai.scheduling.straggling import GAIN as CHECKPOINT_GAIN
-from fusionai.scheduling.takeover import guarded_by, moved
+from fusionai.scheduling.takeover import guarded_by, moved, told
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
 GAIN: Final = 0.03
@@ -61,11 +61,10 @@ def promoted(
     rested: bool,
 ) -> Promotion | None:
     """The next move, or None. `candidates`: machines that may be used now, those of the plan among them. `sheltered`:
-    stages whose guard has a snapshot. `rested`: the last plan is long enough ago for a checkpoint."""
+    stages whose guard has a snapshot newer than the checkpoint. `rested`: the last plan is long enough ago for a checkpoint."""
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
-    profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
-    costs = StageCosts(msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles))))
+    costs = StageCosts(told(problem, candidates))
     working = {stage.peer for stage in plan.stages} | {plan.feed}
     idle = sorted({peer.peer for peer in candidates} - working)
     now_s = predict(plan.stages, costs).step_s

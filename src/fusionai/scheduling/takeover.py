@@ -65,7 +65,7 @@ def replaced(
     """
     if plan.feed in lost:
         raise PlanError(f"the job owner's own process {plan.feed!r} can't be replaced; it is restarted instead.")
-    known = _told(problem, candidates)
+    known = told(problem, candidates)
     costs = StageCosts(known)
     gone = [stage for stage in plan.stages if stage.peer in lost]
     living = {stage.peer for stage in plan.stages} - lost
@@ -92,7 +92,7 @@ def replaced(
 def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
     """`plan` (version 0) with guards for stages that have none or an inexact one, from `candidates` and the guards it
     has. None if nothing gets better: a guard that is there is never exchanged for one that is just as good."""
-    known = _told(problem, candidates)
+    known = told(problem, candidates)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     there = {candidate.peer for candidate in candidates} | {guard.peer for guard in plan.guards}
     wider = msgspec.structs.replace(plan, version=0, spares=tuple(sorted(there - placed)))
@@ -122,7 +122,7 @@ def handed_over(
 def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequence[PeerProfile]) -> Plan | None:
     """`plan` (version 0) with one stage on `to`, which runs none. Its former peer guards it if it runs nothing else and
     has the memory; the other guards stay where they can. None: `to` can't run it, or nobody would guard it any more."""
-    known = _told(problem, candidates)
+    known = told(problem, candidates)
     costs = StageCosts(known)
     former = next(placed for placed in plan.stages if placed.stage == stage)
     placing = _Placing(plan, costs, {to: costs.profiles[to]}, frozenset((to,)))
@@ -143,7 +143,7 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
 def guarded_by(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
     """`plan` (version 0) with `peer`, which runs nothing, as the guard of `stage`. None: it has no room for that, or
     another stage would lose its guard by it."""
-    known = _told(problem, candidates)
+    known = told(problem, candidates)
     costs = StageCosts(known)
     placed = next(one for one in plan.stages if one.stage == stage)
     if not may_guard(plan, known, placed, peer):
@@ -279,7 +279,7 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
     )
 
 
-def _told(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
+def told(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
     """What is known of everybody: the newest word counts."""
     profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
     return msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles)))
