@@ -61,7 +61,8 @@ def promoted(
     rested: bool,
 ) -> Promotion | None:
     """The next move, or None. `candidates`: machines that may be used now, those of the plan among them. `sheltered`:
-    stages whose guard has a snapshot newer than the checkpoint. `rested`: the last plan is long enough ago for a checkpoint."""
+    stages whose guard has a snapshot newer than the checkpoint. `rested`: the last plan is long enough ago to move by
+    way of a checkpoint."""
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
     costs = StageCosts(told(problem, candidates))
