@@ -44,14 +44,15 @@ def improve(pipeline: Pipeline, limits: Limits, *, budget: int) -> tuple[Suffix 
     best_s = inf
     spent = 0
     for layout in construct(pipeline, limits)[:_STARTS]:
-        layout, step_s, tried = _descend(pipeline, layout, limits, (budget - spent) // 2)
+        layout, step_s, tried = descend(pipeline, layout, limits, (budget - spent) // 2)
         spent += tried
         if step_s < best_s:
             best, best_s = layout, step_s
     return (None if best is None else pipeline.fold(*best)), spent
 
 
-def _descend(pipeline: Pipeline, layout: Layout, limits: Limits, budget: int) -> tuple[Layout, float, int]:
+def descend(pipeline: Pipeline, layout: Layout, limits: Limits, budget: int) -> tuple[Layout, float, int]:
+    """`layout` changed while the step gets shorter, its seconds, and how many were looked at."""
     step_s = _step_s(pipeline, layout, limits)
     spent = 1
     improved = True

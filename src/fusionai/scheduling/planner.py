@@ -1,9 +1,10 @@
 """`plan(problem) -> Plan`: pure and deterministic. Decides which peer holds which blocks; starts nothing.
 
-Small pools are searched exactly (`search`), larger ones heuristically (`annealing`) with a proven bound (`bound`); of
-very large ones only peers that can matter are looked at (`shortlist`), while the bound counts everybody. The plan says
-which, and how far from the bound it can be. The same problem gives the same plan, in whatever order its peers are
-listed. One replica and one stage per peer: `many_holders` says what more of them would bring.
+Small pools are searched exactly (`search`), and larger ones of few kinds of machines (`likeness`); others
+heuristically (`annealing`) with a proven bound (`bound`); of very large ones only peers that can matter are looked at
+(`shortlist`), while the bound counts everybody. The plan says which, and how far from the bound it can be. The same
+problem gives the same plan, in whatever order its peers are listed. One replica and one stage per peer: `many_holders`
+says what more of them would bring.
 
 Neighbours: `serving` plans for generation. `eligibility` (who may be used), `pipeline` (what a step costs), `alone`
 (one machine instead), `placement` (the plan written out), `guards` (which spare guards which stage), `infeasible` (why
@@ -18,6 +19,7 @@ from typing import Final
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
+from fusionai.scheduling import likeness
 from fusionai.scheduling.alone import fastest_alone
 from fusionai.scheduling.annealing import annealed
 from fusionai.scheduling.bound import Bound, step_time_bound_s
@@ -26,6 +28,7 @@ from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.improvement import improve
 from fusionai.scheduling.infeasible import infeasible
+from fusionai.scheduling.likeness import few_states, limits_among, nearly, without_surplus
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.pins import check_pins, must_use
 from fusionai.scheduling.pipeline import Pipeline, Suffix
@@ -43,6 +46,8 @@ SEARCH_BUDGET: Final = 8_000_000
 HOPEFUL_BUDGET: Final = 2_000_000
 START_BUDGET: Final = 2_000
 """Of local search where the exact search comes after it."""
+CLOSE: Final = 1.015
+"""A step by its bound: where machines hardly differ, one that is as close is not worth more effort."""
 
 
 def plan(problem: Problem) -> Plan:
@@ -63,10 +68,11 @@ def plan(problem: Problem) -> Plan:
             hint="Let more peers join, or mend what stands in the way.",
         )
     limits_of_all = _limits(problem, usable, chain.length)
-    listed, bound = shortlist(problem, chain, usable, limits_of_all.most, loss_elsewhere=loss_at_owner)
+    rivals = without_surplus(problem, usable, limits_of_all.most)
+    listed, bound = shortlist(problem, chain, rivals, limits_of_all.most, loss_elsewhere=loss_at_owner)
     pipeline = Pipeline(problem, listed, loss_at_owner)
-    limits = _limits_among(problem, pipeline, limits_of_all)
-    solved = _solve(problem, pipeline, limits, bound)
+    limits = limits_among(problem, pipeline, limits_of_all)
+    solved = _solve(problem, pipeline, rivals, limits, bound)
     warnings = _warnings(problem, pipeline, limits, solved)
     alone = fastest_alone(problem, _machines(problem, usable))
     if alone is not None:
@@ -97,14 +103,20 @@ class _Solved:
     certificate: Certificate
 
 
-def _solve(problem: Problem, pipeline: Pipeline, limits: Limits, bound: Bound | None) -> _Solved:
-    searched = pipeline.owner <= HOPEFUL_PEERS
+def _solve(
+    problem: Problem, pipeline: Pipeline, rivals: Sequence[PeerProfile], limits: Limits, bound: Bound | None
+) -> _Solved:
     known = _incumbent(problem, pipeline, limits)
     explored = 0
     tokens = problem.microbatches * problem.microbatch_tokens
-    if searched:
+    alike = pipeline.owner > HOPEFUL_PEERS and bound is None and few_states(pipeline, limits.required)
+    if alike or pipeline.owner <= HOPEFUL_PEERS:
         improved, explored = improve(pipeline, limits, budget=START_BUDGET)
-        found = search(pipeline, limits, known=_faster(pipeline, known, improved), budget=_budget(pipeline))
+        known = _faster(pipeline, known, improved)
+        if alike:
+            found = search(pipeline, limits, known=known, budget=likeness.BUDGET, glance=likeness.GLANCE)
+        else:
+            found = search(pipeline, limits, known=known, budget=_budget(pipeline))
         explored += found.explored
         known = found.best
         if found.complete:
@@ -119,25 +131,41 @@ def _solve(problem: Problem, pipeline: Pipeline, limits: Limits, bound: Bound | 
                 explored=explored,
             )
             return _Solved(known, certificate)
-    known, tried = annealed(pipeline, limits, known=known)
+    method = "exact search, machines that hardly differ taken as equal"
+    near = nearly(problem, pipeline, rivals, limits, loss_at_owner=pipeline.loss is not None)
+    least_s = 0.0
+    if near is not None:
+        known, least_s = _faster(pipeline, known, near.best), near.least_s
+        explored += near.explored
+    if near is None or not _close(pipeline, known, least_s):
+        # A shortlist was drawn up with the bound of all peers; one of those listed would prove nothing about the
+        # others.
+        capacity_s = (
+            step_time_bound_s(pipeline, limits.most, limits.fewest)
+            if bound is None
+            else bound.step_s(limits.most, limits.fewest)
+        )
+        least_s = max(least_s, capacity_s)
+    if near is None or not _close(pipeline, known, least_s):
+        method = "annealing, capacity bound"
+        known, tried = annealed(pipeline, limits, known=known)
+        explored += tried
     if known is None:
         raise infeasible(problem, pipeline, limits, proven=False)
     speed = tokens / pipeline.step_s(known)
-    # A shortlist was drawn up with the bound of all peers; one of those listed would prove nothing about the others.
-    least_s = (
-        step_time_bound_s(pipeline, limits.most, limits.fewest)
-        if bound is None
-        else bound.step_s(limits.most, limits.fewest)
-    )
     bound_per_s = max(tokens / least_s, speed)
     certificate = Certificate(
-        method="annealing, capacity bound",
+        method=method,
         exact=False,
         bound_tokens_per_s=bound_per_s,
         optimality_gap=bound_per_s / speed - 1,
-        explored=explored + tried,
+        explored=explored,
     )
     return _Solved(known, certificate)
+
+
+def _close(pipeline: Pipeline, known: Suffix | None, least_s: float) -> bool:
+    return known is not None and pipeline.step_s(known) <= least_s * CLOSE
 
 
 def _budget(pipeline: Pipeline) -> int:
@@ -219,12 +247,6 @@ def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> Limi
             hint="Require fewer peers or ask for more stages.",
         )
     return Limits(fewest=wanted, most=problem.stages or most)
-
-
-def _limits_among(problem: Problem, pipeline: Pipeline, limits: Limits) -> Limits:
-    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
-    required = sum(1 << index[name] for name in must_use(problem))
-    return Limits(fewest=limits.fewest, most=min(limits.most, pipeline.owner), required=required)
 
 
 def _place(problem: Problem, role: str) -> str:
