@@ -36,6 +36,8 @@ CREW: Final = 3
 PRICE: Final = 0.02
 """Of a block moved, in the potential's logarithm: with `SHARPNESS` 28, less than a tenth of a percent of the least
 cover."""
+FEW: Final = 75
+"""Peers from which on it falls: of many, each brings less, and would never move for the price among few."""
 SHARPNESS: Final = 28.0
 PROOF_ROUNDS: Final = 40
 
@@ -167,18 +169,19 @@ class Keeper:
         begun = _copied(self.layout)
         best, best_moved, least = self.layout, 0, np.inf
         level = 0.0
+        price = PRICE * FEW / max(FEW, len(self._present))
         for turn in range(tries):
             layout = _copied(begun)
             moved = int(
                 compiled(mend)(
-                    self.swarm, layout, rows, home, SHARPNESS, PRICE, self.credit, rounds, crew,
+                    self.swarm, layout, rows, home, SHARPNESS, price, self.credit, rounds, crew,
                     self._seed + 7919 * self._events + 104_729 * turn,
                 )
             )  # fmt: skip
             # One measure for all of them.
             level = level or max(float(layout.cover.min()), float(layout.cover.mean()) / 4, 1e-300)
             uneven = float(np.exp(-SHARPNESS * np.clip(layout.cover / level - 1, -20, None)).sum())
-            cost = np.log(uneven) + PRICE * moved
+            cost = np.log(uneven) + price * moved
             if cost < least:
                 best, best_moved, least = layout, moved, cost
         self.layout = best
