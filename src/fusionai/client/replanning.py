@@ -70,6 +70,8 @@ class PoolReplanner:
     """Those that the recipe keeps out."""
     clock: Clock
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
+    _missing: set[str] = field(default_factory=set[str])
+    """Lost, and in no plan made real since: one that is named again was not lost again."""
     _paces: dict[str, _Pace] = field(default_factory=dict[str, _Pace])
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -77,7 +79,7 @@ class PoolReplanner:
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
         """See `execution.deployment`. Raises `ExecutionError` where the recipe refuses who is there."""
-        for peer in lost:
+        for peer in lost - self._missing:
             self.note_lost(peer)
         while True:
             try:
@@ -104,7 +106,7 @@ class PoolReplanner:
         others = [one.profile for one in self.usable(members) if one.view.peer not in gone]
         found = replaced(unversioned, self.problem, gone, others)
         if isinstance(found, Waiting):
-            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self._is_there(one)]
+            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
             if returned:
                 found = replaced(unversioned, self.problem, gone, [*others, *returned])
         if isinstance(found, Waiting) and self.policy == "refuse":
@@ -122,6 +124,7 @@ class PoolReplanner:
 
     def note_lost(self, peer: str) -> None:
         """The job has lost it just now: it counts as there when the broker has heard it since."""
+        self._missing.add(peer)
         self._losses[peer] = settling.lost(self._losses.get(peer), self.clock.now_s())
 
     def is_back(self, member: Member) -> bool:
@@ -129,7 +132,7 @@ class PoolReplanner:
         loss = self._losses.get(member.view.peer)
         return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s)
 
-    def _is_there(self, member: Member) -> bool:
+    def is_there(self, member: Member) -> bool:
         """Whether it may be asked where nobody else can be."""
         loss = self._losses.get(member.view.peer)
         return loss is None or loss.is_there(self.clock.now_s() - member.view.last_heard_s)
@@ -176,6 +179,7 @@ class PoolReplanner:
         async with self._turn:
             granted = await self.pool.request(self.job, self.title, plan, self.steps)
             await asyncio.to_thread(self.adopt, granted)
+            self._missing -= {one.peer for one in (*granted.plan.stages, *granted.plan.guards)}
             return granted
 
     def adopt(self, deployment: Deployment) -> None:

@@ -35,6 +35,7 @@ from fusionai.client.serving_draft import DraftModel, draft_proposer, open_draft
 from fusionai.client.serving_leftovers import ServedNote, end_leftovers
 from fusionai.client.serving_model import ServedModel, find_model, hash_weights, job_name, open_model
 from fusionai.client.serving_problem import Ends, serving_problem
+from fusionai.client.serving_replanning import ServingReplanner
 from fusionai.client.serving_watch import ServingWatch
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.deployment import Deployment
@@ -196,7 +197,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
         needs = msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
         job = JobId(f"{job_name(files.name)}-{secrets.token_hex(4)}")
-        replanner = PoolReplanner(
+        replanner = ServingReplanner(
             pool=pool,
             job=job,
             title=f"serve {files.name}",

@@ -175,6 +175,25 @@ def test_a_machine_lost_again_and_again_is_trusted_less(bench: Make):
     assert needed == [1, 2, 4]
 
 
+def test_who_was_lost_long_ago_is_not_lost_anew_when_others_are(bench: Make):
+    there = (working("b"), member("c"))
+    one = bench(ALL, there)
+    assert "c" not in stages(one.replaced("c"))
+    one.clock.seconds += 10.0
+    assert "c" in stages(one.replaced("a", "c"))
+    assert not one.waited
+
+
+def test_who_was_in_a_plan_since_and_is_named_again_was_lost_again(bench: Make):
+    one = bench((working("a"), working("b"), member("c")))
+    one.replanner.note_lost("c")
+    one.clock.seconds += 2.0
+    assert one.replanner.is_back(member("c"))
+    assert "c" in stages(one.replaced("a"))
+    one.replaced("c")
+    assert not one.replanner.is_back(member("c"))
+
+
 def test_who_waits_for_nobody_else_does_not_ask_how_often_it_was_lost(bench: Make):
     one = bench((working("a"), working("b")), guarded=False)
     look, looks = one.pool.pool, [0]

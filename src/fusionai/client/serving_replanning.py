@@ -1,0 +1,21 @@
+"""Another plan for a serving job: as any job's, but who came back guards again at once where nobody else does.
+
+Streams wait while a stage has neither holder nor guard, so the next loss may come before the pool is looked at again. A
+guard that proves to be none costs no round. Neighbours: `client.replanning` finds the plan, `client.serve` uses it.
+"""
+
+from __future__ import annotations
+
+from fusionai.client.pool_session import Member
+from fusionai.client.replanning import PoolReplanner
+from fusionai.scheduling.takeover import Waiting, reinforced
+from fusionai.scheduling.types import Plan
+
+
+class ServingReplanner(PoolReplanner):
+    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:
+        found = super()._replaced(plan, lost, members)
+        returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
+        if isinstance(found, Waiting) or not returned:
+            return found
+        return reinforced(found, self.problem, returned) or found

@@ -1,0 +1,76 @@
+"""Another plan for a serving job: who came back guards again at once, where nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from fusionai.client.pool_session import Member
+from fusionai.client.serving_replanning import ServingReplanner
+from fusionai.execution.deployment import Deployment
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.types import Plan
+from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
+
+
+class Bench:
+    """Stages on `a` and `b`, both guarded by `c`; `d` was lost as a guard ten seconds ago."""
+
+    def __init__(self, *there: Member) -> None:
+        base = problem(profile("a"), profile("b"), profile("c"))
+        present = msgspec.structs.replace(planned(msgspec.structs.replace(base, required=("a", "b"))), version=1)
+        assert {guard.peer for guard in present.guards} == {"c"}
+        self.present = Deployment(plan=present)
+        self.clock = FakeClock()
+        self.replanner = ServingReplanner(
+            pool=FakePool([there]),
+            job=JOB,
+            title="job",
+            steps=0,
+            problem=base,
+            policy="exact",
+            excluded=lambda _: frozenset(),
+            clock=self.clock,
+        )
+        self.replanner.note_lost("d")
+        self.clock.seconds += 10.0
+
+    def replaced(self, *lost: str) -> Plan:
+        async def body() -> Deployment:
+            async with asyncio.timeout(5):
+                return await self.replanner.replacement(self.present, frozenset(lost), lambda _: None)
+
+        self.present = asyncio.run(body())
+        return self.present.plan
+
+
+LIVING = (working("b"), working("c"))
+
+
+def guards(plan: Plan) -> set[tuple[int, str]]:
+    return {(guard.stage, guard.peer) for guard in plan.guards}
+
+
+def test_who_came_back_guards_what_nobody_else_does() -> None:
+    plan = Bench(*LIVING, member("d")).replaced("a", "d")
+    assert [stage.peer for stage in plan.stages][:2] == ["c", "b"]
+    assert guards(plan) == {(0, "d"), (1, "d")}
+
+
+def test_who_is_there_without_having_been_lost_comes_first() -> None:
+    plan = Bench(*LIVING, member("d"), member("e")).replaced("a", "d")
+    assert guards(plan) == {(0, "e"), (1, "e")}
+
+
+def test_who_was_not_heard_since_guards_nothing() -> None:
+    assert guards(Bench(*LIVING, member("d", last_heard_s=9.5)).replaced("a", "d")) == set()
+    assert guards(Bench(*LIVING).replaced("a", "d")) == set()
+
+
+def test_who_guards_again_and_is_lost_again_has_to_be_heard_again() -> None:
+    bench = Bench(*LIVING, member("d"))
+    assert guards(bench.replaced("a", "d"))
+    assert guards(bench.replaced("d")) == set()
+    bench.clock.seconds += 1.0
+    assert guards(bench.replaced("d")) == {(0, "d"), (1, "d")}
