@@ -467,6 +467,7 @@ def test_clipping_scale(backend: Backend) -> None:
     assert backend.clip_scale([], 1.0) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_a_probe_reports_a_usable_device(backend: Backend) -> None:
     first, second = backend.probe(), backend.probe()
     assert first.backend == backend.name

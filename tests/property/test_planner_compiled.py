@@ -43,6 +43,7 @@ def test_planning_a_small_pool_does_not_load_numba() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "benchmarks")
 
 
+@pytest.mark.slow
 def test_without_numba_kernels_run_as_they_stand() -> None:
     code = (
         "import sys, random\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fusionai.coordination.batching import PROBE_SESSION, Batcher, BatchLimits, QueueFull
 from fusionai.coordination.passes import PassPlan
 from fusionai.coordination.sessions import SessionSpec
+
+pytestmark = pytest.mark.slow
 
 PATIENCE = 400
 """Passes within which everybody who waits must have ended."""

@@ -142,6 +142,7 @@ def test_unequal_stages_agree_within_five_per_cent_where_no_credit_binds(case: t
     assert simulated_s >= 0.95 * closed_s
 
 
+@pytest.mark.slow
 @given(unequal(), st.integers(1, 6), st.booleans())
 @settings(max_examples=15, deadline=None, derandomize=True)
 def test_scarce_credit_never_deadlocks_and_never_helps_the_busiest(
@@ -176,6 +177,7 @@ def busiest_s(plan: Plan, problem: Problem) -> float:
     return plan.microbatches * max(busy.values()) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @given(
     crossing=st.sampled_from([200_000, 500_000, 1_000_000, 1_500_000]),
     period_s=st.sampled_from([0.1, 0.3, 0.9]),

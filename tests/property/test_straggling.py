@@ -102,6 +102,7 @@ def test_a_slow_machine_does_move_something() -> None:
     assert changes == [COOL_DOWN + STEPS - 1]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(speeds, noises, st.integers(1, STEPS - 1), st.integers(1, 20))
 def test_slowness_that_passes_soon_moves_nothing(flops: list[float], noise: Random, slow: int, pause: int) -> None:

@@ -138,7 +138,9 @@ def at_event(world: World, number: int, action: Callable[[], None]) -> World:
     return world
 
 
-@pytest.mark.parametrize("topology", [CHAIN, TIED_WITH_SKIP], ids=["chain", "tied with a skip"])
+@pytest.mark.parametrize(
+    "topology", [CHAIN, pytest.param(TIED_WITH_SKIP, marks=pytest.mark.slow)], ids=["chain", "tied with a skip"]
+)
 def test_the_driver_dies_at_every_moment(topology: Topology):
     quiet = World(topology, GUARDED, 3, spares=())
     quiet.run()
@@ -149,7 +151,7 @@ def test_the_driver_dies_at_every_moment(topology: Topology):
 
 
 @pytest.mark.parametrize("first", [150, pytest.param(187, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_a_guarded_stage_dies_at_every_moment_and_nobody_goes_back(stage: int, first: int):
     quiet = World(TIED_WITH_SKIP, GUARDED, 4)
     quiet.run()
@@ -169,6 +171,7 @@ def test_stages_whose_guard_is_lost_are_guarded_again(back_after_s: float | None
     assert world.driver.machine.guards == dict.fromkeys(range(3), "y" if back_after_s is None else "x")
 
 
+@pytest.mark.slow
 def test_an_unguarded_stage_dies_at_every_moment_and_a_spare_takes_its_place():
     quiet = World(TIED_WITH_SKIP, UNGUARDED, 4)
     quiet.run()
@@ -240,7 +243,7 @@ def test_a_stage_changes_places_with_its_guard_without_a_checkpoint():
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (6, 12, 18))])
-@pytest.mark.parametrize("lost", ["y", "b", "x", "c"])
+@pytest.mark.parametrize("lost", ["y", "b", *(pytest.param(lost, marks=pytest.mark.slow) for lost in ("x", "c"))])
 def test_one_loss_while_a_stage_changes_places_sends_nobody_back(lost: str, first: int):
     """Not even that of the peer it moves to: its former one has it still."""
     places: set[str] = set()

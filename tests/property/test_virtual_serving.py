@@ -16,7 +16,7 @@ COURSES = 200
 LONG_COURSES = 5_000
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
 def test_streams_survive_a_course_of_faults(part: int) -> None:
     told: Counter[str] = Counter()
     for seed in range(part, COURSES, 4):

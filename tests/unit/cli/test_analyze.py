@@ -22,6 +22,7 @@ def comparisons() -> list[Comparison]:
     return shipped_comparisons()
 
 
+@pytest.mark.slow
 def test_every_cell_states_whether_the_claim_holds(comparisons: list[Comparison]):
     lines = list(csv.DictReader(csv_of(comparisons).splitlines()))
     assert len(lines) == sum(len(one.cells) for one in comparisons)
@@ -36,6 +37,7 @@ def test_every_cell_states_whether_the_claim_holds(comparisons: list[Comparison]
             )
 
 
+@pytest.mark.slow
 def test_every_cell_of_the_tables_states_it(comparisons: list[Comparison]):
     tables = grids(comparisons[0])
     assert len(tables) == 5 + 5 + 3 + 3 + 4
@@ -45,6 +47,7 @@ def test_every_cell_of_the_tables_states_it(comparisons: list[Comparison]):
             assert all(entry.mark for entry in row[1:]), "and its colour says the same"
 
 
+@pytest.mark.slow
 def test_every_assumption_and_every_source_is_said(comparisons: list[Comparison]):
     said = assumptions(Assumptions())
     assert len(said.rows) == len(Assumptions.__dataclass_fields__)
@@ -56,6 +59,7 @@ def test_every_assumption_and_every_source_is_said(comparisons: list[Comparison]
     assert devices == {"RTX 3080", "H100 SXM", "H100 PCIe"}
 
 
+@pytest.mark.slow
 def test_projections_are_not_passed_off_as_measurements(comparisons: list[Comparison]):
     assert figures_of(comparisons)["projected"] is True
     assert measured(comparisons[0])[0].startswith("Nothing.")
@@ -63,6 +67,7 @@ def test_projections_are_not_passed_off_as_measurements(comparisons: list[Compar
     assert "### What was measured\n\nNothing." in page
 
 
+@pytest.mark.slow
 def test_the_findings_name_both_sides(comparisons: list[Comparison]):
     said = " ".join(findings(comparisons[0]))
     assert "50 x RTX 3080 have 0.75 of the dense fp16 peak of 4 x H100 SXM" in said
@@ -71,6 +76,7 @@ def test_the_findings_name_both_sides(comparisons: list[Comparison]):
     assert overall(comparisons[0]).startswith("Training: the claim holds in no cell of 980")
 
 
+@pytest.mark.slow
 def test_the_terms_of_a_cell_lead_to_its_speed(comparisons: list[Comparison]):
     written = json.loads(json.dumps(figures_of(comparisons)))
     shown = 0

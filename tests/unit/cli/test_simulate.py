@@ -143,6 +143,7 @@ def test_hours_in_figures_and_words(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert wanted in said
 
 
+@pytest.mark.slow
 def test_the_seed_decides_and_flags_win_over_the_file(tmp_path: Path) -> None:
     first = figures(tmp_path)
     assert figures(tmp_path) == first
@@ -151,6 +152,7 @@ def test_the_seed_decides_and_flags_win_over_the_file(tmp_path: Path) -> None:
     assert other["steps"] < first["steps"]
 
 
+@pytest.mark.slow
 def test_plots_are_drawn(tmp_path: Path) -> None:
     figures(tmp_path, "--plots", str(tmp_path / "plots"))
     for name in ("step.png", "hours.png"):
@@ -175,6 +177,7 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["together_tokens_per_s"] == pytest.approx(found["predicted_together_tokens_per_s"], rel=0.15)
 
 
+@pytest.mark.slow
 def test_compression_spares_the_links(tmp_path: Path) -> None:
     plain = figures(tmp_path)
     less = figures(tmp_path, scenario=SCENARIO.replace("stages = 3", "stages = 3\ncompression = 8"))

@@ -78,6 +78,7 @@ def test_inputs_and_shifted_labels(tmp_path: Path) -> None:
     assert plain_batch(batch) == {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
+@pytest.mark.slow
 def test_pure_and_the_same_in_another_process(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     source = text_source(tmp_path, evaluation_fraction=0.2)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_glibc_takes_the_settings_and_stops_faulting_memory_in_anew() -> None:
     program = """
@@ -33,6 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert faults["keep"] < faults["leave"] or faults["leave"] < 100
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_freed_memory_goes_back_when_asked() -> None:
     program = """

@@ -214,6 +214,7 @@ def test_a_member_gives_what_it_has_while_it_fetches_itself(tmp_path: Path) -> N
     with_members(tmp_path, body)
 
 
+@pytest.mark.slow
 def test_two_that_fetch_at_the_same_time_take_from_each_other(tmp_path: Path) -> None:
     async def body(members: Members) -> None:
         specs = [described(f"layer {number}", 2 * MIB) for number in range(12)]

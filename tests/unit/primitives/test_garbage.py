@@ -8,6 +8,8 @@ import pytest
 
 from fusionai.primitives.garbage import set_aside_what_stays
 
+pytestmark = pytest.mark.slow
+
 
 class Circle:
     def __init__(self) -> None:
@@ -34,7 +36,6 @@ def test_what_stays_is_not_looked_at_again_and_what_does_not_is_gone():
     assert not any(one is stays for one in gc.get_objects())
 
 
-@pytest.mark.slow
 def test_what_was_set_aside_and_is_of_no_use_any_more_goes_the_next_time():
     former = Circle()
     known = weakref.ref(former)
@@ -46,7 +47,6 @@ def test_what_was_set_aside_and_is_of_no_use_any_more_goes_the_next_time():
     assert known() is None
 
 
-@pytest.mark.slow
 def test_from_then_on_the_collector_comes_by_itself_before_long():
     stays = [[index] for index in range(1_000_000)]
     set_aside_what_stays()

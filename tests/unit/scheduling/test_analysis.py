@@ -173,6 +173,7 @@ def test_forward_passes_are_what_was_worked_out_before(model: str, levers: str, 
     assert ratio(shipped(), "forward", model, levers, 100, 50) == pytest.approx(worked_out, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trained_only")
 def test_a_faster_gpu_in_the_catalogue_is_that_much_faster_where_computing_limits():
     """Twice the speed: twice the ratio where arithmetic is all, nothing where links are, half against a faster box."""
@@ -186,6 +187,7 @@ def test_a_faster_gpu_in_the_catalogue_is_that_much_faster_where_computing_limit
     assert ratio(faster, *links) > ratio(shipped(), *links)
 
 
+@pytest.mark.slow
 def test_more_memory_holds_the_model_in_fewer_stages_and_more_sessions(monkeypatch: pytest.MonkeyPatch):
     before = shipped().cell("train", LLAMA_8B.name, INT8, 100, 50).ours
     monkeypatch.setattr(analysis_cases, "DECODED", (LLAMA_70B,))
@@ -198,6 +200,7 @@ def test_more_memory_holds_the_model_in_fewer_stages_and_more_sessions(monkeypat
     assert ratio(larger, *decode) > 2 * ratio(shipped(), *decode)
 
 
+@pytest.mark.slow
 def test_memory_bandwidth_moves_decoding_and_nothing_else():
     wider = compare(fleet("RTX 3080", 50, memory_bandwidth_bytes_per_s=2), fleet("H100 SXM", 4), KNOWN)
     small = ("decode", "GPT-3 type, 24 layers", HALF, 100, 50)
@@ -207,6 +210,7 @@ def test_memory_bandwidth_moves_decoding_and_nothing_else():
             assert cell == other
 
 
+@pytest.mark.slow
 def test_power_and_price_move_energy_and_money_and_no_ratio():
     cheap = compare(fleet("RTX 3080", 50, power_w=0.5, price_usd=0.5), fleet("H100 SXM", 4), KNOWN)
     cell = cheap.cell("train", LLAMA_8B.name, BEST, 100, 50)
@@ -339,6 +343,7 @@ def test_the_chosen_number_of_passes_is_the_best_there_is():
         assert other.tokens_per_s <= chosen.tokens_per_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trained_only")
 def test_reaching_half_the_peak_is_half_the_speed():
     lazy = compare(fleet("RTX 3080", 50), fleet("H100 SXM", 4), replace(KNOWN, training_part=0.2))
@@ -346,6 +351,7 @@ def test_reaching_half_the_peak_is_half_the_speed():
     assert ratio(lazy, *cell) == pytest.approx(ratio(shipped(), *cell) / 2)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_wrong_by_a_fifth_moves_what_hangs_on_it():
     found = {(s.what, s.cell): s for s in swings(fleet("RTX 3080", 50), fleet("H100 SXM", 4), KNOWN)}
     training = "training 8B, all levers"
@@ -364,6 +370,7 @@ def test_a_number_that_is_wrong_by_a_fifth_moves_what_hangs_on_it():
     assert found["context tokens", "decoding 8B, fp16"].low != found["context tokens", "decoding 8B, fp16"].plain
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trained_only")
 def test_what_is_in_flight_may_crowd_a_stage():
     """16 stages of the 8B model hold 8 GB of state each; 44 microbatches of two layers' inputs are 3 GB more."""
@@ -379,6 +386,7 @@ def test_what_is_in_flight_may_crowd_a_stage():
     assert not roomier.crowded
 
 
+@pytest.mark.slow
 def test_every_assumption_that_bears_on_speed_is_tried():
     found = swings(fleet("RTX 3080", 50), fleet("H100 SXM", 4), KNOWN)
     tried = {s.what for s in found}

@@ -23,6 +23,7 @@ def layout() -> Layout:
     return Layout(np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros(3))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="numba is not installed")
 def test_compiled_once_and_equal():
     assert compiled(ones) is compiled(ones)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def lines(draw: st.DrawFn) -> tuple[list[float], list[float], float]:
     return compute_s, trip_s, max(compute_s) * draw(st.floats(1.0, 2.0))
 
 
+@pytest.mark.slow
 @given(lines(), st.data())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_enough_for_1f1b_and_little_and_never_fewer_for_longer_trips(

@@ -102,6 +102,7 @@ def test_pins_that_can_not_be_met(problem: Problem, said: str):
         plan(problem)
 
 
+@pytest.mark.slow
 def test_in_a_pool_too_large_for_the_exact_search():
     more = tuple(
         PeerProfile(peer=f"m{number}", flops_per_s=5e9 + number, memory_bytes=10**6, uplink=LINK, downlink=LINK)

@@ -202,6 +202,7 @@ def test_a_storm_loses_nothing_and_two_steps_are_never_closer_than_a_step_takes(
     assert all(0 <= working <= course.present[peer] + 1e-9 for peer, working in course.working.items())
 
 
+@pytest.mark.slow
 def test_skipped_heartbeats_change_nothing() -> None:
     scenario = Scenario(hours=0.5, seed=4, churn=STORMY, checkpoint_every=50)
     skipped = simulate_course(problem(), scenario)
@@ -210,6 +211,7 @@ def test_skipped_heartbeats_change_nothing() -> None:
     assert skipped == performed
 
 
+@pytest.mark.slow
 def test_the_seed_decides() -> None:
     def run(seed: int) -> Course:
         scenario = Scenario(hours=0.5, seed=seed, churn=STORMY, weather=Weather(jitter_s=0.005))

@@ -365,6 +365,7 @@ def test_a_send_cut_short_ends_the_channel(pool, run: Run):
     run(main())
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_ever_for_one_who_does_not_read(pool, run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fusionai.transport.tcp_channel.STALLED_S", 0.2)
     monkeypatch.setattr("fusionai.transport.tcp_channel.GOODBYE_TIMEOUT_S", 0.2)
@@ -426,6 +427,7 @@ def test_closing_sends_everything_to_a_slow_reader(pool, run: Run, monkeypatch: 
     run(main())
 
 
+@pytest.mark.slow
 def test_a_side_that_does_not_read_for_a_while_is_not_taken_for_dead(pool, run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fusionai.transport.tcp_channel.DEAD_AFTER_S", 0.1)
     monkeypatch.setattr("fusionai.transport.tcp_channel.CHECK_EVERY_S", 0.05)
