@@ -283,6 +283,8 @@ class ServingMember:
                 stage, fetched_bytes = self._at_hand(load), {}
                 if stage is None:
                     async with self._loading:
+                        if load.standby and not self._is_present(load):
+                            return  # a stage that streams wait for may be next; this one is asked for again
                         stage, fetched_bytes = await self._made(load, tensors)
                     if load.stage not in self._own | self._placement.guards:
                         self._keep_only(self._own | self._placement.guards)
