@@ -156,6 +156,41 @@ def test_peers_killed_at_random_change_no_token(
     assert differing == 0, "an answer that met a fault is another one than the undisturbed"
 
 
+@pytest.mark.timeout(300)
+def test_who_came_back_is_the_next_guard_as_soon_as_a_stage_has_none(
+    pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]
+):
+    """A spare is lost and returns; then a stage's holder falls, and right after it its heir: nobody waits for the
+    broker to hear for long enough of the one machine that is left."""
+    seed = seed_of(4)
+
+    async def story() -> tuple[ServingSiege, Fall, list[str]]:
+        with Killer(seed, KILLING, say=tell) as killer:
+            async with besieging(pool, model, seed, stages=STAGES) as siege:
+                async with siege.streams(STREAMS):
+                    await siege.guarded()
+                    back = siege.strike(killer, Role.SPARE)
+                    await siege.recover(back)
+                    await siege.guarded()
+                    fell_s = time.monotonic()
+                    holder = siege.strike(killer)
+                    await siege.until(lambda: siege.plans_since(fell_s), "another plan")
+                    plan = siege.plans_since(fell_s)[0]
+                    members = [siege.served.names[one.peer] for one in (*plan.stages, *plan.guards)]
+                    assert back.name in members, f"{back.name} is there, the first plan has only {members}"
+                    (heir,) = [one.name for one in siege.stages() if one.stage == holder.stages[0]]
+                    fall = siege.strike(killer, name=heir)
+                    await siege.recover(holder, fall)
+                said = [held for answer in siege.answers for at_s, held in answer.held if at_s > fell_s]
+                return siege, fall, [held.state for held in said]
+
+    siege, fall, states = asyncio.run(story())
+    tell(told(fall))
+    check(siege.answers, reference, tell)
+    assert fall.hurried
+    assert "waiting" not in states, "nobody had the stage, though a machine was there"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_somebody_who_stops_without_ending_is_replaced(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusionai.client.serve import Served, ServeEvent, ServeRequest, serving
-from fusionai.scheduling.types import ServingNeeds
+from fusionai.scheduling.types import Plan, ServingNeeds
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Held, PromptRead, StageStatus
 from harness.killer import Killer, Role, Target
@@ -159,6 +159,10 @@ class ServingSiege:
         ids = {name: peer for peer, name in self.served.names.items()}
         return bool(stage.spare) and (stage.stage, ids[stage.spare]) in self._warm
 
+    def plans_since(self, since_s: float) -> list[Plan]:
+        """That the job went over to."""
+        return [event.plan for at_s, event in self.told if at_s > since_s and isinstance(event, progress.PlanChanged)]
+
     def census(self, *roles: Role) -> tuple[Target, ...]:
         """Peers that may be struck: those that run stages, those that guard or stand by."""
         running: dict[str, int] = {stage.name: stage.stage for stage in reversed(self.stages())}
@@ -188,11 +192,14 @@ class ServingSiege:
 
     # ------------------------------------------------------------------------------------------------ blows and after
 
-    def strike(self, killer: Killer, *roles: Role) -> Fall:
-        """Whom of these, the killer's seed says."""
+    def strike(self, killer: Killer, *roles: Role, name: str | None = None) -> Fall:
+        """Whom of these, the killer's seed says, unless it shall be a certain one."""
         stages, at_s = self.stages(), time.monotonic()
         hurried = any(fall.flowing_s is None for fall in self.falls)
-        (blow,) = killer.strike(self.census(*(roles or (Role.STAGE,))))
+        there = self.census(*(roles or (Role.STAGE,)))
+        if name is not None:
+            there = tuple(one for one in there if one.pid == self.pool.members[name].process.pid)
+        (blow,) = killer.strike(there)
         name = next(name for name, process in self.pool.members.items() if process.process.pid == blow.target.pid)
         mine = [stage for stage in stages if stage.name == name]
         warm = all(self.is_warm(one) for one in mine)
