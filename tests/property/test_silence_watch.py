@@ -31,7 +31,7 @@ def test_silence_is_the_waking_time_since_the_last_word(pauses: list[float], dat
     prompt = data.draw(st.integers(0, 140), label="prompt answers before")
     for number, pause_s in enumerate([0.5] * prompt + pauses):
         now_s += pause_s
-        awake_s += pause_s if pause_s <= silence.stall_s else silence.ping_s
+        awake_s += pause_s if pause_s <= silence.stall_s else silence.stall_s / 2
         if number < prompt or data.draw(st.integers(0, 3)) == 0:
             silence.heard("ada", now_s)
             heard_s.append(awake_s)

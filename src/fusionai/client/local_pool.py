@@ -22,6 +22,7 @@ import msgspec
 
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError
+from fusionai.primitives.priority import ORDINARY, YIELDING, weigh_session
 
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 10.0
@@ -128,7 +129,9 @@ class LocalPool:
         await child.process.wait()
 
     async def start_again(self, name: str) -> None:
-        """Once it is gone: the same arguments, the same home. Returns when it is in the pool again, or keeps it."""
+        """Once it is gone: the same arguments, the same home. Returns when it is in the pool again, or keeps it. A peer
+        lets the others of this machine go first until then, as far as the system allows it: its start is seconds of
+        computing that on a machine of its own would take nothing from anybody's work."""
         child = self._child(name)
         if child.lives:
             raise FusionError(f"{name} can't be started again: it still runs.")
@@ -166,9 +169,14 @@ class LocalPool:
         home = self.directory / peer.name
         if invited:
             child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")
+            said = await self._announced(child, announced, _PeerSaid)
         else:
             child = await self._spawn(peer.name, home, arguments)
-        self.names[(await self._announced(child, announced, _PeerSaid)).peer] = peer.name
+            yielding = weigh_session(child.process.pid, YIELDING)
+            said = await self._announced(child, announced, _PeerSaid)
+            if yielding:
+                await _ordinary(child)
+        self.names[said.peer] = peer.name
 
     async def _spawn(self, name: str, home: Path, arguments: Sequence[str], *, said: str | None = None) -> _Child:
         """Start `fusion ARGUMENTS --home HOME`; the invitation goes by standard input, where nobody can list it."""
@@ -235,6 +243,14 @@ class LocalPool:
                     child.process.stdin.close()
                 child.log.close()
         self._children.clear()
+
+
+async def _ordinary(child: _Child) -> None:
+    """The system takes ten such wishes a second, of all programs together."""
+    while child.lives:
+        if weigh_session(child.process.pid, ORDINARY):
+            return
+        await asyncio.sleep(POLL_S)
 
 
 def _open_log(home: Path, log_path: Path) -> IO[bytes]:

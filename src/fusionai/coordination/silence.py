@@ -2,14 +2,14 @@
 
 Time is counted while the watcher itself is awake. Calls are at most a ping's interval apart when all is well; a gap
 longer than `stall_s` means that the watcher stood still (a closed lid, a stopped process, a starved machine), and what
-others did meanwhile lies unread. Such a gap counts as one ping's interval: nobody is suspected for the watcher's own
+others did meanwhile lies unread. Such a gap counts as half a stall: nobody is suspected for the watcher's own
 sleep, and a watcher that stalls all the time still finds out who is dead, only later.
 
 How long is too long is learnt from each peer: a multiple of the longest gap between two signs of life that it showed
 lately, within fixed bounds, so that a prompt peer is missed soon and a jerky one is not blamed for being itself. That
 is the idea of the adaptive failure detectors: Chen, Toueg and Aguilera, "On the quality of service of failure
 detectors" (IEEE Trans. Computers 51, 2002); Hayashibara et al., "The phi accrual failure detector" (SRDS 2004). They
-estimate a distribution; the longest gap is what is left of one when signs of life come twice a second and a false
+estimate a distribution; the longest gap is what is left of one when signs of life come four times a second and a false
 alarm costs a recovery.
 
 Neighbours: whoever has the connections calls `heard` for every frame and `tick` in time; what follows from a suspicion
@@ -22,13 +22,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-PING_S: Final = 0.5
+PING_S: Final = 0.25
 """How often a quiet connection is asked for a sign of life."""
 DEADLINE_S: Final = 4.0
 """For a peer of which nothing is known yet, and the most that anybody is granted."""
-SHORTEST_S: Final = 1.25
-"""The least. A packet lost three times in a row is sent again after 0.2, 0.4 and 0.8 s; that is rarer than a takeover,
-which takes less than a second, is dear. A link that does it often shows gaps, and gets twice as long."""
+SHORTEST_S: Final = 1.0
+"""The least. A packet lost twice in a row is sent again after 0.2 and 0.4 s; lost three times it comes too late, which
+is rarer than a takeover, which takes less than a second, is dear. A link that does it often shows gaps, and gets twice
+as long."""
 STALL_S: Final = 1.0
 FACTOR: Final = 2.0
 """The deadline in terms of the longest gap lately."""
@@ -143,4 +144,4 @@ class Silence:
         if passed_s <= 0:
             return
         self._now_s = now_s
-        self._awake_s += passed_s if passed_s <= self.stall_s else self.ping_s
+        self._awake_s += passed_s if passed_s <= self.stall_s else self.stall_s / 2

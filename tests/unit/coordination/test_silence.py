@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.silence import DEADLINE_S, LEARNING_S, MEMORY_S, SHORTEST_S, Silence
+from fusionai.coordination.silence import DEADLINE_S, LEARNING_S, MEMORY_S, PING_S, SHORTEST_S, Silence
 
 
 def lives(silence: Silence, start_s: float, *gaps_s: float) -> float:
@@ -22,7 +22,7 @@ def lives(silence: Silence, start_s: float, *gaps_s: float) -> float:
 
 
 def prompt(seconds: float) -> list[float]:
-    """Every ping answered."""
+    """Often heard of."""
     return [0.5] * round(seconds / 0.5)
 
 
@@ -117,14 +117,14 @@ def test_time_that_runs_backwards_changes_nothing() -> None:
     silence.heard("ada", 9.0)
     assert silence.tick(8.0) == {}
     assert silence.silent_s("ada") == 0.0
-    assert silence.next_tick_s() == 11.5
+    assert silence.next_tick_s() == 11.0 + PING_S
 
 
 def test_a_prompt_peer_is_missed_soon() -> None:
     silence = Silence()
     silence.watch("ada", 0.0)
     last_s = lives(silence, 0.0, *prompt(LEARNING_S))
-    assert ticks(silence, last_s, last_s + 1.0) == []
+    assert ticks(silence, last_s, last_s + 0.5) == []
     assert silence.tick(last_s + SHORTEST_S) == {"ada": SHORTEST_S}
 
 
@@ -140,7 +140,7 @@ def test_a_peer_watched_for_too_short_a_time_has_the_longest_deadline() -> None:
 
 @pytest.mark.parametrize(
     ("longest_s", "deadline_s"),
-    [(0.5, 1.25), (0.625, 1.25), (0.75, 1.5), (1.0, 2.0), (1.75, 3.5), (2.0, 4.0), (3.5, 4.0)],
+    [(0.25, 1.0), (0.5, 1.0), (0.625, 1.25), (0.75, 1.5), (1.0, 2.0), (1.75, 3.5), (2.0, 4.0), (3.5, 4.0)],
 )
 def test_the_deadline_is_twice_the_longest_gap_within_bounds(longest_s: float, deadline_s: float) -> None:
     silence = Silence()
@@ -154,14 +154,14 @@ def test_the_deadline_is_twice_the_longest_gap_within_bounds(longest_s: float, d
 
 
 def test_a_gap_is_remembered_for_a_while_and_then_no_more() -> None:
-    silence = Silence()
+    silence = Silence(shortest_s=1.25)
     silence.watch("ada", 0.0)
-    known_s = lives(silence, 0.0, *prompt(LEARNING_S), 1.5)
+    known_s = lives(silence, 0.0, *prompt(LEARNING_S), 1.0)
     last_s = lives(silence, known_s, *prompt(MEMORY_S))
-    assert ticks(silence, last_s, last_s + 2.5) == []
-    silence.heard("ada", last_s + 2.75)
+    assert ticks(silence, last_s, last_s + 1.5) == []
+    silence.heard("ada", last_s + 1.75)
     # That gap is known now; the one before is a memory's length away and more.
-    last_s = lives(silence, last_s + 2.75, *prompt(MEMORY_S + 0.5))
+    last_s = lives(silence, last_s + 1.75, *prompt(MEMORY_S + 0.5))
     assert silence.tick(last_s + 1.0) == {}
     assert silence.tick(last_s + 1.25) == {"ada": 1.25}
 
@@ -184,7 +184,7 @@ def test_the_watchers_own_sleep_is_no_gap_of_a_peer() -> None:
 
 
 def test_everybody_has_a_deadline_of_their_own() -> None:
-    silence = Silence(shortest_s=2.0)
+    silence = Silence(ping_s=0.5, shortest_s=2.0)
     silence.watch("ada", 0.0)
     now_s = lives(silence, 0.0, *prompt(LEARNING_S))
     silence.watch("bob", now_s)
