@@ -18,6 +18,7 @@ from typing import Final
 
 import pytest
 
+from fusionai.coordination.silence import LEARNING_S
 from harness.besieged_job import kills_of, peers, seed_of
 from harness.killer import Habits, Killer, Role
 from harness.live_pool import LivePool
@@ -37,8 +38,8 @@ TAKEOVER_S: Final = (0.0, 0.4)
 """When that one falls."""
 QUIET_S: Final = 0.5
 """Who waits is given nothing for so long."""
-FROZEN_S: Final = 6.0
-"""The promise for somebody who stops without ending."""
+FROZEN_S: Final = 3.0
+"""The promise for somebody who stops without ending, and was prompt before."""
 STARVED_S: Final = 10.0
 """What a machine that is busy with other tests may add: a watcher that does not run does not see."""
 
@@ -204,6 +205,7 @@ def test_somebody_who_stops_without_ending_is_replaced(
             async with besieging(pool, model, seed, stages=STAGES) as siege:
                 async with siege.streams(STREAMS):
                     await siege.guarded()
+                    await asyncio.sleep(LEARNING_S + 1.0)  # until then nobody is known well enough to be missed soon
                     fall = siege.strike(killer)
                     await siege.recover(fall)
                     killer.wake_all()
