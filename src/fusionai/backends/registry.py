@@ -10,6 +10,7 @@ from typing import Final
 
 from fusionai.backends.interface import Backend
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.garbage import loading
 
 BACKENDS: Final = ("torch",)
 """What a peer may be started with (`--backend`)."""
@@ -20,7 +21,8 @@ def open_backend(name: str, *, device: str = "auto", threads: int | None = None)
     match name:
         case "torch":
             try:
-                from fusionai.backends.torch.backend import TorchBackend
+                with loading():
+                    from fusionai.backends.torch.backend import TorchBackend
             except ModuleNotFoundError as error:
                 raise UsageError(
                     f"backend torch needs the Python package {error.name}, which is not installed here.",

@@ -18,6 +18,7 @@ from fusionai.client.serving_problem import serving_problem
 from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
+from fusionai.primitives.garbage import loading
 from fusionai.scheduling.types import BlockCost, Problem, RolePlacement
 
 _Place = Literal["owner", "pool"]
@@ -91,8 +92,9 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
 
 def captured(model: str, asked: Asked) -> Graph:
     """The graph of `model` (as `fusion plan` takes it) for the task. Loads the capturing framework."""
-    from fusionai.capture.capture import capture
-    from fusionai.capture.source import parse_source
+    with loading():
+        from fusionai.capture.capture import capture
+        from fusionai.capture.source import parse_source
 
     source = parse_source(model)
     return capture(

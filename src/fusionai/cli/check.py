@@ -15,6 +15,7 @@ import msgspec
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.corpus.tables import Task
+from fusionai.primitives.garbage import loading
 from fusionai.primitives.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def check(model: str, task: Task, operators: bool, json_file: Path | None) -> in
 
     MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
     """
-    from fusionai.capture import check as capture_check
-    from fusionai.capture.source import parse_source
+    with loading():
+        from fusionai.capture import check as capture_check
+        from fusionai.capture.source import parse_source
 
     architecture = task if task in ("causal_lm", "masked_lm") else "plain"
     report = capture_check.check(parse_source(model, architecture), task=task)

@@ -19,6 +19,7 @@ from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lifeline import lifeline_option
 from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
+from fusionai.primitives.garbage import loading
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
 
@@ -79,8 +80,9 @@ def join(
     if owner:
         _become_owner(invitation, home)
         return
-    from fusionai.peer.daemon import run_peer
-    from fusionai.peer.options import PeerOptions, PeerReady
+    with loading():
+        from fusionai.peer.daemon import run_peer
+        from fusionai.peer.options import PeerOptions, PeerReady
 
     options = PeerOptions(
         home=home,

@@ -24,6 +24,7 @@ from fusionai import __version__
 from fusionai.cli import console
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError, UsageError
+from fusionai.primitives.garbage import loading
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
@@ -40,7 +41,8 @@ class LazyCommand:
 
     def load(self) -> click.Command:
         module, _, attribute = self.target.partition(":")
-        command = getattr(importlib.import_module(module), attribute)
+        with loading():
+            command = getattr(importlib.import_module(module), attribute)
         if not isinstance(command, click.Command):
             raise TypeError(f"{self.target} is not a command")
         return command

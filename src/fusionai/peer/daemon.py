@@ -23,7 +23,6 @@ from fusionai.peer.options import PeerOptions, PeerReady
 from fusionai.peer.profile import make_profile, measured_link
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
-from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.tcp import TcpTransport
@@ -47,7 +46,6 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
         lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
     )
     await compute.run(backend.warm_up)
-    set_aside_what_stays()
     transport = TcpTransport(membership.credentials)
     link = await measured_link(transport, membership.broker_addresses, clock)
     profile = make_profile(options, membership.peer, report, link)

@@ -21,6 +21,7 @@ from fusionai.backends.torch.serving import TorchServingProgram
 from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import fix_cublas_workspace
 from fusionai.primitives.errors import ExecutionError, UsageError
+from fusionai.primitives.garbage import loading
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 from fusionai.wire.serving import ServeOptions
 
@@ -50,7 +51,8 @@ class TorchBackend:
     def warm_up(self) -> None:
         """torch starts threads, and on a GPU loads its libraries, with the first gradient; to find out sizes without
         memory it imports an algebra system."""
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        with loading():
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
         weight = torch.zeros(1, device=self._device, requires_grad=True)
         (weight * weight).sum().backward()
         StageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.0)
