@@ -9,6 +9,8 @@
     tight      64 peers whose memory holds the model 1.3 times
     huge       50,000 peers
     latency    the line of stages a token crosses soonest: up to 14 peers, and 5,000
+    alike      one replica, pools of equal machines and of ones that hardly differ
+    lines      several serving lines side by side, 64 and 500 peers: gain over one, gap to the bound
     churn      peers come and go: gap, movement, time per event
 
 Pools mix consumer devices (`planner_pools`), uplinks from 50 to 1000 Mbit/s. Times are CPU seconds of this process, one
@@ -36,11 +38,12 @@ from fusionai.scheduling.constructions import CONSTRUCTIONS
 from fusionai.scheduling.coverage import IN_FLIGHT, solve
 from fusionai.scheduling.coverage_kernels import Swarm, rate
 from fusionai.scheduling.many_holders import many_holders
+from fusionai.scheduling.many_lines import many_lines
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.replanning import Keeper
 from fusionai.scheduling.swarm import swarm_of
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
-from planner_pools import MODELS, serving_pool, training_pool
+from planner_pools import MODELS, alike_pool, serving_pool, training_pool
 
 Result = dict[str, Any]
 Value = TypeVar("Value")
@@ -48,6 +51,7 @@ Value = TypeVar("Value")
 _DEVICES_FLOPS_PER_S: Final = (5.1e12, 1.19e13, 3.3e13, 6.0e12, 2.7e12)
 _MICROBATCH_TOKENS: Final = 512
 _WIDTH: Final = 2048
+MOST_SESSIONS: Final = 255
 
 
 def main() -> None:
@@ -60,6 +64,8 @@ def main() -> None:
         "tight": tight,
         "huge": huge,
         "latency": latency,
+        "alike": alike,
+        "lines": lines,
         "churn": churn,
     }
     results: dict[str, Result] = {}
@@ -183,6 +189,55 @@ def latency(arguments: argparse.Namespace) -> Result:
             f"gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}"
         )
         results[f"{peers} {model}"] = {"gaps": gaps, "seconds": seconds, "exact": exact, "refused": refused}
+    return results
+
+
+def alike(arguments: argparse.Namespace) -> Result:
+    results: Result = {}
+    for peers, kinds, spread in ((25, 1, 0.0), (25, 1, 0.01), (25, 3, 0.0), (25, 3, 0.01), (64, 1, 0.01)):
+        gaps: list[float] = []
+        seconds: list[float] = []
+        exact = 0
+        for seed in range(arguments.seeds):
+            problem = alike_pool(peers, kinds, "8B", spread, seed)
+            found, spent_s = _timed(lambda problem=problem: plan(problem))
+            seconds.append(spent_s)
+            gaps.append(found.certificate.optimality_gap)
+            exact += found.certificate.exact
+        print(
+            f"  {peers} peers of {kinds} kinds, {100 * spread:.0f} % apart: {exact} of {len(gaps)} proven optimal, "
+            f"gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}",
+            flush=True,
+        )
+        results[f"{peers} {kinds} {spread}"] = {"gaps": gaps, "seconds": seconds, "exact": exact}
+    return results
+
+
+def lines(arguments: argparse.Namespace) -> Result:
+    results: Result = {}
+    for peers, model, slower in ((64, "8B", 2.0), (64, "70B", 2.0), (64, "70B", 4.0), (500, "70B", 4.0)):
+        gaps: list[float] = []
+        seconds: list[float] = []
+        gains: list[float] = []
+        for seed in range(arguments.seeds):
+            problem = serving_pool(peers, model, seed, sessions=16)
+            one = plan(problem)
+            found, spent_s = _timed(
+                lambda problem=problem, one=one, slower=slower: many_lines(
+                    problem, one, MOST_SESSIONS, one.tokens_per_s / slower
+                )
+            )
+            if found is None:
+                continue
+            seconds.append(spent_s)
+            gaps.append(found.optimality_gap)
+            gains.append(found.over_one_chain)
+        print(
+            f"  {peers:5} peers, {model:>4}, sessions up to {slower:.0f} x slower: {_spread(gains, 'x one line')}; "
+            f"gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}",
+            flush=True,
+        )
+        results[f"{peers} {model} {slower}"] = {"gains": gains, "gaps": gaps, "seconds": seconds}
     return results
 
 

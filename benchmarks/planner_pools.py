@@ -70,8 +70,28 @@ def training_pool(
     return problem if slots is None else _scaled(problem, slots)
 
 
-def serving_pool(peers: int, model: str, seed: int) -> Problem:
-    """Weights of 4 bits, one session, ends in the pool."""
+def alike_pool(peers: int, kinds: int, model: str, spread: float, seed: int) -> Problem:
+    """Of so many kinds; measured speeds within `spread` of the kind's, uplinks within three times that."""
+    problem = training_pool(peers, model, seed)
+    draw = random.Random(f"alike {peers} {kinds} {model} {spread} {seed}")
+    pool: list[PeerProfile] = []
+    for number, peer in enumerate(problem.peers):
+        kind = problem.peers[number % kinds]
+        up = kind.uplink.bandwidth_bytes_per_s * (1 + 3 * spread * draw.uniform(-1, 1))
+        pool.append(
+            msgspec.structs.replace(
+                kind,
+                peer=peer.peer,
+                memory_bytes=max(kind.memory_bytes, 16 * GB),
+                flops_per_s=kind.flops_per_s * (1 + spread * draw.uniform(-1, 1)),
+                uplink=Link(bandwidth_bytes_per_s=up, latency_s=kind.uplink.latency_s),
+            )
+        )
+    return msgspec.structs.replace(problem, peers=tuple(pool))
+
+
+def serving_pool(peers: int, model: str, seed: int, *, sessions: int = 1) -> Problem:
+    """Weights of 4 bits, ends in the pool, room for the contexts of four sessions."""
     draw = random.Random(f"serve {peers} {model} {seed}")
     layers, width, squares = MODELS[model]
     parameters = squares * width**2
@@ -98,7 +118,13 @@ def serving_pool(peers: int, model: str, seed: int) -> Problem:
         roles=POOL_ROLES,
         microbatches=1,
         microbatch_tokens=1,
-        serving=ServingNeeds(context_tokens=2048, sessions=1, weights="int4", retain=False),
+        serving=ServingNeeds(
+            context_tokens=2048,
+            sessions=sessions,
+            cache_tokens=0 if sessions == 1 else 2048 * min(sessions, 4),
+            weights="int4",
+            retain=False,
+        ),
     )
 
 

@@ -20,12 +20,13 @@ from fusionai.cli.asked import Asked, captured, problem_of
 from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
 from fusionai.cli.holders_view import show_holders
 from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.lines_view import show_lines
 from fusionai.cli.options import home_option
 from fusionai.cli.plan_figures import figures
 from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
 from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
 from fusionai.cli.pool_tables import ConstraintsTable
-from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.cli.serving_options import MOST_SESSIONS, ServingOptions, serving_options
 from fusionai.cli.what_would_fit import Change, what_would_fit
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
@@ -35,6 +36,7 @@ from fusionai.scheduling.crossings import Crossing, crossings
 from fusionai.scheduling.expense import expense
 from fusionai.scheduling.guards import guarding
 from fusionai.scheduling.many_holders import ManyHolders, many_holders
+from fusionai.scheduling.many_lines import ManyLines, many_lines
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
 
@@ -60,6 +62,12 @@ FASTER: Final = 1.01
 @click.option("--require", multiple=True, metavar="PEER", help="Use this peer; may be given again.")
 @click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer; may be given again.")
 @serving_options
+@click.option(
+    "--least-speed",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="Several lines for --task serve: what each session gets.  [default: half of what one alone gets]",
+)
 @click.option(
     "--takeover",
     type=click.Choice(["exact", "tolerant"]),
@@ -87,6 +95,7 @@ def plan(
     require: tuple[str, ...],
     exclude: tuple[str, ...],
     served: ServingOptions,
+    least_speed: float | None,
     takeover: Literal["exact", "tolerant"] | None,
     picture_file: Path | None,
     catalogue_file: Path | None,
@@ -123,7 +132,9 @@ def plan(
         excluded=(*found.excluded, *pool.absent),
     )
     names = {profile.peer: profile.name or profile.peer for profile in _everyone(pool)}
-    holders = many_holders(problem, found)
+    replicated = (
+        many_lines(problem, found, MOST_SESSIONS, least_speed) if task == "serve" else many_holders(problem, found)
+    )
     watch = guarding(found, problem)
     between = crossings(found, StageCosts(problem))
     cost = expense(found, _everyone(pool), pool.prices)
@@ -134,14 +145,19 @@ def plan(
     assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
     for sentence in assumed:
         console.line(f"Assumed: {sentence}")
-    if holders is not None:
-        show_holders(holders, found, names)
+    match replicated:
+        case None:
+            pass
+        case ManyHolders():
+            show_holders(replicated, found, names)
+        case ManyLines():
+            show_lines(replicated, found, names)
     if picture_file is not None:
         _draw(picture_file, found, between, names)
-        if holders is not None:
-            _draw_holders(picture_file.with_name(f"{picture_file.stem}-replicas.svg"), holders)
+        if replicated is not None:
+            _draw_replicated(picture_file.with_name(f"{picture_file.stem}-replicas.svg"), replicated)
     if json_file is not None:
-        write_json(json_file, "plan", figures(watch, names, between, cost, assumed, holders))
+        write_json(json_file, "plan", figures(watch, names, between, cost, assumed, replicated))
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
@@ -248,9 +264,11 @@ def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping
     console.line(f"Drawn: {path}.")
 
 
-def _draw_holders(path: Path, holders: ManyHolders) -> None:
+def _draw_replicated(path: Path, replicated: ManyHolders | ManyLines) -> None:
     from fusionai.dashboard.holders_chart import holders_picture
+    from fusionai.dashboard.lines_chart import lines_picture
     from fusionai.storage.atomic import write_atomic
 
-    write_atomic(path, holders_picture(holders).encode())
+    picture = holders_picture(replicated) if isinstance(replicated, ManyHolders) else lines_picture(replicated)
+    write_atomic(path, picture.encode())
     console.line(f"Drawn: {path}.")

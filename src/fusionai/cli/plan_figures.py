@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fusionai.cli.holders_view import holders_warnings
+from fusionai.cli.lines_view import lines_warnings
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.guards import Guarding
 from fusionai.scheduling.many_holders import ManyHolders
+from fusionai.scheduling.many_lines import METHOD, ManyLines
 from fusionai.scheduling.types import Plan, StagePlacement
 
 
@@ -18,7 +20,7 @@ def figures(
     crossings: Sequence[Crossing],
     cost: Expense,
     assumed: Sequence[str],
-    holders: ManyHolders | None,
+    replicated: ManyHolders | ManyLines | None,
 ) -> dict[str, object]:
     """One object; names instead of peer ids where there are names."""
     found = watch.plan
@@ -68,8 +70,20 @@ def figures(
         "assumptions": list(assumed),
         "warnings": list(found.warnings),
         "serving": found.serving,
-        "replicas": None if holders is None else replicas(holders, found, names),
+        "replicas": _replicas(replicated, found, names),
     }
+
+
+def _replicas(
+    replicated: ManyHolders | ManyLines | None, found: Plan, names: Mapping[str, str]
+) -> dict[str, object] | None:
+    match replicated:
+        case None:
+            return None
+        case ManyHolders():
+            return replicas(replicated, found, names)
+        case ManyLines():
+            return lines(replicated, found, names)
 
 
 def replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
@@ -102,6 +116,47 @@ def replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dic
         "tokens_per_s": holders.tokens_per_s,
         "pays_from_microbatches": holders.pays_from_microbatches,
         "warnings": list(holders_warnings(holders, chain)),
+    }
+
+
+def lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
+    """Several serving lines; `docs/planning.md` explains each key."""
+    return {
+        "runnable": False,
+        "lines": [
+            {
+                "stages": [
+                    {
+                        "peer": names.get(stage.peer, stage.peer),
+                        "blocks": list(stage.blocks),
+                        "compute_s": stage.compute_s,
+                        "memory_bytes": stage.memory_bytes,
+                        "memory_limit_bytes": stage.memory_limit_bytes,
+                    }
+                    for stage in line.stages
+                ],
+                "sessions": line.sessions,
+                "passes_in_flight": line.passes,
+                "tokens_per_s": line.tokens_per_s,
+                "session_tokens_per_s": line.session_tokens_per_s,
+            }
+            for line in found.lines
+        ],
+        "idle": [names.get(peer, peer) for peer in found.idle],
+        "sessions": found.sessions,
+        "tokens_per_s": found.tokens_per_s,
+        "least_tokens_per_s": found.least_tokens_per_s,
+        "slowest_session_tokens_per_s": found.slowest_session_tokens_per_s,
+        "bound_tokens_per_s": found.bound_tokens_per_s,
+        "optimality_gap": found.optimality_gap,
+        "method": METHOD,
+        "chain_sessions": found.chain_sessions,
+        "chain_tokens_per_s": found.chain_tokens_per_s,
+        "over_one_chain": found.over_one_chain,
+        "asked_lines": found.asked_lines,
+        "asked_tokens_per_s": found.asked_tokens_per_s,
+        "owner_bound": found.owner_bound,
+        "warnings": list(lines_warnings(found, chain)),
     }
 
 

@@ -52,8 +52,9 @@ FILLED: Final = 0.75
 """Of the memory beyond the wanted cache; the rest lets a spare hold the weights of more stages than it will run."""
 
 
-def serving_plan(problem: Problem) -> Plan:
-    """The plan with the least predicted seconds per token. Raises `PlanError` naming the tightest constraint."""
+def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
+    """The plan with the least predicted seconds per token. Raises `PlanError` naming the tightest constraint. With a
+    `budget` the search ends there, however little that proves."""
     needs = _checked(problem)
     first_at_owner, head_at_owner = _place(problem, "feed") == "owner", _place(problem, "loss") == "owner"
     pool_blocks = problem.blocks[1 if first_at_owner else 0 : -1 if head_at_owner else None]
@@ -67,7 +68,7 @@ def serving_plan(problem: Problem) -> Plan:
             hint="Let more peers join, or mend what stands in the way.",
         )
     line, found, cache_tokens = _found_in_pool(
-        problem, needs, usable, first_at_owner=first_at_owner, head_at_owner=head_at_owner
+        problem, needs, usable, budget, first_at_owner=first_at_owner, head_at_owner=head_at_owner
     )
     assert found.best is not None, "a line was found"
     best = found.best
@@ -131,6 +132,7 @@ def _found_in_pool(
     problem: Problem,
     needs: ServingNeeds,
     usable: list[PeerProfile],
+    budget: int | None,
     *,
     first_at_owner: bool,
     head_at_owner: bool,
@@ -143,26 +145,28 @@ def _found_in_pool(
     line = ServingLine(problem, needs, listed.peers, first_at_owner=first_at_owner, head_at_owner=head_at_owner)
     _check_owner(line, needs)
     if len(listed.peers) == len(usable):
-        return line, *_found(problem, line, needs, SEARCH_BUDGET)
+        return line, *_found(problem, line, needs, budget, SEARCH_BUDGET)
     try:
-        found, cache_tokens = _found(problem, line, needs, LISTED_BUDGET)
+        found, cache_tokens = _found(problem, line, needs, budget, LISTED_BUDGET)
     except PlanError:
         if room == MOST_ROOM:
             raise
         # Where memory is short, more peers may hold what those who were listed can't.
         return _found_in_pool(
-            problem, needs, usable, first_at_owner=first_at_owner, head_at_owner=head_at_owner, room=MOST_ROOM
+            problem, needs, usable, budget, first_at_owner=first_at_owner, head_at_owner=head_at_owner, room=MOST_ROOM
         )
     return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
 
 
-def _found(problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int) -> tuple[FoundLine, int]:
+def _found(
+    problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int | None, usual: int
+) -> tuple[FoundLine, int]:
     """The fastest line with room for as much of the wanted cache as there can be, and how much that is."""
     least_tokens = _context_pages(needs) * needs.page_tokens + needs.page_tokens
     cache_tokens = max(needs.cache_tokens + needs.page_tokens, least_tokens)
     limits = _limits(problem, line, cache_tokens)
     while True:
-        found = fastest_line(line, limits, budget=budget)
+        found = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
         if found.best is not None:
             return found, limits.cache_tokens
         if limits.cache_tokens <= least_tokens:

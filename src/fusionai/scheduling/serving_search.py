@@ -63,15 +63,16 @@ class FoundLine:
         return self.bound_s >= self.seconds
 
 
-def fastest_line(line: ServingLine, limits: LineLimits, *, budget: int) -> FoundLine:
-    """Tries at most `budget` extensions. `best` is None if no line within the limits was found; with an infinite bound
-    there is none."""
-    return _Search(line, limits, budget).run()
+def fastest_line(line: ServingLine, limits: LineLimits, *, budget: int, settle: bool = True) -> FoundLine:
+    """Tries at most `budget` extensions; `settle`: among few peers what they leave open is settled all the same. `best`
+    is None if no line within the limits was found; with an infinite bound there is none."""
+    return _Search(line, limits, budget, settle).run()
 
 
 class _Search:
-    def __init__(self, line: ServingLine, limits: LineLimits, budget: int) -> None:
+    def __init__(self, line: ServingLine, limits: LineLimits, budget: int, settle: bool) -> None:
         self.line = line
+        self.settle = settle
         self.limits = limits
         self.budget = budget
         self.explored = 0
@@ -102,7 +103,7 @@ class _Search:
     def run(self) -> FoundLine:
         self._glance()
         bound_s = self._prove()
-        if bound_s < self.best_s and self.line.count <= SETTLED_PEERS and available():
+        if bound_s < self.best_s and self.settle and self.line.count <= SETTLED_PEERS and available():
             settled = self._settle()
             bound_s = self.best_s if settled else bound_s
         total_s = self.best_s + self.line.ends_s

@@ -183,6 +183,45 @@ def test_what_several_holders_of_each_block_would_bring(
 
 
 @pytest.mark.slow
+def test_what_several_serving_lines_would_bring(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "400")
+    many = (
+        '[[peers]]\nname = "node"\nflops_per_s = 1e9\nmemory = "300kB"\ncount = 24\nuplink = "10Mbit"\n'
+        'latency = "1ms"\nmemory_bandwidth_bytes_per_s = 1e8\n'
+    )
+    (files / "pool.toml").write_text(many)
+    flags = ("--task", "serve", "--context", "64", "--ends", "pool", "--sessions", "2")
+    assert planned(files, *flags, "--picture", str(files / "plan.svg")) == 0
+    written = json.loads((files / "plan.json").read_text())
+    replicas = written["replicas"]
+    assert replicas["runnable"] is False
+    used = [stage["peer"] for line in replicas["lines"] for stage in line["stages"]]
+    assert len(used) == len(set(used)) == 24 - len(replicas["idle"])
+    assert all(s["memory_bytes"] <= s["memory_limit_bytes"] for line in replicas["lines"] for s in line["stages"])
+    assert replicas["sessions"] == sum(line["sessions"] for line in replicas["lines"])
+    assert replicas["tokens_per_s"] == pytest.approx(sum(line["tokens_per_s"] for line in replicas["lines"]))
+    assert replicas["over_one_chain"] > 2
+    assert replicas["bound_tokens_per_s"] >= replicas["tokens_per_s"]
+    assert replicas["least_tokens_per_s"] == pytest.approx(written["tokens_per_s"] / 2)
+    shown = capsys.readouterr()
+    assert "A serving job runs one line today: the plan above" in shown.out
+    assert f"{len(replicas['lines'])} lines would serve {replicas['sessions']} sessions with " in shown.out
+    for warning in replicas["warnings"]:
+        assert warning in shown.err
+    assert "<svg" in (files / "plan-replicas.svg").read_text()
+    assert planned(files, *flags, "--least-speed", "0.001") == 0
+    slower = json.loads((files / "plan.json").read_text())["replicas"]
+    assert slower["least_tokens_per_s"] == pytest.approx(0.001)
+    assert slower["slowest_session_tokens_per_s"] >= 0.001
+    capsys.readouterr()
+    assert planned(files, *flags, "--stages", "3") == 0
+    assert json.loads((files / "plan.json").read_text())["replicas"] is None
+    assert "lines would serve" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_an_impossible_plan_says_why(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
     assert planned(files, "--stages", "3") == 1
     assert "3 stages need 3 peers" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""How several serving lines read in a terminal, and that no job runs them yet. Decides no line.
+
+Neighbours: `cli.plan` shows them under the plan of one line; `dashboard.lines_chart` draws the same as SVG;
+`holders_view` does the like for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from fusionai.cli import console
+from fusionai.primitives.units import format_speed
+from fusionai.scheduling.many_lines import METHOD, ManyLines, ServedLine
+from fusionai.scheduling.types import Plan
+
+_LINES: Final = 12
+"""So many are shown, those that pass most first."""
+
+
+def show_lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> None:
+    """Throughput against the one line's, which machines make which line, and what speaks against it."""
+    used = _used(chain)
+    console.line()
+    console.line("What several lines, each with sessions of its own, would bring")
+    console.line(
+        f"A serving job runs one line today: the plan above, on {_peers(used)}. Filled with "
+        f"{_sessions(found.chain_sessions)}, it would pass {format_speed(found.chain_tokens_per_s)} tokens/s."
+    )
+    console.line(
+        f"{_lines(len(found.lines))} would serve {_sessions(found.sessions)} with "
+        f"{format_speed(found.tokens_per_s)} tokens/s, {found.over_one_chain:.3g} x as much; a session gets at least "
+        f"{format_speed(found.slowest_session_tokens_per_s)} tokens/s. No lines that give each session "
+        f"{format_speed(found.least_tokens_per_s)} can pass more than {format_speed(found.bound_tokens_per_s)} "
+        f"({found.optimality_gap:.1%} more; {METHOD})."
+    )
+    for line in lines_picture(found, names):
+        console.line(console.printable(line))
+    if found.idle:
+        console.line(f"In no line: {_peers(len(found.idle))}.")
+    for warning in lines_warnings(found, chain):
+        console.warning(warning)
+
+
+def lines_warnings(found: ManyLines, chain: Plan) -> Iterator[str]:
+    """Where fewer machines would do as well, and what holds all of them up."""
+    serving = chain.serving
+    asked = 0 if serving is None else serving.sessions
+    if found.asked_lines == 1 and asked:
+        yield (
+            f"For the {_sessions(asked)} asked for, one line is as fast as several: lines pay from "
+            f"{_sessions(found.chain_sessions + 1)} on."
+        )
+    if found.owner_bound:
+        yield (
+            "All lines wait for the job owner's machine, which has the model's ends: with the ends in the pool "
+            "(--ends pool) more would pass."
+        )
+    alone = chain.single_peer_tokens_per_s
+    if alone is not None and alone >= chain.tokens_per_s:
+        yield f"For one session one machine alone is as fast as any line: {format_speed(alone)} tokens/s."
+
+
+def lines_picture(found: ManyLines, names: Mapping[str, str]) -> Iterator[str]:
+    """One row per line: who holds which blocks, how many sessions, how fast."""
+    ranked = sorted(range(len(found.lines)), key=lambda number: (-found.lines[number].tokens_per_s, number))
+    for number in sorted(ranked[:_LINES]):
+        line = found.lines[number]
+        yield (
+            f"  line {number}: {_route(line, names)}; {_sessions(line.sessions)}, "
+            f"{format_speed(line.tokens_per_s)} tokens/s, {format_speed(line.session_tokens_per_s)} each"
+        )
+    if len(found.lines) > _LINES:
+        rest = [found.lines[number] for number in ranked[_LINES:]]
+        speed = sum(line.tokens_per_s for line in rest)
+        yield f"  and {_lines(len(rest))} with {format_speed(speed)} tokens/s together: --json has all."
+
+
+def _route(line: ServedLine, names: Mapping[str, str]) -> str:
+    return " > ".join(f"{names.get(stage.peer, stage.peer)} {_blocks(*stage.blocks)}" for stage in line.stages)
+
+
+def _blocks(start: int, end: int) -> str:
+    return str(start) if end - start == 1 else f"{start}-{end - 1}"
+
+
+def _used(chain: Plan) -> int:
+    return len({stage.peer for stage in chain.stages if "stage" in stage.roles})
+
+
+def _peers(count: int) -> str:
+    return "1 machine" if count == 1 else f"{count:,} machines"
+
+
+def _sessions(count: int) -> str:
+    return "1 session" if count == 1 else f"{count:,} sessions"
+
+
+def _lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count:,} lines"
