@@ -200,6 +200,19 @@ class Stand:
         }
         return wire.Attach(**{**fields, **changes}), carried
 
+    def prepare(self, **changes: Any) -> tuple[wire.Prepare, dict[str, HostTensor]]:
+        """A good one of stage 0 but for `changes`."""
+        attach, carried = self.attach()
+        fields: dict[str, Any] = {
+            "fence": FENCE,
+            "stage": 0,
+            "graph_hash": attach.graph_hash,
+            "boundary": attach.boundary,
+            "options": attach.options,
+            "tensors": attach.tensors,
+        }
+        return wire.Prepare(**{**fields, **changes}), carried
+
     async def attached(self, **changes: Any) -> tuple[Channel, wire.Message]:
         """A control connection on which the peer was enlisted and stage 0 attached, and the answer to the latter."""
         control, answer = await self.open()

@@ -1,6 +1,7 @@
-"""From an `Attach` to a loaded stage: nothing received is run before it is validated. Decides what is refused.
+"""From an `Attach` or a `Prepare` to a loaded stage: nothing received is run before it is validated. Decides what is
+refused.
 
-Neighbours: `execution.member` asks, `ir.validate` guards the door, `backends` load.
+Neighbours: `execution.stages` asks, `ir.validate` guards the door, `backends` load.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LoadedStage:
 
 async def load_stage(
     host: Host,
-    attach: wire.Attach,
+    told: wire.Attach | wire.Prepare,
     tensors: Mapping[str, HostTensor],
     *,
     places: Mapping[int, PeerId],
@@ -39,33 +40,32 @@ async def load_stage(
     """`places`: where the job's stages live, `memory_limit_bytes`: what is left for this one.
 
     Raises `GraphError` for a graph or boundary outside the grammar, `ExecutionError` for what can't run here."""
+    told_as = type(told).__name__.lower()
     graph_bytes = tensors.get("graph")
     if graph_bytes is None:
-        raise GraphError(f"the attach of stage {attach.stage} carries no graph.")
+        raise GraphError(f"the {told_as} of stage {told.stage} carries no graph.")
     try:
-        boundary = msgspec.msgpack.decode(attach.boundary, type=Boundary)
+        boundary = msgspec.msgpack.decode(told.boundary, type=Boundary)
     except msgspec.MsgspecError as error:
-        raise GraphError(f"the boundary of stage {attach.stage} does not fit its schema: {error}.") from None
-    if boundary.stage != attach.stage:
-        raise GraphError(f"the attach of stage {attach.stage} carries the boundary of stage {boundary.stage}.")
-    if places.get(attach.stage) != host.peer:
-        raise ExecutionError(f"the plan does not place stage {attach.stage} on this peer.")
+        raise GraphError(f"the boundary of stage {told.stage} does not fit its schema: {error}.") from None
+    if boundary.stage != told.stage:
+        raise GraphError(f"the {told_as} of stage {told.stage} carries the boundary of stage {boundary.stage}.")
     if unknown := boundary.others - places.keys():
-        raise GraphError(f"stage {attach.stage} exchanges tensors with {sorted(unknown)}, not in its plan.")
+        raise GraphError(f"stage {told.stage} exchanges tensors with {sorted(unknown)}, not in its plan.")
 
     def load() -> LoadedStage:
         graph = parse(graph_bytes.data, host.graph_limits)
-        if content_hash(graph) != attach.graph_hash:
-            raise GraphError(f"stage {attach.stage}'s graph has another hash than announced.")
+        if content_hash(graph) != told.graph_hash:
+            raise GraphError(f"stage {told.stage}'s graph has another hash than announced.")
         boundary.check(graph)
         if unsupported := host.backend.unsupported(node.op for node in graph.nodes):
             raise ExecutionError(
-                f"backend {host.backend.name} can't run {', '.join(unsupported)} of stage {attach.stage}."
+                f"backend {host.backend.name} can't run {', '.join(unsupported)} of stage {told.stage}."
             )
         program = host.backend.load(
             graph,
             grad_inputs=boundary.grad_inputs,
-            options=attach.options,
+            options=told.options,
             memory_limit_bytes=memory_limit_bytes,
         )
         return LoadedStage(graph, boundary, program)

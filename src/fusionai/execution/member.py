@@ -146,6 +146,8 @@ class JobMember:
                 self.to_driver(self.enlist(enlist))
             case wire.Attach() as attach:
                 self._start(self._attach(attach, envelope.tensors))
+            case wire.Prepare() as told:
+                self._start(self._prepare(told, envelope.tensors))
             case wire.PassSnapshot() as order:
                 self._start(self._hand_on(order))
             case wire.Resume() | wire.Commit() | wire.Export() as message:
@@ -274,7 +276,7 @@ class JobMember:
         own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
         # What runs elsewhere now and is guarded here stays at hand until a snapshot of it is whole (recovery rule 22).
         left = self._placement.guards - own if enlist.partition == self._keeper.store.partition else frozenset[int]()
-        self._start(self._stages.keep_only(own, aside=left))
+        self._start(self._stages.keep_only(own, aside=left, guarded=self._placement.guards))
         # Who runs nothing (any more) exchanges no tensors: others drop their ends too, and that is no loss to tell of.
         linked = bool(own) or self.owner == self._host.peer
         self._links.begin_round(self._placement.peers if linked else frozenset())
@@ -309,6 +311,20 @@ class JobMember:
                     runtime.attach(attach)
                     for stage in runtime.linked_stages:
                         self._dial(self._placement.neighbours[stage])
+
+    async def _prepare(self, told: wire.Prepare, tensors: Mapping[str, HostTensor]) -> None:
+        """What can't be had ready is no failure of anybody's: if it can't be had at all, the attach will say so."""
+        async with self._attaching:
+            if told.fence != self._placement.fence or told.stage not in self._placement.guards:
+                self.stale_dropped += 1
+                return
+            kept_bytes = self._keeper.store.nbytes_beside(told.stage)
+            try:
+                await self._stages.prepare(told, tensors, self._placement.places, kept_bytes)
+            except FusionError as error:
+                log.warning("stage %d of %s could not be made ready: %s", told.stage, self.job, error)
+            except Exception:  # whatever was received, this member goes on
+                log.exception("stage %d of %s could not be made ready", told.stage, self.job)
 
     async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
         """None, and refused, when the attach is not of the present round, or no longer once the stage is loaded."""
@@ -447,7 +463,8 @@ class JobMember:
         """What ran here before and was kept for want of a snapshot is not needed any more."""
         self.to_driver(wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step))
         if self._placement.places.get(stage) != self._host.peer:
-            self._start(self._stages.keep_only(frozenset(self.stages) - {stage}))
+            kept = frozenset(self.stages) - {stage}
+            self._start(self._stages.keep_only(kept, guarded=self._placement.guards))
 
     def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
         """The driver takes a failure of a stage that runs elsewhere as news of its snapshots."""

@@ -59,6 +59,11 @@ class SnapshotStore:
     def nbytes(self) -> int:
         return sum(snapshot.nbytes for snapshot in (*self._whole.values(), *self._arriving.values()))
 
+    def nbytes_beside(self, stage: int) -> int:
+        """Those of all stages but this one."""
+        snapshots = (*self._whole.values(), *self._arriving.values())
+        return sum(snapshot.nbytes for snapshot in snapshots if snapshot.stage != stage)
+
     @property
     def held(self) -> tuple[SnapshotAt, ...]:
         """Whole ones, in order."""

@@ -1,4 +1,5 @@
-"""The stages that one member runs. Decides when one at hand serves an attach, and how much memory is left for others.
+"""The stages that one member runs, and those ready for a takeover. Decides when one at hand serves an attach, and
+how much memory is left for others.
 
 Neighbours: `execution.member` owns it, `execution.loading` validates and loads, `execution.runtime` runs.
 """
@@ -8,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping
 from typing import Final
 
+from fusionai.backends.state import state_entries
 from fusionai.execution.allocator import return_freed_memory
 from fusionai.execution.host import Host
-from fusionai.execution.loading import load_stage
+from fusionai.execution.loading import LoadedStage, load_stage
 from fusionai.execution.postman import Postman
-from fusionai.execution.runtime import StageRuntime
+from fusionai.execution.rehearsal import rehearse
+from fusionai.execution.runtime import Identity, StageRuntime
+from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
+ARRIVING: Final = 3
+"""Snapshots of a stage that its guard may have at a time."""
 HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
 """Tensors a stage may hold for work to come, and snapshots a member may keep, where the provider set no limit."""
 
@@ -30,6 +36,9 @@ class Stages:
         self._job = job
         self._postman = postman
         self._runtimes: dict[int, StageRuntime] = {}
+        self._ahead: dict[int, tuple[Identity, LoadedStage]] = {}
+        """Guarded stages whose programs are loaded and tried. They have no state."""
+        self._guarded: frozenset[int] = frozenset()
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -38,6 +47,11 @@ class Stages:
     @property
     def all(self) -> tuple[StageRuntime, ...]:
         return tuple(self._runtimes.values())
+
+    @property
+    def ready(self) -> frozenset[int]:
+        """Guarded stages that an attach need not load."""
+        return frozenset(self._ahead)
 
     def __getitem__(self, stage: int) -> StageRuntime:
         return self._runtimes[stage]
@@ -53,11 +67,20 @@ class Stages:
         """The one at hand if this attach describes the same stage, otherwise another, which `adopt` puts in its place.
 
         Raises `GraphError`, `ExecutionError`."""
-        identity = (attach.graph_hash, bytes(attach.boundary), attach.options)
+        if places.get(attach.stage) != self._host.peer:
+            raise ExecutionError(f"the plan does not place stage {attach.stage} on this peer.")
+        identity = _identity(attach)
         present = self._runtimes.get(attach.stage)
         if present is not None and present.identity == identity:
             return present
-        loaded = await load_stage(self._host, attach, tensors, places=places, memory_limit_bytes=self._unused_bytes())
+        ahead = self._ahead.pop(attach.stage, None)
+        self._ahead.clear()  # the memory is this stage's now; what is still guarded is prepared anew
+        if ahead is not None and ahead[0] == identity:
+            loaded = ahead[1]
+        else:
+            loaded = await load_stage(
+                self._host, attach, tensors, places=places, memory_limit_bytes=self._unused_bytes()
+            )
         return StageRuntime(
             job=self._job,
             identity=identity,
@@ -72,6 +95,31 @@ class Stages:
             now_s=self._host.clock.now_s,
         )
 
+    async def prepare(
+        self, told: wire.Prepare, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
+    ) -> None:
+        """Load a guarded stage's program and try it, unless that was done. Where memory would not hold it beside the
+        snapshots (`kept_bytes` of other stages, and as many of this one as a guard may have) it stays undone.
+
+        Raises what an attach would."""
+        identity = _identity(told)
+        runtime, ahead = self._runtimes.get(told.stage), self._ahead.get(told.stage)
+        if (runtime is not None and runtime.identity == identity) or (ahead is not None and ahead[0] == identity):
+            return
+        self._ahead.pop(told.stage, None)
+        limit_bytes = self._unused_bytes()
+        if limit_bytes is not None:
+            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self._ahead.values())
+        loaded = await load_stage(self._host, told, tensors, places=places, memory_limit_bytes=limit_bytes)
+        if limit_bytes is not None:
+            entries = state_entries(loaded.graph, told.options.optimizer)
+            # Loading made sure of one state and a pass; snapshots that arrive need their room as well.
+            if (ARRIVING + 2) * sum(entry.nbytes for entry in entries.values()) > limit_bytes:
+                return
+        await self._host.compute.run(lambda: rehearse(loaded, told.options))
+        if told.stage in self._guarded:  # a later round may have begun meanwhile
+            self._ahead[told.stage] = (identity, loaded)
+
     async def adopt(self, runtime: StageRuntime) -> None:
         former = self._runtimes.get(runtime.stage)
         if former is not runtime:
@@ -82,11 +130,18 @@ class Stages:
                 await _end_all(gone, "another stage takes its place")
 
     def keep_only(
-        self, stages: frozenset[int], *, aside: frozenset[int] = frozenset()
+        self,
+        stages: frozenset[int],
+        *,
+        aside: frozenset[int] = frozenset(),
+        guarded: frozenset[int] = frozenset(),
     ) -> Coroutine[object, object, None]:
         """Those `aside` keep what they have and give nothing away until another attach. The others are forgotten now,
-        whatever they are at; await what is returned until their tasks have ended."""
+        whatever they are at; await what is returned until their tasks have ended. Of those `guarded`, what is ready for
+        a takeover stays."""
         gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
+        self._guarded = guarded
+        self._ahead = {stage: one for stage, one in self._ahead.items() if stage in stages | guarded}
         for runtime in self.all:
             if runtime.stage not in stages:
                 runtime.set_aside()
@@ -104,6 +159,10 @@ class Stages:
         if self._host.memory_limit_bytes is None:
             return None
         return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
+
+
+def _identity(told: wire.Attach | wire.Prepare) -> Identity:
+    return (told.graph_hash, bytes(told.boundary), told.options)
 
 
 async def _end_all(gone: list[StageRuntime], reason: str) -> None:

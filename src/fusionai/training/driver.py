@@ -107,6 +107,8 @@ class Driver:
             saved=saved,
         )
         self.fence = Fence(deployment.plan.version, journal.incarnation, 0)
+        self._prepared: Fence | None = None
+        """The round whose guards were told what to have ready."""
         self._member = JobMember(host, job.job, job.owner, self.fence, on_output=self._on_output)
         self._fed = Feed(self._member)
         self._connections = Connections(
@@ -221,6 +223,7 @@ class Driver:
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
                     self._faults.committed(record.step)
+                    self._prepare_guards()
             case commands.WriteCheckpoint(step, ask):
                 self._write_checkpoint(step, ask=ask)
             case commands.Evaluate(step):
@@ -297,6 +300,26 @@ class Driver:
                     guard=guard,
                     guard_addresses=tuple(deployment.members.get(guard, ())),
                     snapshot_every=command.roles.snapshot_every if guard else 0,
+                    tensors=headers({"graph": part.encoded}),
+                ),
+                (part.encoded,),
+            )
+
+    def _prepare_guards(self) -> None:
+        """Once a round, when it is under way: whoever guards a stage has it ready."""
+        if self._prepared == self.fence:
+            return
+        self._prepared = self.fence
+        for stage, guard in sorted(self._machine.guards.items()):
+            part = self._cut.stages[stage]
+            self._connections.tell(
+                PeerId(guard),
+                wire.Prepare(
+                    fence=self.fence,
+                    stage=stage,
+                    graph_hash=part.graph_hash,
+                    boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
+                    options=stage_options(self._job.options, self.deployment.plan.stages[stage]),
                     tensors=headers({"graph": part.encoded}),
                 ),
                 (part.encoded,),

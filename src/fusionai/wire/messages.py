@@ -393,6 +393,18 @@ class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
+class Prepare(WireMessage, frozen=True, kw_only=True, tag="prepare"):
+    """Driver -> guard, once the round runs: have this stage's program loaded and tried, for the `Attach` that a loss of
+    its peer would bring. No answer: nothing depends on it. Fields as in `Attach`, tensor `graph` too."""
+
+    fence: Fence
+    stage: Count
+    graph_hash: Name
+    boundary: msgspec.Raw
+    options: StageOptions
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
+
+
 class Status(WireMessage, frozen=True, kw_only=True, tag="status"):
     """Member -> driver: where I am. `applied` is the number of steps applied, -1 without any state."""
 
@@ -654,6 +666,7 @@ Message = (
     | Snapshot
     | SnapshotKept
     | PassSnapshot
+    | Prepare
     | Ready
     | Forward
     | Backward

@@ -8,12 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from fusionai.backends.state import state_entries
 from fusionai.backends.torch.backend import TorchBackend
+from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.execution.copies import FAILURES_TOLD
+from fusionai.execution.stages import ARRIVING
 from fusionai.execution.state import headers
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel
@@ -139,9 +144,17 @@ async def exported(control: Channel, state: Channel, step: int, fence: Fence) ->
             return entries
 
 
-def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_the_same_bits():
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_the_same_bits(
+    ready: bool, monkeypatch: pytest.MonkeyPatch
+):
+    loads = count_loads(monkeypatch)
+
     async def body(stand: Stand) -> None:
         running, guard = await guarded(stand)
+        if ready:
+            await made_ready(stand, guard)
+            assert len(loads) == 2
         course = Course()
         for step in range(5):
             await run_step(running, step, course)
@@ -179,6 +192,7 @@ def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_th
             assert (prepared.step, prepared.norms) == (step, course.norms[step])
         assert (await receive(guard)).message == wire.Ready(fence=later, stage=0, applied=5)
         assert await exported(guard, state, 5, later) == undisturbed
+        assert len(loads) == 2, "what is ready is not loaded again"
 
         # What it sent during the replay it retained, and a neighbour that is lost now can have it.
         sent = Running(stand, guard, feed, state, neighbour)
@@ -193,6 +207,103 @@ def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_th
             described = (envelope.message.step, envelope.message.microbatch, envelope.message.fence)
             assert described == (step, microbatch, last)
             assert bytes(envelope.tensors["y0"].data) == course.activations[step, microbatch]
+
+    with_stand(body)
+
+
+def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The memory limit of every load to come, of all machines."""
+    loads: list[int | None] = []
+    load = TorchBackend.load
+
+    def counted(*args: Any, **named: Any) -> TorchStageProgram:
+        loads.append(named["memory_limit_bytes"])
+        return load(*args, **named)
+
+    monkeypatch.setattr(TorchBackend, "load", counted)
+    return loads
+
+
+async def made_ready(stand: Stand, guard: Channel, number: int = 1, **changes: Any) -> None:
+    message, carried = stand.prepare(**changes)
+    await guard.send(message, tuple(carried.values()))
+    await until(lambda: 0 in stand.member_of(number)._stages.ready)
+
+
+def test_a_round_that_takes_the_stage_from_its_guard_leaves_nothing_ready():
+    async def body(stand: Stand) -> None:
+        guard = await guard_of(stand)
+        await made_ready(stand, guard)
+        stages = stand.member_of(1)._stages
+        ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
+        await stand.enlisted(guard, guards=(0,), fence=Fence(2, 1, 0), ticket=ticket)
+        assert stages.ready == {0}, "guarded as before"
+        await stand.enlisted(guard, guards=(), fence=Fence(2, 1, 1), ticket=ticket)
+        assert stages.ready == frozenset()
+
+    with_stand(body)
+
+
+def test_what_was_made_ready_for_other_options_is_loaded_anew(monkeypatch: pytest.MonkeyPatch):
+    loads = count_loads(monkeypatch)
+
+    async def body(stand: Stand) -> None:
+        guard = await guard_of(stand)
+        await made_ready(stand, guard)
+        await made_ready(stand, guard)
+        assert len(loads) == 1, "told again"
+        options = wire.StageOptions(microbatches=MICROBATCHES, in_flight=1, optimizer=wire.OptimizerSpec())
+        later = Fence(2, 1, 0)
+        ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
+        await stand.enlisted(guard, fence=later, neighbours=stand.neighbours(at=1), ticket=ticket)
+        assert isinstance(await stand.attach_on(guard, fence=later, options=options), wire.Status)
+        assert len(loads) == 2
+        assert stand.member_of(1)._stages.ready == frozenset()
+
+    with_stand(body)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropped", "said"),
+    [
+        ({"fence": Fence(1, 1, 7)}, 1, ""),
+        ({"stage": 1}, 1, ""),
+        ({"graph_hash": "another"}, 0, "another hash"),
+        ({"boundary": msgspec.Raw(b"\xc0")}, 0, "does not fit its schema"),
+    ],
+)
+def test_a_wrong_order_to_have_a_stage_ready_harms_nobody(
+    changes: dict[str, object], dropped: int, said: str, caplog: pytest.LogCaptureFixture
+):
+    async def body(stand: Stand) -> None:
+        guard = await guard_of(stand)
+        member = stand.member_of(1)
+        message, carried = stand.prepare(**changes)
+        await guard.send(message, tuple(carried.values()))
+        await until(lambda: member.stale_dropped == dropped and said in caplog.text)
+        assert member._stages.ready == frozenset()
+        await made_ready(stand, guard)  # it goes on
+
+    with_stand(body)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_stage_is_made_ready_only_where_there_is_room_beside_its_snapshots(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+):
+    loads = count_loads(monkeypatch)
+
+    async def body(stand: Stand) -> None:
+        guard = await guard_of(stand)
+        member = stand.member_of(1)
+        entries = state_entries(stand.partition.stages[0].graph, wire.OptimizerSpec()).values()
+        lent = (ARRIVING + 2) * sum(entry.nbytes for entry in entries) - (not fits)
+        object.__setattr__(member._host, "memory_limit_bytes", lent)
+        message, carried = stand.prepare()
+        await guard.send(message, tuple(carried.values()))
+        await until(lambda: len(loads) == 1 and not member._attaching.locked())
+        assert loads == [lent]
+        assert member._stages.ready == (frozenset({0}) if fits else frozenset())
 
     with_stand(body)
 

@@ -1,0 +1,52 @@
+"""A stage tried before it is needed: one microbatch of zeros forward and back, and no trace of it left.
+
+What a framework puts off to the first pass (sizes worked out, kernels chosen and loaded, threads and memory got) would
+otherwise be part of a takeover. Decides nothing; runs in the compute thread.
+
+Neighbours: `execution.stages` asks for it on a machine that guards the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fusionai.backends.binding import largest
+from fusionai.backends.interface import Call
+from fusionai.backends.state import state_entries
+from fusionai.execution.boundary import LOSS
+from fusionai.execution.loading import LoadedStage
+from fusionai.ir.schema import Dim
+from fusionai.ir.shapes import evaluate
+from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
+from fusionai.wire.messages import StageOptions
+
+
+def rehearse(loaded: LoadedStage, options: StageOptions) -> None:
+    """Raises what the backend raises. The state afterwards is none that anybody may use: a takeover brings its own, or
+    has it initialised."""
+    graph, boundary, program = loaded.graph, loaded.boundary, loaded.program
+    symbols = largest(graph)
+
+    def zeros(values: Iterable[str]) -> dict[str, HostTensor]:
+        return {value: _zeros(graph.values[value].dtype, graph.values[value].shape, symbols) for value in values}
+
+    entries = state_entries(graph, options.optimizer)
+    missing = program.initialise()
+    program.import_state([(name, _zeros(entries[name].dtype, entries[name].shape, symbols)) for name in missing])
+    call = Call("train", 0, 0)
+    received = [value for port in boundary.receives for value in port.values]
+    made = program.forward(call, zeros(received), boundary.wanted("train"))
+    wished = {value for port in boundary.sends for value in port.needs_grad}
+    wished |= {LOSS} & {*boundary.job_outputs("train")}
+    gradients = {name: _zeros(made[name].dtype, made[name].shape, symbols) for name in sorted(wished)}
+    program.backward(call, gradients)
+    if options.weight_lag:
+        program.weight_gradients(call)
+    program.gradient_norms()
+    program.discard()
+
+
+def _zeros(dtype: str, shape: Iterable[Dim], symbols: dict[str, int]) -> HostTensor:
+    sizes = tuple(evaluate(dim, symbols) for dim in shape)
+    plain = "int64" if dtype == "symint" else dtype
+    return host_tensor(plain, sizes, bytes(tensor_bytes(plain, sizes)))
