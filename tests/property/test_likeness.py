@@ -134,9 +134,10 @@ def test_a_large_pool_of_equal_machines_is_proven() -> None:
 
 
 def test_machines_as_measured_are_planned_close_to_the_bound() -> None:
-    found = plan(_pool(30, 1, 0.01))
-    assert 0 < found.certificate.optimality_gap <= 0.01
-    assert "taken as equal" in found.certificate.method
+    for spread, most in ((0.001, 0.004), (0.01, 0.02)):
+        found = plan(_pool(30, 1, spread))
+        assert 0 < found.certificate.optimality_gap <= most
+    assert "taken as equal" in plan(_pool(30, 1, 0.001)).certificate.method
 
 
 def test_the_running_plan_and_named_machines_stay() -> None:
