@@ -10,8 +10,8 @@ job's whole time: an hour of faults does not need an hour without. Only steps th
 
 Faults, drawn from a printed seed: SIGKILL of a stage, of a spare, of the broker; SIGSTOP of a stage for 8 s; the
 connections between two neighbouring stages broken (Linux, by `ss -K`; left out where that does not work). Whoever was
-killed is started again after `--away` seconds, the broker at once. Every piece has a driver of its own, in a process as
-`fusion train` is one, that stays until the piece's end.
+killed is started again after `--away` seconds, the broker at once. Each job's driver is a process
+as `fusion train` is one; between its pieces it waits, with the captured model kept.
 
 Goodput is the stormy job's committed steps per second over the calm one's. Where others use the machine meanwhile, look
 at the evenness too: the part of the time that steps would have taken at the median pace of their own half minute, of
@@ -161,6 +161,7 @@ class Job:
         self.legs: list[Leg] = []
         self.official: dict[int, CommitRecord] = {}
         """As they were told."""
+        self.driver: DriverProcess | None = None
 
     @property
     def directory(self) -> RunDirectory:
@@ -214,6 +215,9 @@ class Bench:
                 await self._turns()
                 await self._level()
             finally:
+                for job in (self.calm, self.stormy):
+                    if job.driver is not None:
+                        await asyncio.to_thread(job.driver.close)
                 for task in background:
                     task.cancel()
                 for found in await asyncio.gather(*background, return_exceptions=True):
@@ -288,12 +292,11 @@ class Bench:
             await self.over.wait()
             driver.stop()
 
-        driver = self.driver = DriverProcess(
-            job.recipe,
-            TrainOptions(
-                home=self.directory / "owner", invitation=self.pool.invitation, device="cpu", threads=1, save_base=False
-            ),
-        )
+        if job.driver is None:
+            home, invitation = self.directory / "owner", self.pool.invitation
+            options = TrainOptions(home=home, invitation=invitation, device="cpu", threads=1, save_base=False)
+            job.driver = DriverProcess(job.recipe, options)
+        driver = self.driver = job.driver
         interruption = asyncio.create_task(interrupted())
         storm = asyncio.create_task(self._storm(started)) if job is self.stormy else None
         try:

@@ -1,4 +1,4 @@
-"""One piece of a training job in a process of its own, as `fusion train` is one: what it says comes to the benchmark.
+"""The pieces of a training job in a process of its own, as `fusion train` is one: what it says comes to the benchmark.
 
 Decides what crosses the pipe: the plan, without the prepared model beside it, and what the judgement looks at. Both
 ends are this benchmark's own processes. Neighbour: `goodput`.
@@ -16,10 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.client import train as client
+from fusionai.client.preparation import Prepared
+from fusionai.client.train import Planned, RunEvent, TrainOptions
 from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import FusionError
 from fusionai.scheduling.types import Plan
+from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 
 Event = Plan | progress.Progress
@@ -34,77 +37,117 @@ class Failed:
     text: str
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The piece is over; the process waits for the next one."""
+
+
 class DriverProcess:
-    """`pid` while `run` runs, else None."""
+    """One job's driver for all its pieces: the model is captured once. `pid` from the first piece on, else None."""
 
     def __init__(self, recipe: Recipe, options: TrainOptions) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, self._there = context.Pipe()
         self._process = context.Process(target=drive, args=(recipe, options, self._there), name="driver")
-        self._failed: Failed | None = None
+        self._asked = False
+        """Whether the present piece was told to stop."""
 
     @property
     def pid(self) -> int | None:
         return self._process.pid
 
     async def run(self, on_event: Callable[[float, Event], None]) -> None:
-        """Until it has stopped. `on_event` gets the moment (`time.monotonic`, which all processes of a machine share)
-        it happened at. Raises `RuntimeError` with the driver's own words where it failed."""
+        """One piece, until it has stopped. `on_event` gets the moment (`time.monotonic`, which all processes of a
+        machine share) it happened at. Raises `RuntimeError` with the driver's own words where it failed."""
         loop = asyncio.get_running_loop()
 
-        def read() -> None:
+        def read() -> Ended | Failed:
             while True:
                 try:
                     at_s, event = self._here.recv()
                 except (EOFError, OSError):
-                    return
-                loop.call_soon_threadsafe(see, at_s, event)
+                    return Failed("the driver's process is gone")
+                if isinstance(event, Ended | Failed):
+                    return event
+                loop.call_soon_threadsafe(on_event, at_s, event)
 
-        def see(at_s: float, event: Event | Failed) -> None:
-            if isinstance(event, Failed):
-                self._failed = event
-            else:
-                on_event(at_s, event)
-
-        self._process.start()
-        self._there.close()
-        try:
-            await asyncio.to_thread(read)
-            await asyncio.sleep(0)  # what `read` handed over last
-            await asyncio.to_thread(self._process.join, LEAVING_S)
-        finally:
-            if self._process.is_alive():
-                self._process.kill()
-        if self._failed is not None:
-            raise RuntimeError(self._failed.text)
-        if self._process.exitcode != 0:
-            raise RuntimeError(f"the driver's process ended with {self._process.exitcode}")
+        if self.pid is None:
+            self._process.start()
+            self._there.close()
+        self._asked = False
+        self._here.send("go")
+        end = await asyncio.to_thread(read)
+        await asyncio.sleep(0)  # what `read` handed over last
+        if isinstance(end, Failed):
+            raise RuntimeError(end.text)
+        self.stop()
 
     def stop(self) -> None:
-        """After the step under way."""
-        try:
-            self._here.send("stop")
-        except OSError:  # it is gone: `run` says how
-            return
+        """After the step under way. Every piece is told once."""
+        if not self._asked:
+            self._asked = True
+            with contextlib.suppress(OSError):  # it is gone: `run` says how
+                self._here.send("stop")
+
+    def close(self) -> None:
+        """Blocking: the process ends by itself, or is ended."""
+        self._here.close()
+        if self.pid is not None:
+            self._process.join(LEAVING_S)
+            if self._process.is_alive():
+                self._process.kill()
 
 
 def drive(recipe: Recipe, options: TrainOptions, pipe: Connection) -> None:
-    """The child: `train`, until it is told to stop or the benchmark is gone."""
+    """The child: a piece whenever it is told to go, until the benchmark is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group: the benchmark decides
         signal.signal(number, signal.SIG_IGN)
-    try:
-        asyncio.run(_drive(recipe, options, pipe))
-    except FusionError as error:
-        pipe.send((time.monotonic(), Failed(str(error))))
+    _prepare_once()
+    with contextlib.suppress(EOFError, OSError):
+        while pipe.recv() == "go":
+            end: Ended | Failed = Ended()
+            stop = _Stop(pipe)
+            try:
+                asyncio.run(_drive(recipe, options, pipe, stop))
+            except FusionError as error:
+                end = Failed(str(error))
+            pipe.send((time.monotonic(), end))
+            stop.join()
 
 
-async def _drive(recipe: Recipe, options: TrainOptions, pipe: Connection) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+def _prepare_once() -> None:
+    """Capturing a model takes half a minute of a core, and each piece of a job has the same."""
+    prepare, kept = client.prepare, list[Prepared]()
 
-    def listen() -> None:
+    def once(recipe: Recipe, directory: RunDirectory, tell: Callable[[str], None]) -> Prepared:
+        if not kept:
+            kept.append(prepare(recipe, directory, tell))
+        return kept[0]
+
+    client.prepare = once
+
+
+class _Stop(threading.Thread):
+    """Waits for the one word that ends a piece."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__(daemon=True)
+        self.asked = threading.Event()
+        self._pipe = pipe
+        self.start()
+
+    def run(self) -> None:
         with contextlib.suppress(EOFError, OSError):
-            pipe.recv()
-        loop.call_soon_threadsafe(stop.set)
+            self._pipe.recv()
+        self.asked.set()
+
+
+async def _drive(recipe: Recipe, options: TrainOptions, pipe: Connection, asked: _Stop) -> None:
+    stop = asyncio.Event()
+
+    async def listen() -> None:
+        await asyncio.to_thread(asked.asked.wait)
+        stop.set()
 
     def tell(event: RunEvent) -> None:
         match event:
@@ -126,5 +169,7 @@ async def _drive(recipe: Recipe, options: TrainOptions, pipe: Connection) -> Non
             case _:
                 return
 
-    threading.Thread(target=listen, daemon=True).start()
-    await train(recipe, options, on_event=tell, stop=stop)
+    listening = asyncio.create_task(listen())
+    await client.train(recipe, options, on_event=tell, stop=stop)
+    asked.asked.set()  # a piece that ended by itself
+    await listening
