@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import linear, pad
 
+from fusionai.backends.torch.row_code import Factor
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
 
@@ -26,6 +27,8 @@ INT4_GROUPS: Final = (32, 64, 128)
 """Weights that share a scale, the smallest that divides a row: the closest to the original."""
 INT8_COLUMNS: Final = 32
 """The eight-bit kernel reads whole vectors and checks nothing: shorter ends would be read beyond the matrix."""
+IN_BLOCKS: Final[dict[WeightFormat, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Formats that `row_products` multiplies by."""
 _TRIED_ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64)
 _TRIED_PLACES: Final = 3
 _SPLIT_ABOVE: Final = 1024
@@ -36,7 +39,8 @@ _PROBE_TOLERANCE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """`least`, `most`: rows per call that leave bits alone. `dense`: the product takes more dimensions than two."""
+    """`least`, `most`: rows per call that leave bits alone. `dense`: the product takes more dimensions than two.
+    `blocks`: what is multiplied by, where it lies as `row_products.as_blocks` lays it."""
 
     product: Product
     bias: torch.Tensor | None
@@ -44,6 +48,7 @@ class PackedLinear:
     least: int = 1
     most: int | None = None
     dense: bool = False
+    blocks: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
@@ -68,13 +73,19 @@ class PackedLinear:
         return self.product(flat)
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None, form: WeightFormat, key: str) -> PackedLinear:
-    """`weight` [out, in] in float32, kept as `form`; the caller lets the original go.
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, form: WeightFormat, key: str, *, in_blocks: bool = False
+) -> PackedLinear:
+    """`weight` [out, in] in float32, kept as `form`; the caller lets the original go. `in_blocks`: as compiled row
+    programs read it (`blocks`), where the form can be.
 
     Raises `ExecutionError` where values do not fit the form."""
     if weight.device.type != "cpu":
         product, nbytes = _on_accelerator(weight, form, key)
         return PackedLinear(product, bias, nbytes)
+    if in_blocks and form in IN_BLOCKS:
+        product, blocks = _in_blocks(weight, form)
+        return PackedLinear(product, bias, blocks.nbytes, blocks=blocks)
     kind, product, nbytes = _on_cpu(weight, form, key)
     least, most = _steady_rows(kind, weight.shape[0], weight.shape[1], torch.get_num_threads(), _Probe(product))
     return PackedLinear(product, bias, nbytes, least, most, dense=kind.startswith(("onednn", "plain")))
@@ -167,6 +178,25 @@ def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int
     if dtype == torch.float32:
         return "onednn float32", lambda x: compute(x, packed, None, "none", [], ""), nbytes
     return f"onednn {dtype}", lambda x: compute(x.to(dtype), packed, None, "none", [], ""), nbytes
+
+
+def _in_blocks(weight: torch.Tensor, form: WeightFormat) -> tuple[Product, torch.Tensor]:
+    """A row's bits are its own by construction, so nothing is tried. Imported here: not everybody has the compiler."""
+    from fusionai.backends.torch.row_products import as_blocks, factor_of, multiply
+
+    columns, count = weight.shape
+    blocks = as_blocks(weight.to(IN_BLOCKS[form]))
+    kind, padded = factor_of(blocks), 16 * blocks.shape[0]
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        x = pad(x.to(torch.bfloat16), (0, count % 2)) if kind is Factor.HALVES else x.to(torch.float32)
+        x = x.contiguous()
+        y = torch.empty((x.shape[0], padded), dtype=torch.float32)
+        rows, step = x.shape[0], x.shape[1] * x.element_size()
+        multiply(int(kind), blocks.data_ptr(), x.data_ptr(), step, y.data_ptr(), 4 * padded, rows, columns, count)
+        return y[:, :columns]
+
+    return product, blocks
 
 
 def _plain(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:

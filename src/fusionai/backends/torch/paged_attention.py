@@ -33,11 +33,11 @@ def cached_attention(
         raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {q.shape[0]}.")
     cache.write(layout, k, v)
     wanted, q = q.dtype, q if q.dtype == torch.float32 else q.float()
-    singles = _singles(q, k.shape[1]) if any(_one_by_one(span) for span in layout.spans) else ()
+    singles = _singles(q, k.shape[1]) if any(one_by_one(span) for span in layout.spans) else ()
     parts: list[torch.Tensor] = []
     for number, span in enumerate(layout.spans):
         keys, values = cache.read(layout, number)
-        if _one_by_one(span):
+        if one_by_one(span):
             offset = first_key(span.start, cache.window)
             for row in range(span.length):
                 first, end = first_key(span.start + row, cache.window) - offset, span.start + row + 1 - offset
@@ -58,7 +58,8 @@ def cached_attention(
     return joined if joined.dtype == wanted else joined.to(wanted)
 
 
-def _one_by_one(span: Span) -> bool:
+def one_by_one(span: Span) -> bool:
+    """Whether a span's positions are computed as if each came alone."""
     return span.start > 0 and span.length <= FEW_POSITIONS
 
 

@@ -148,6 +148,12 @@ class LayerCache:
     def nbytes(self) -> int:
         return sum(block.untyped_storage().nbytes() for block in self._blocks)
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where keys and values begin, both [positions, heads, width]."""
+        keys, values = (rows.data_ptr() for rows in self._rows)
+        return keys, values
+
     def write(self, layout: PassLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
         """keys, values [1, heads, rows, width] of the pass."""
         slots = layout.slots if self.window is None else layout.ring_slots[self.window]

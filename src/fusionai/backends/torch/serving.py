@@ -9,9 +9,11 @@ it takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fusionai.backends.binding import bind_symbols, nearest
@@ -19,11 +21,12 @@ from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.packed_graph import kernels
+from fusionai.backends.torch.packed_graph import kernels, products
 from fusionai.backends.torch.packed_siblings import join_siblings
-from fusionai.backends.torch.paged_attention import cached_attention
+from fusionai.backends.torch.paged_attention import cached_attention, one_by_one
 from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out, layer_shapes, ring_tokens
 from fusionai.backends.torch.paged_table import SessionTable, Span
+from fusionai.backends.torch.row_program import RowPlace, RowProgram, planned
 from fusionai.backends.torch.serving_rows import RowsBehind
 from fusionai.backends.torch.serving_sizes import check_sizes
 from fusionai.backends.torch.serving_weights import ServingWeights
@@ -49,7 +52,8 @@ class TorchServingProgram:
         joined = join_siblings(graph)
         check_sizes(graph, joined, options, self._layers, memory_limit_bytes)
         self._running = joined.graph
-        self._weights = ServingWeights(graph, joined, options.weights, device)
+        self._plan = planned(self._running, tuple(graph.outputs), products(self._running), options, device)
+        self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=self._plan is not None)
         self._windows = {
             shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
         }
@@ -63,6 +67,7 @@ class TorchServingProgram:
         }
         self._interpreters: dict[frozenset[str], Interpreter] = {}
         self._rows_behind: dict[frozenset[str], RowsBehind | None] = {}
+        self._row_programs: dict[frozenset[str], RowProgram | None] = {}
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         with torch.inference_mode():
@@ -94,21 +99,9 @@ class TorchServingProgram:
         spans: tuple[Span, ...] = ()
         if self._layers:
             spans = self._table.place(segments)
-        with torch.inference_mode():
-            if spans:
-                self._layout = lay_out(
-                    spans, self._options, paged=self._paged, windows=self._windows, device=self._device
-                )
-            values = {name: to_torch(fed[name], self._device) for name in interpreter.inputs}
-            behind = None if rows is None or len(rows) == positions else self._behind(frozenset(wanted))
-            if behind is not None:
-                results = behind.run(_CONTEXT, values, self._weights.values, rows or (), self._device)
-            else:
-                outputs, _ = interpreter.run(_CONTEXT, values, self._weights.values(interpreter.params))
-                results = {name: self._rows_of(name, value, rows) for name, value in outputs.items()}
-        self._layout = None
+        results = self._computed(spans, fed, frozenset(wanted), rows, positions)
         self._table.computed(spans)
-        return {name: to_host(value, own=self._weights.shares(value)) for name, value in results.items()}
+        return results
 
     def forget(self, sessions: Iterable[int]) -> None:
         self._table.forget(sessions)
@@ -123,7 +116,108 @@ class TorchServingProgram:
     @property
     def resident_bytes(self) -> int:
         caches = () if self._caches is None else self._caches.values()
-        return self._weights.nbytes + sum(cache.nbytes for cache in caches)
+        programs = (program for program in self._row_programs.values() if program is not None)
+        return self._weights.nbytes + sum(part.nbytes for part in (*caches, *programs))
+
+    # ------------------------------------------------------------------------------------------------------ computing
+
+    def _computed(
+        self,
+        spans: tuple[Span, ...],
+        fed: Mapping[str, HostTensor],
+        wanted: frozenset[str],
+        rows: Sequence[int] | None,
+        positions: int,
+    ) -> dict[str, HostTensor]:
+        """A session's decoding goes row by row, the rest through operators: which way depends on nobody else."""
+        program = self._row_program(wanted)
+        if program is None:
+            return self._by_operators(spans, fed, wanted, rows, positions)
+        if not self._layers:
+            chosen = range(positions) if rows is None else rows
+            return self._by_rows(program, fed, [RowPlace(0, (), -1)] * len(chosen), chosen)
+        few = [span for span in spans if one_by_one(span)]
+        if not few:
+            return self._by_operators(spans, fed, wanted, rows, positions)
+        single = [row for span in few for row in range(span.first, span.first + span.length)]
+        places = [RowPlace(at, span.pages, span.ring) for span in few for at in range(span.start, span.end)]
+        made = self._by_rows(program, fed, places, single)
+        if len(few) < len(spans):
+            made = self._merged(spans, fed, wanted, made, single, positions)
+        return made if rows is None or len(rows) == positions else _picked(made, rows)
+
+    def _merged(
+        self,
+        spans: Sequence[Span],
+        fed: Mapping[str, HostTensor],
+        wanted: frozenset[str],
+        made: Mapping[str, HostTensor],
+        single: Sequence[int],
+        positions: int,
+    ) -> dict[str, HostTensor]:
+        """With the other spans' rows, computed apart."""
+        others: list[Span] = []
+        kept: list[int] = []
+        for span in spans:
+            if not one_by_one(span):
+                others.append(replace(span, first=len(kept)))
+                kept += range(span.first, span.first + span.length)
+        rest = self._by_operators(tuple(others), _picked(fed, kept), wanted, None, len(kept))
+        whole: dict[str, HostTensor] = {}
+        for name, tensor in rest.items():
+            array = np.empty((1, positions, *tensor.shape[2:]), dtype=np.float32)
+            array[:, kept] = _array(tensor)
+            array[:, single] = _array(made[name])
+            whole[name] = host_tensor("float32", array.shape, array.data)
+        return whole
+
+    def _by_rows(
+        self, program: RowProgram, fed: Mapping[str, HostTensor], places: Sequence[RowPlace], rows: Sequence[int]
+    ) -> dict[str, HostTensor]:
+        inputs = {name: _array(tensor) for name, tensor in fed.items()}
+        if any(array.shape[1] != len(rows) for array in inputs.values()):
+            inputs = {name: array[:, list(rows)] for name, array in inputs.items()}
+        made = program.run(inputs, places)
+        return {name: host_tensor("float32", array.shape, array.data) for name, array in made.items()}
+
+    def _by_operators(
+        self,
+        spans: tuple[Span, ...],
+        fed: Mapping[str, HostTensor],
+        wanted: frozenset[str],
+        rows: Sequence[int] | None,
+        positions: int,
+    ) -> dict[str, HostTensor]:
+        interpreter = self._interpreter(wanted)
+        with torch.inference_mode():
+            if spans:
+                self._layout = lay_out(
+                    spans, self._options, paged=self._paged, windows=self._windows, device=self._device
+                )
+            values = {name: to_torch(fed[name], self._device) for name in interpreter.inputs}
+            behind = None if rows is None or len(rows) == positions else self._behind(wanted)
+            if behind is not None:
+                results = behind.run(_CONTEXT, values, self._weights.values, rows or (), self._device)
+            else:
+                outputs, _ = interpreter.run(_CONTEXT, values, self._weights.values(interpreter.params))
+                results = {name: self._rows_of(name, value, rows) for name, value in outputs.items()}
+        self._layout = None
+        return {name: to_host(value, own=self._weights.shares(value)) for name, value in results.items()}
+
+    def _row_program(self, wanted: frozenset[str]) -> RowProgram | None:
+        if self._plan is None:
+            return None
+        if wanted not in self._row_programs:
+            assert self._caches is not None
+            everything = wanted == frozenset(self._graph.outputs)
+            uses = self._weights.uses
+            plan = self._plan
+            if not everything:
+                plan = planned(self._running, sorted(wanted), uses, self._options, self._device)
+            self._row_programs[wanted] = plan and RowProgram(
+                plan, uses, self._weights.values, self._caches, self._options
+            )
+        return self._row_programs[wanted]
 
     # -------------------------------------------------------------------------------------------------------- checks
 
@@ -222,6 +316,19 @@ class TorchServingProgram:
         if along is None or list(rows) == list(range(value.shape[along])):
             return value
         return value.index_select(along, torch.tensor(list(rows), dtype=torch.int64, device=value.device))
+
+
+def _array(tensor: HostTensor) -> npt.NDArray[Any]:
+    return np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def _picked(tensors: Mapping[str, HostTensor], rows: Sequence[int]) -> dict[str, HostTensor]:
+    """Of tensors [1, rows, ...] some rows."""
+    chosen: dict[str, HostTensor] = {}
+    for name, tensor in tensors.items():
+        array = np.ascontiguousarray(_array(tensor)[:, list(rows)])
+        chosen[name] = host_tensor(tensor.dtype, array.shape, array.data)
+    return chosen
 
 
 def _positions_of(segments: Sequence[Segment]) -> HostTensor:

@@ -24,13 +24,17 @@ from fusionai.wire.serving import WeightFormat
 
 class ServingWeights:
     """`graph`: what is served. `joined`: what runs, whose parameters may stack several of those. `uses`: products by
-    node id. `tables`: parameters that lookups read, kept as narrow as they came."""
+    node id. `tables`: parameters that lookups read, kept as narrow as they came. `in_blocks`: matrices lie as row
+    programs read them."""
 
-    def __init__(self, graph: Graph, joined: Joined, form: WeightFormat, device: torch.device) -> None:
+    def __init__(
+        self, graph: Graph, joined: Joined, form: WeightFormat, device: torch.device, *, in_blocks: bool = False
+    ) -> None:
         self._given = graph.params
         self._graph = graph = joined.graph
         self._form: WeightFormat = form
         self._device = device
+        self._in_blocks = in_blocks
         self._parts = joined.parts
         self._stack_of = {part: whole for whole, parts in joined.parts.items() for part in parts}
         self._incomplete: dict[str, dict[str, torch.Tensor]] = {}
@@ -117,7 +121,11 @@ class ServingWeights:
             if use.transposed not in by_layout:
                 plain = given().to(torch.float32)
                 by_layout[use.transposed] = pack(
-                    plain.t().contiguous() if use.transposed else plain, None, self._form, key
+                    plain.t().contiguous() if use.transposed else plain,
+                    None,
+                    self._form,
+                    key,
+                    in_blocks=self._in_blocks,
                 )
             self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
         return bool(uses)

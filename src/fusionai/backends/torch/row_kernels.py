@@ -1,0 +1,584 @@
+"""The machine that runs a `row_plan` program: every operator of a stage for a few rows, in one compiled call.
+
+Numba turns `run` into machine code when this module is imported, and keeps it on disk: only the first process of an
+installation waits for the compiler. Sums are vector instructions, each (row, column) in one fixed order,
+so a row's bits depend on nothing but the row. Reads memory at addresses it is given: `row_plan` and `row_program` alone
+call it, with sizes that were checked. Never holds the interpreter's lock. Neighbours: `row_plan` has the instructions'
+meaning.
+"""
+
+# pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils
+
+from fusionai.backends.torch import row_code, row_products
+from fusionai.backends.torch.row_code import Factor, Field, Form, Op
+from fusionai.backends.torch.row_products import multiply
+from fusionai.backends.torch.row_vectors import (
+    FLOAT,
+    FLOATS,
+    HALF,
+    INT,
+    LANES,
+    LONG,
+    SHORT,
+    SIZE,
+    at_address,
+    folded,
+    fused,
+    int64,
+    intrinsic_of,
+    load_one,
+    load_wide,
+    stamp_of,
+)
+
+_FETCH: Final = tuple(ir.Constant(INT, value) for value in (0, 3, 1))
+"""To be read, soon, data."""
+
+_DIMS, _OUT, _A, _B = int(Field.DIMS), int(Field.OUT), int(Field.A), int(Field.B)
+_A_ROW, _B_ROW = int(Field.A_ROW), int(Field.B_ROW)
+_A_STRIDES, _B_STRIDES, _EXTRA = int(Field.A_STRIDES), int(Field.B_STRIDES), int(Field.EXTRA)
+_ADD, _SUB, _MUL, _DIV = int(Op.ADD), int(Op.SUB), int(Op.MUL), int(Op.DIV)
+_COPY, _NEG, _SQUARE, _CUBE, _SQRT, _RSQRT = (
+    int(Op.COPY), int(Op.NEG), int(Op.SQUARE), int(Op.CUBE), int(Op.SQRT), int(Op.RSQRT)
+)  # fmt: skip
+_EXP, _SILU, _SIGMOID, _RELU = int(Op.EXP), int(Op.SILU), int(Op.SIGMOID), int(Op.RELU)
+_TANH, _GELU, _GELU_TANH, _COS, _SIN = int(Op.TANH), int(Op.GELU), int(Op.GELU_TANH), int(Op.COS), int(Op.SIN)
+_MEAN, _TOTAL, _LAYER_NORM = int(Op.MEAN), int(Op.TOTAL), int(Op.LAYER_NORM)
+_LINEAR, _ATTENTION = int(Op.LINEAR), int(Op.ATTENTION)
+_HALVES = int(Factor.HALVES)
+_FP32, _BF16, _FP16 = int(Form.FP32), int(Form.BF16), int(Form.FP16)
+
+
+def _dots(form: Form, columns: int, rows: int) -> Any:
+    """`columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`; strides and addresses in bytes."""
+    size = SIZE[form]
+
+    def codegen(builder: Any, args: Any) -> None:
+        w, w_step, x, x_step, y, y_step, count = args
+        w_at = [builder.add(w, builder.mul(w_step, int64(c))) for c in range(columns)]
+        x_at = [builder.add(x, builder.mul(x_step, int64(r))) for r in range(rows)]
+        zero = ir.Constant(FLOATS, [0.0] * LANES)
+        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(rows)] for _ in range(columns)]
+        ends = [[cgutils.alloca_once(builder, FLOAT) for _ in range(rows)] for _ in range(columns)]
+        for line in sums:
+            for place in line:
+                builder.store(zero, place)
+        fma, fma_one = fused(builder, FLOATS, "v16f32"), fused(builder, FLOAT, "f32")
+        fetch = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [ir.IntType(8).as_pointer()],
+            ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT]),
+        )
+        steps = builder.sdiv(count, int64(LANES))
+        with cgutils.for_range(builder, steps) as loop:
+            x_off = builder.mul(loop.index, int64(4 * LANES))
+            w_off = builder.mul(loop.index, int64(size * LANES))
+            xs = [load_wide(builder, Form.FP32, builder.add(at, x_off)) for at in x_at]
+            for at, line in zip(w_at, sums, strict=True):
+                weights = load_wide(builder, form, builder.add(at, w_off))
+                # A row of the matrix ends before the processor sees that it is read in order.
+                ahead = builder.add(at, builder.add(w_off, builder.mul(w_step, int64(columns))))
+                builder.call(fetch, [at_address(builder, ahead, ir.IntType(8)), *_FETCH])
+                for values, place in zip(xs, line, strict=True):
+                    builder.store(builder.call(fma, [weights, values, builder.load(place)]), place)
+        totals = folded(builder, [builder.load(place) for line in sums for place in line])
+        for total, end in zip(totals, [end for last in ends for end in last], strict=True):
+            builder.store(total, end)
+        rest = builder.mul(steps, int64(LANES))
+        with cgutils.for_range_slice(builder, rest, count, int64(1), intp=LONG) as (index, _):
+            for at, last in zip(w_at, ends, strict=True):
+                weight = load_one(builder, form, builder.add(at, builder.mul(index, int64(size))))
+                for row, end in zip(x_at, last, strict=True):
+                    value = load_one(builder, Form.FP32, builder.add(row, builder.mul(index, int64(4))))
+                    builder.store(builder.call(fma_one, [weight, value, builder.load(end)]), end)
+        for column, last in enumerate(ends):
+            for row, end in enumerate(last):
+                address = builder.add(y, builder.add(builder.mul(y_step, int64(row)), int64(4 * column)))
+                builder.store(builder.load(end), at_address(builder, address, FLOAT), align=4)
+
+    return intrinsic_of(f"dots_{form.name}_{columns}_{rows}", codegen)
+
+
+def _mix(form: Form) -> Any:
+    """y[d] += sum of weights[p] * v[p][d] over `count` positions, ascending, for `width` d."""
+    size = SIZE[form]
+
+    def codegen(builder: Any, args: Any) -> None:
+        v, v_step, weights, y, count, width, _ = args
+        fma, fma_one = fused(builder, FLOATS, "v16f32"), fused(builder, FLOAT, "f32")
+        places = ir.VectorType(INT, LANES)
+
+        def blocks(first: Any, many: int) -> None:
+            """`many` vectors from `first` on."""
+            outs = [builder.add(y, builder.mul(builder.add(first, int64(n * LANES)), int64(4))) for n in range(many)]
+            sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
+            for out, place in zip(outs, sums, strict=True):
+                builder.store(builder.load(at_address(builder, out, FLOATS), align=4), place)
+            with cgutils.for_range(builder, count) as loop:
+                weight = load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, int64(4))))
+                lone = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), weight, ir.Constant(INT, 0))
+                spread = builder.shuffle_vector(lone, lone, ir.Constant(places, [0] * LANES))
+                line = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, int64(size)))
+                for number, place in enumerate(sums):
+                    values = load_wide(builder, form, builder.add(line, int64(number * LANES * size)))
+                    builder.store(builder.call(fma, [spread, values, builder.load(place)]), place)
+            for out, place in zip(outs, sums, strict=True):
+                builder.store(builder.load(place), at_address(builder, out, FLOATS), align=4)
+
+        def slices(start: Any, stop: Any, step: int) -> Any:
+            return cgutils.for_range_slice(builder, start, stop, int64(step), intp=LONG)
+
+        fours = builder.mul(builder.sdiv(width, int64(4 * LANES)), int64(4 * LANES))
+        whole = builder.mul(builder.sdiv(width, int64(LANES)), int64(LANES))
+        with slices(int64(0), fours, 4 * LANES) as (first, _):
+            blocks(first, 4)
+        with slices(fours, whole, LANES) as (first, _):
+            blocks(first, 1)
+        with slices(whole, width, 1) as (first, _):
+            out = builder.add(y, builder.mul(first, int64(4)))
+            with cgutils.for_range(builder, count) as loop:
+                weight = load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, int64(4))))
+                at = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, int64(size)))
+                value = load_one(builder, form, at)
+                place = at_address(builder, out, FLOAT)
+                builder.store(builder.call(fma_one, [weight, value, builder.load(place, align=4)]), place, align=4)
+
+    return intrinsic_of(f"mix_{form.name}", codegen)
+
+
+def _keep(form: Form) -> Any:
+    """Store `count` float32 values from x at w, rounded to nearest even."""
+    size = SIZE[form]
+
+    def codegen(builder: Any, args: Any) -> None:
+        w, _, x, _, _, _, count = args
+        with cgutils.for_range(builder, count) as loop:
+            value = load_one(builder, Form.FP32, builder.add(x, builder.mul(loop.index, int64(4))))
+            address = builder.add(w, builder.mul(loop.index, int64(size)))
+            match form:
+                case Form.FP32:
+                    builder.store(value, at_address(builder, address, FLOAT), align=4)
+                case Form.FP16:
+                    builder.store(builder.fptrunc(value, HALF), at_address(builder, address, HALF), align=2)
+                case Form.BF16:
+                    bits = builder.bitcast(value, INT)
+                    odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
+                    near = builder.add(builder.add(bits, ir.Constant(INT, 0x7FFF)), odd)
+                    # A payload must not carry a NaN over to infinity.
+                    numeric = builder.fcmp_ordered("ord", value, value)
+                    near = builder.select(numeric, near, ir.Constant(INT, 0x7FC00000))
+                    short = builder.trunc(builder.lshr(near, ir.Constant(INT, 16)), SHORT)
+                    builder.store(short, at_address(builder, address, SHORT), align=2)
+
+    return intrinsic_of(f"keep_{form.name}", codegen)
+
+
+_FP32_1, _FP32_2, _FP32_4 = (_dots(Form.FP32, 4, rows) for rows in (1, 2, 4))
+_FP32_LAST = _dots(Form.FP32, 1, 1)
+_BF16_1, _BF16_2, _BF16_4 = (_dots(Form.BF16, 4, rows) for rows in (1, 2, 4))
+_BF16_LAST = _dots(Form.BF16, 1, 1)
+_FP16_1, _FP16_2, _FP16_4 = (_dots(Form.FP16, 4, rows) for rows in (1, 2, 4))
+_FP16_LAST = _dots(Form.FP16, 1, 1)
+_MIX_FP32, _MIX_BF16, _MIX_FP16 = _mix(Form.FP32), _mix(Form.BF16), _mix(Form.FP16)
+_KEEP_FP32, _KEEP_BF16, _KEEP_FP16 = _keep(Form.FP32), _keep(Form.BF16), _keep(Form.FP16)
+
+
+def _product(one: Any, two: Any, four: Any, last: Any) -> Any:
+    """y [rows, columns] = x [rows, count] times w [columns, count] transposed."""
+
+    @njit(nogil=True)
+    def run_product(
+        w: Any, w_step: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any
+    ) -> Any:
+        whole = columns - columns % 4
+        for column in range(0, whole, 4):
+            at, out = w + column * w_step, y + 4 * column
+            row = 0
+            while rows - row >= 4:
+                four(at, w_step, x + row * x_step, x_step, out + row * y_step, y_step, count)
+                row += 4
+            if rows - row >= 2:
+                two(at, w_step, x + row * x_step, x_step, out + row * y_step, y_step, count)
+                row += 2
+            if rows - row >= 1:
+                one(at, w_step, x + row * x_step, x_step, out + row * y_step, y_step, count)
+        for column in range(whole, columns):
+            for row in range(rows):
+                last(
+                    w + column * w_step, w_step, x + row * x_step, x_step, y + 4 * column + row * y_step, y_step, count
+                )
+
+    return run_product
+
+
+_product_fp32 = _product(_FP32_1, _FP32_2, _FP32_4, _FP32_LAST)
+_product_bf16 = _product(_BF16_1, _BF16_2, _BF16_4, _BF16_LAST)
+_product_fp16 = _product(_FP16_1, _FP16_2, _FP16_4, _FP16_LAST)
+
+
+@njit(nogil=True)
+def _multiply(
+    form: Any, w: Any, w_step: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any
+) -> Any:
+    if form == _FP32:
+        _product_fp32(w, w_step, x, x_step, y, y_step, rows, columns, count)
+    elif form == _BF16:
+        _product_bf16(w, w_step, x, x_step, y, y_step, rows, columns, count)
+    else:
+        _product_fp16(w, w_step, x, x_step, y, y_step, rows, columns, count)
+
+
+# --------------------------------------------------------------------------------------------------- element by element
+
+
+@njit(nogil=True)
+def _power(x: Any) -> Any:
+    """e to the x in float32, off by two units in the last place at most; vectorises (after Cephes' expf)."""
+    x = min(max(x, np.float32(-87.3)), np.float32(88.7))
+    n = np.float32(math.floor(x * np.float32(1.44269504088896341) + np.float32(0.5)))
+    r = x - n * np.float32(0.693359375)
+    r = r - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    # Two factors: 2 to the 128 alone is no float32.
+    half = np.int32(n) >> np.int32(1)
+    other = np.int32(n) - half
+    first = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
+    second = np.int32((other + np.int32(127)) << np.int32(23)).view(np.float32)
+    return p * first * second
+
+
+@njit(nogil=True)
+def _binary(op: Any, mem: Any, out: Any, a: Any, b: Any, n: Any, a_step: Any, b_step: Any) -> Any:
+    if op == _ADD:
+        for i in range(n):
+            mem[out + i] = mem[a + i * a_step] + mem[b + i * b_step]
+    elif op == _SUB:
+        for i in range(n):
+            mem[out + i] = mem[a + i * a_step] - mem[b + i * b_step]
+    elif op == _MUL:
+        for i in range(n):
+            mem[out + i] = mem[a + i * a_step] * mem[b + i * b_step]
+    else:
+        for i in range(n):
+            mem[out + i] = mem[a + i * a_step] / mem[b + i * b_step]
+
+
+@njit(nogil=True)
+def _unary(op: Any, mem: Any, out: Any, a: Any, n: Any, step: Any) -> Any:
+    one = np.float32(1.0)
+    if op == _COPY:
+        for i in range(n):
+            mem[out + i] = mem[a + i * step]
+    elif op == _NEG:
+        for i in range(n):
+            mem[out + i] = -mem[a + i * step]
+    elif op == _SQUARE:
+        for i in range(n):
+            mem[out + i] = mem[a + i * step] * mem[a + i * step]
+    elif op == _CUBE:
+        for i in range(n):
+            mem[out + i] = mem[a + i * step] * mem[a + i * step] * mem[a + i * step]
+    elif op == _SQRT:
+        for i in range(n):
+            mem[out + i] = np.sqrt(mem[a + i * step])
+    elif op == _RSQRT:
+        for i in range(n):
+            mem[out + i] = one / np.sqrt(mem[a + i * step])
+    elif op == _EXP:
+        for i in range(n):
+            mem[out + i] = np.float32(math.exp(np.float64(mem[a + i * step])))
+    elif op == _SILU:
+        for i in range(n):
+            x = mem[a + i * step]
+            mem[out + i] = x / (one + _power(-x))
+    elif op == _SIGMOID:
+        for i in range(n):
+            mem[out + i] = one / (one + _power(-mem[a + i * step]))
+    elif op == _RELU:
+        for i in range(n):
+            x = mem[a + i * step]
+            mem[out + i] = x if not x < np.float32(0.0) else np.float32(0.0)
+    elif op == _TANH:
+        for i in range(n):
+            mem[out + i] = np.float32(math.tanh(np.float64(mem[a + i * step])))
+    elif op == _GELU:
+        for i in range(n):
+            x = np.float64(mem[a + i * step])
+            mem[out + i] = np.float32(0.5 * x * (1.0 + math.erf(x * 0.7071067811865476)))
+    elif op == _GELU_TANH:
+        for i in range(n):
+            x = np.float64(mem[a + i * step])
+            mem[out + i] = np.float32(0.5 * x * (1.0 + math.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))))
+    elif op == _COS:
+        for i in range(n):
+            mem[out + i] = np.float32(math.cos(np.float64(mem[a + i * step])))
+    else:
+        for i in range(n):
+            mem[out + i] = np.float32(math.sin(np.float64(mem[a + i * step])))
+
+
+@njit(nogil=True)
+def _elementwise(line: Any, mem: Any, base: Any, width: Any, rows: Any) -> Any:
+    op = line[0]
+    d0, d1, d2 = line[_DIMS], line[_DIMS + 1], line[_DIMS + 2]
+    a0, a1, a2 = line[_A_STRIDES], line[_A_STRIDES + 1], line[_A_STRIDES + 2]
+    b0, b1, b2 = line[_B_STRIDES], line[_B_STRIDES + 1], line[_B_STRIDES + 2]
+    for row in range(rows):
+        out = base + row * width + line[_OUT]
+        for i in range(d0):
+            for j in range(d1):
+                a = line[_A] + line[_A_ROW] * (base + row * width) + i * a0 + j * a1
+                if op <= _DIV:
+                    b = line[_B] + line[_B_ROW] * (base + row * width) + i * b0 + j * b1
+                    if a2 == 1 and b2 == 1:
+                        _binary(op, mem, out, a, b, d2, 1, 1)
+                    elif a2 == 1 and b2 == 0:
+                        _binary(op, mem, out, a, b, d2, 1, 0)
+                    else:
+                        _binary(op, mem, out, a, b, d2, a2, b2)
+                elif a2 == 1:
+                    _unary(op, mem, out, a, d2, 1)
+                else:
+                    _unary(op, mem, out, a, d2, a2)
+                out += d2
+
+
+@njit(nogil=True)
+def _sum(mem: Any, first: Any, n: Any) -> Any:
+    """In float64, eight sums side by side."""
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
+    whole = n - n % 8
+    for i in range(first, first + whole, 8):
+        s0 += mem[i]
+        s1 += mem[i + 1]
+        s2 += mem[i + 2]
+        s3 += mem[i + 3]
+        s4 += mem[i + 4]
+        s5 += mem[i + 5]
+        s6 += mem[i + 6]
+        s7 += mem[i + 7]
+    total = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+    for i in range(first + whole, first + n):
+        total += mem[i]
+    return total
+
+
+@njit(nogil=True)
+def _reduce(line: Any, mem: Any, base: Any, width: Any, rows: Any) -> Any:
+    """Over the last dimension, contiguous: mean, sum, or normalised by mean and variance."""
+    op, groups, n = line[0], line[_DIMS], line[_DIMS + 1]
+    for row in range(rows):
+        for group in range(groups):
+            a = line[_A] + line[_A_ROW] * (base + row * width) + group * n
+            total = _sum(mem, a, n)
+            if op == _TOTAL:
+                mem[base + row * width + line[_OUT] + group] = np.float32(total)
+                continue
+            mean = total / n
+            if op == _MEAN:
+                mem[base + row * width + line[_OUT] + group] = np.float32(mean)
+                continue
+            spread = 0.0
+            for i in range(a, a + n):
+                spread += (mem[i] - mean) * (mem[i] - mean)
+            factor = 1.0 / math.sqrt(spread / n + mem[line[_EXTRA]])
+            out = base + row * width + line[_OUT] + group * n
+            weight, bias = line[_EXTRA + 1], line[_EXTRA + 2]
+            for i in range(n):
+                value = (mem[a + i] - mean) * factor
+                if weight >= 0:
+                    value *= mem[weight + i]
+                if bias >= 0:
+                    value += mem[bias + i]
+                mem[out + i] = np.float32(value)
+
+
+@njit(nogil=True)
+def _linear(
+    line: Any, mem: Any, address: Any, base: Any, width: Any, rows: Any, halves: Any, halves_address: Any
+) -> Any:
+    columns, count, factor, bias = line[_DIMS], line[_DIMS + 1], line[_EXTRA], line[_EXTRA + 2]
+    x, step = address + 4 * (base + line[_A]), 4 * width
+    y = address + 4 * (base + line[_OUT])
+    if factor == _HALVES:
+        words = (count + 1) // 2
+        for row in range(rows):
+            halves[(row + 1) * words - 1] = np.float32(0.0)
+            _KEEP_BF16(halves_address + 4 * row * words, 0, x + row * step, 0, 0, 0, count)
+        x, step = halves_address, 4 * words
+    multiply(factor, line[_EXTRA + 1], x, step, y, 4 * width, rows, columns, count)
+    if bias >= 0:
+        for row in range(rows):
+            _binary(_ADD, mem, base + row * width + line[_OUT], base + row * width + line[_OUT], bias, columns, 1, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+@njit(nogil=True)
+def _slot(position: Any, table: Any, ring: Any, capacity: Any, page_tokens: Any) -> Any:
+    """Where a position lies, and how many positions follow it there."""
+    if capacity > 0:
+        return ring * capacity + position % capacity, capacity - position % capacity
+    return table[position // page_tokens] * page_tokens + position % page_tokens, page_tokens - position % page_tokens
+
+
+@njit(nogil=True)
+def _write(form: Any, at: Any, x: Any, n: Any) -> Any:
+    if form == _FP32:
+        _KEEP_FP32(at, 0, x, 0, 0, 0, n)
+    elif form == _BF16:
+        _KEEP_BF16(at, 0, x, 0, 0, 0, n)
+    else:
+        _KEEP_FP16(at, 0, x, 0, 0, 0, n)
+
+
+@njit(nogil=True)
+def _attend(
+    line: Any,
+    mem: Any,
+    address: Any,
+    base: Any,
+    width: Any,
+    rows: Any,
+    cache: Any,
+    form: Any,
+    positions: Any,
+    tables: Any,
+    rings: Any,
+    page_tokens: Any,
+    scores: Any,
+    scores_address: Any,
+) -> Any:
+    heads, shared, key_width, value_width = line[_DIMS], line[_DIMS + 1], line[_DIMS + 2], line[_EXTRA]
+    q, k, v, out = line[_A], line[_B], line[_EXTRA + 1], line[_OUT]
+    scale, softcap, sinks = mem[line[_EXTRA + 2]], line[_EXTRA + 3], line[_EXTRA + 4]
+    keys, values, window, capacity = cache[0], cache[1], cache[2], cache[3]
+    size = np.int64(4) if form == _FP32 else np.int64(2)
+    groups = heads // shared
+    room = scores.size // groups
+    key_step, value_step = shared * key_width * size, shared * value_width * size
+    for row in range(rows):
+        slot, _ = _slot(positions[row], tables[row], rings[row], capacity, page_tokens)
+        own = address + 4 * (base + row * width)
+        _write(form, keys + slot * key_step, own + 4 * k, shared * key_width)
+        _write(form, values + slot * value_step, own + 4 * v, shared * value_width)
+    for row in range(rows):
+        end = positions[row] + 1
+        first = max(np.int64(0), end - window) if window > 0 else np.int64(0)
+        own = address + 4 * (base + row * width)
+        for head in range(shared):
+            position = first
+            while position < end:
+                slot, run = _slot(position, tables[row], rings[row], capacity, page_tokens)
+                run = min(run, end - position)
+                _multiply(
+                    form, keys + slot * key_step + head * key_width * size, key_step,
+                    own + 4 * (q + head * groups * key_width), 4 * key_width,
+                    scores_address + 4 * (position - first), 4 * room, groups, run, key_width,
+                )  # fmt: skip
+                position += run
+            seen = end - first
+            for group in range(groups):
+                start = group * room
+                for i in range(start, start + seen):
+                    scores[i] *= scale
+                if softcap >= 0:
+                    for i in range(start, start + seen):
+                        scores[i] = np.float32(math.tanh(np.float64(scores[i] / mem[softcap])) * mem[softcap])
+                top = scores[start]
+                for i in range(start, start + seen):
+                    top = max(top, scores[i])
+                if sinks >= 0:
+                    top = max(top, mem[sinks + head * groups + group])
+                for i in range(start, start + seen):
+                    scores[i] = _power(scores[i] - top)
+                total = _sum(scores, start, seen)
+                if sinks >= 0:
+                    total += _power(mem[sinks + head * groups + group] - top)
+                share = np.float32(1.0 / total)
+                for i in range(start, start + seen):
+                    scores[i] *= share
+                target = base + row * width + out + (head * groups + group) * value_width
+                for i in range(target, target + value_width):
+                    mem[i] = np.float32(0.0)
+                position = first
+                while position < end:
+                    slot, run = _slot(position, tables[row], rings[row], capacity, page_tokens)
+                    run = min(run, end - position)
+                    at = values + slot * value_step + head * value_width * size
+                    weights = scores_address + 4 * (start + position - first)
+                    if form == _FP32:
+                        _MIX_FP32(at, value_step, weights, address + 4 * target, run, value_width, 0)
+                    elif form == _BF16:
+                        _MIX_BF16(at, value_step, weights, address + 4 * target, run, value_width, 0)
+                    else:
+                        _MIX_FP16(at, value_step, weights, address + 4 * target, run, value_width, 0)
+                    position += run
+
+
+def _run(stamp: int) -> Any:
+    @njit(
+        "void(int64[:, ::1], float32[::1], int64, int64, int64, int64, int64[:, ::1], int64, int64[::1], "
+        "int64[:, ::1], int64[::1], int64, float32[::1], int64, float32[::1], int64)",
+        nogil=True,
+        cache=True,
+    )
+    def run(
+        code: Any,
+        mem: Any,
+        address: Any,
+        base: Any,
+        width: Any,
+        rows: Any,
+        caches: Any,
+        form: Any,
+        positions: Any,
+        tables: Any,
+        rings: Any,
+        page_tokens: Any,
+        scores: Any,
+        scores_address: Any,
+        halves: Any,
+        halves_address: Any,
+    ) -> None:
+        if stamp < 0:
+            return
+        for number in range(code.shape[0]):
+            line = code[number]
+            op = line[0]
+            if op == _LINEAR:
+                _linear(line, mem, address, base, width, rows, halves, halves_address)
+            elif op == _ATTENTION:
+                _attend(
+                    line, mem, address, base, width, rows, caches[line[_EXTRA + 5]], form, positions, tables, rings,
+                    page_tokens, scores, scores_address,
+                )  # fmt: skip
+            elif op >= _MEAN:
+                _reduce(line, mem, base, width, rows)
+            else:
+                _elementwise(line, mem, base, width, rows)
+
+    return run
+
+
+run = _run(stamp_of(__file__, row_code.__file__, row_products.__file__))
+"""`code`: lines as `row_code.Field` says. `mem`: constants, from `base` on `width` floats for every row; at
+`address`. `caches`: per attention keys' and values' address, window and ring's capacity (0: none). `form`: of the
+caches. Of every row its position, its pages, its ring. `scores`: room for one key head's queries;
+`halves`: for the rows of the widest product as bfloat16."""

@@ -1,0 +1,181 @@
+"""A stage of a few rows at a time in one compiled call: addresses, memory, passes. Decides when there is such a thing.
+
+Only on one thread of a CPU, with matrices in blocks, and where numba is installed; a stage with several threads
+multiplies faster by operators. Neighbours: `row_plan` writes the instructions, `row_kernels` runs them, `serving` says
+which rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fusionai.backends.torch.packed_graph import Held, Use
+from fusionai.backends.torch.packed_linear import IN_BLOCKS
+from fusionai.backends.torch.paged_cache import LayerCache
+from fusionai.backends.torch.row_code import Field, Form
+from fusionai.backends.torch.row_plan import Plan, Unplanned, plan_rows
+from fusionai.ir.schema import Graph
+from fusionai.scheduling.compiled import available
+from fusionai.wire.serving import ServeOptions
+
+log = logging.getLogger(__name__)
+
+BATCH_ROWS: Final = 16
+"""Rows computed at once: their values stay in the processor's cache."""
+_CACHES: Final = {"fp32": Form.FP32, "bf16": Form.BF16, "fp16": Form.FP16}
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Where a row belongs: its position, the pages of its session, its ring (-1: none)."""
+
+    position: int
+    pages: tuple[int, ...]
+    ring: int
+
+
+def planned(
+    graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use], options: ServeOptions, device: torch.device
+) -> Plan | None:
+    """What makes the outputs `wanted`, None where operators do. Compiles, so that no pass waits for it."""
+    suits = device.type == "cpu" and torch.get_num_threads() == 1 and options.weights in IN_BLOCKS
+    if not (suits and uses and available()):
+        return None
+    try:
+        plan = plan_rows(graph, wanted, uses)
+    except Unplanned as reason:
+        log.debug("stage of %s runs operator by operator: %s", graph.name, reason)
+        return None
+    return plan if _kernel() is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    run: Callable[..., None]
+    factor_of: Callable[[torch.Tensor], int]
+
+
+class RowProgram:
+    """`values`: parameters as the interpreter takes them, all here. `caches`: by node id of the attention."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        uses: Mapping[int, Use],
+        values: Callable[[Sequence[str]], Mapping[str, torch.Tensor | Held]],
+        caches: Mapping[int, LayerCache],
+        options: ServeOptions,
+    ) -> None:
+        kernel = _kernel()
+        assert kernel is not None
+        self._run = kernel.run
+        self._plan = plan
+        self._page_tokens = options.page_tokens
+        self._form = int(_CACHES[options.cache])
+        self._code = plan.code.copy()
+        # Vectors that begin with a cache line are read at once.
+        self._memory = _aligned(plan.fixed + BATCH_ROWS * plan.width)
+        self._scores = _aligned(plan.groups * 256)
+        widest = max((int(plan.code[line, Field.DIMS + 1]) for line in plan.products), default=0)
+        self._halves = _aligned(BATCH_ROWS * ((widest + 1) // 2))
+        self._caches = np.zeros((max(1, len(plan.attentions)), 4), dtype=np.int64)
+        for number, node in enumerate(plan.attentions):
+            cache_ = caches[node]
+            self._caches[number] = (*cache_.addresses, cache_.window or 0, cache_.capacity)
+        self._held: list[torch.Tensor] = []
+        for line, node in plan.products.items():
+            weight = uses[node].weight
+            held = values([weight])[weight]
+            assert isinstance(held, Held)
+            blocks = held.packed[node].blocks
+            assert blocks is not None
+            self._held.append(blocks)
+            self._code[line, Field.EXTRA : Field.EXTRA + 2] = (int(kernel.factor_of(blocks)), blocks.data_ptr())
+        for place, what in plan.constants.items():
+            if isinstance(what, str):
+                held = values([what])[what]
+                plain = held.plain if isinstance(held, Held) else held
+                assert plain is not None
+                self._memory[place : place + plain.numel()] = plain.detach().to(torch.float32).reshape(-1).numpy()
+            else:
+                self._memory[place] = what
+
+    def run(self, inputs: Mapping[str, Array], places: Sequence[RowPlace]) -> dict[str, Array]:
+        """Inputs [1, rows, ...] -> outputs [1, rows, ...] by meaning. A session's `places` ascend."""
+        count = len(places)
+        plan = self._plan
+        results = {
+            meaning: np.empty((1, count, *shape), dtype=np.float32) for meaning, (_, shape) in plan.outputs.items()
+        }
+        for begin in range(0, count, BATCH_ROWS):
+            rows = slice(begin, min(count, begin + BATCH_ROWS))
+            some = places[rows]
+            own = self._memory[plan.fixed : plan.fixed + len(some) * plan.width].reshape(len(some), plan.width)
+            for name, (place, floats) in plan.inputs.items():
+                own[:, place : place + floats] = inputs[name][0, rows].reshape(len(some), floats)
+            self._compute(some)
+            for meaning, (place, shape) in plan.outputs.items():
+                floats = int(np.prod(shape))
+                results[meaning][0, rows] = own[:, place : place + floats].reshape(len(some), *shape)
+        return results
+
+    @property
+    def nbytes(self) -> int:
+        """Beside weights and caches."""
+        return self._memory.nbytes + self._scores.nbytes + self._halves.nbytes
+
+    def _compute(self, places: Sequence[RowPlace]) -> None:
+        pages = max(1, *(len(place.pages) for place in places))
+        tables = np.zeros((len(places), pages), dtype=np.int64)
+        for table, place in zip(tables, places, strict=True):
+            table[: len(place.pages)] = place.pages
+        needed = self._plan.groups * (1 + max(place.position for place in places))
+        if self._plan.attentions and needed > self._scores.size:
+            self._scores = _aligned(2 * needed)
+        self._run(
+            self._code,
+            self._memory,
+            self._memory.ctypes.data,
+            self._plan.fixed,
+            self._plan.width,
+            len(places),
+            self._caches,
+            self._form,
+            np.array([place.position for place in places], dtype=np.int64),
+            tables,
+            np.array([place.ring for place in places], dtype=np.int64),
+            self._page_tokens,
+            self._scores,
+            self._scores.ctypes.data,
+            self._halves,
+            self._halves.ctypes.data,
+        )
+
+
+@cache
+def _kernel() -> _Kernel | None:
+    """None where numba is not what it was: operators serve as well."""
+    try:
+        run = import_module("fusionai.backends.torch.row_kernels").run
+        return _Kernel(run, import_module("fusionai.backends.torch.row_products").factor_of)
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
+        log.warning("rows are computed operator by operator, which is slower: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _aligned(floats: int) -> npt.NDArray[np.float32]:
+    """Zeros that begin with a cache line."""
+    whole = np.zeros(floats + 16, dtype=np.float32)
+    ahead = -whole.ctypes.data % 64 // 4
+    return whole[ahead : ahead + floats]

@@ -1,0 +1,138 @@
+"""Vector instructions that compiled kernels are made of, and how a piece of them becomes callable. Decides nothing.
+
+Numba compiles scalar Python; what must be one instruction a vector is written for LLVM here. Neighbours: `row_products`
+and `row_kernels`.
+"""
+
+# pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from fusionai.backends.torch.row_code import Form
+
+
+class _BFloatType(ir.types._BaseFloatType):
+    """llvmlite has no name for it."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFloatType._create_instance()
+LANES: Final = 16
+BFLOAT: Final = _BFloatType()
+FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+SIZE: Final = {Form.FP32: 4, Form.BF16: 2, Form.FP16: 2}
+_ADDRESSES: Final = 7
+
+
+def at_address(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def load_wide(builder: Any, form: Form, address: Any) -> Any:
+    """LANES values as float32."""
+    match form:
+        case Form.FP32:
+            return builder.load(at_address(builder, address, FLOATS), align=4)
+        case Form.BF16:
+            short = builder.load(at_address(builder, address, ir.VectorType(SHORT, LANES)), align=2)
+            bits = builder.zext(short, ir.VectorType(INT, LANES))
+            return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, [16] * LANES)), FLOATS)
+        case Form.FP16:
+            half = builder.load(at_address(builder, address, ir.VectorType(HALF, LANES)), align=2)
+            return builder.fpext(half, FLOATS)
+
+
+def load_one(builder: Any, form: Form, address: Any) -> Any:
+    match form:
+        case Form.FP32:
+            return builder.load(at_address(builder, address, FLOAT), align=4)
+        case Form.BF16:
+            bits = builder.zext(builder.load(at_address(builder, address, SHORT), align=2), INT)
+            return builder.bitcast(builder.shl(bits, ir.Constant(INT, 16)), FLOAT)
+        case Form.FP16:
+            return builder.fpext(builder.load(at_address(builder, address, HALF), align=2), FLOAT)
+
+
+def fused(builder: Any, kind: Any, name: str) -> Any:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.{name}")
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Into the cache that a core has to itself; of memory that may not be there, without harm."""
+    pointer = ir.IntType(8).as_pointer()
+    fetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
+    )
+    read, nearness, data = (ir.Constant(INT, value) for value in (0, 2, 1))
+    builder.call(fetch, [at_address(builder, address, ir.IntType(8)), read, nearness, data])
+
+
+def int64(value: int) -> Any:
+    return ir.Constant(LONG, value)
+
+
+def folded(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Of each vector the sum of all lanes, upper half onto lower half, again and again; several are folded at once."""
+    width, count = LANES, len(vectors)
+    while width > 1:
+        half = width // 2
+        pairs = [(v, v) for v in vectors] if len(vectors) == 1 else list(zip(vectors[::2], vectors[1::2], strict=True))
+        lanes = vectors[0].type.count
+        total = lanes // 2 if len(vectors) == 1 else lanes
+        low = [lane for lane in range(2 * lanes) if lane % width < half][:total]
+        places = ir.VectorType(INT, total)
+        vectors = [
+            builder.fadd(
+                builder.shuffle_vector(first, second, ir.Constant(places, low)),
+                builder.shuffle_vector(first, second, ir.Constant(places, [lane + half for lane in low])),
+            )
+            for first, second in pairs
+        ]
+        width = half
+    lanes = vectors[0].type.count
+    return [builder.extract_element(vectors[n // lanes], ir.Constant(INT, n % lanes)) for n in range(count)]
+
+
+def intrinsic_of(name: str, codegen: Callable[..., Any]) -> Any:
+    """Callable from kernels. A function of its own for LLVM: put in at every call it takes minutes to compile."""
+
+    def made(_typing: Any, w: Any, w_step: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any) -> Any:
+        del w, w_step, x, x_step, y, y_step, count
+
+        def void(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [LONG] * _ADDRESSES)
+            function = cgutils.get_or_insert_function(builder.module, kind, f"fusionai_{name}")
+            if function.is_declaration:
+                function.linkage = "linkonce_odr"
+                function.attributes.add("noinline")
+                inner = ir.IRBuilder(function.append_basic_block("entry"))
+                codegen(inner, function.args)
+                inner.ret_void()
+            builder.call(function, args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * _ADDRESSES), void
+
+    return intrinsic(made)
+
+
+def stamp_of(*files: str) -> int:
+    """A number for the sources that a compiled function is made from. As a variable of the function's it is part of the
+    key it is kept under; numba itself looks only at the file where the function stands."""
+    sources = (Path(file).read_bytes() for file in (__file__, *files))
+    return int.from_bytes(hashlib.sha256(b"".join(sources)).digest()[:7])
