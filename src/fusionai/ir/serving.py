@@ -20,6 +20,8 @@ from fusionai.primitives.errors import GraphError
 
 LOGITS: Final = "logits"
 HIDDEN: Final = "hidden"
+BATCH: Final = "b"
+"""Where a graph has it, it is 1 in serving."""
 SEQUENCE: Final = "s"
 POSITIONS: Final = "position_ids"
 

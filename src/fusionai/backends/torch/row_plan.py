@@ -20,7 +20,7 @@ from fusionai.backends.torch.packed_graph import Use
 from fusionai.backends.torch.row_code import LINE, Field, Op
 from fusionai.ir.graph import SYMINT, needed_nodes, reads
 from fusionai.ir.schema import Arg, DTypeArg, FloatArg, Graph, ListArg, Node, Ref
-from fusionai.ir.serving import POSITIONS, SEQUENCE
+from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE
 
 LARGEST_CONSTANT: Final = 2**20
 """Elements of a parameter that is read other than by products: tables are larger."""
@@ -159,7 +159,7 @@ class _Planner:
         for meaning in wanted:
             value = self.graph.outputs[meaning]
             shape = self.graph.values[value].shape
-            if self.graph.values[value].dtype != "float32" or shape[:2] != (1, SEQUENCE) or value not in self.views:
+            if self.graph.values[value].dtype != "float32" or not _has_rows(shape) or value not in self.views:
                 raise Unplanned(f"output {meaning} has no rows")
             view = self.views[value]
             if view.fixed or not view.dense:
@@ -183,7 +183,7 @@ class _Planner:
     def _input(self, name: str) -> tuple[int, int]:
         spec = self.graph.values[name]
         whole = spec.dtype == "int64"
-        if spec.shape[:2] != (1, SEQUENCE) or not (spec.dtype == "float32" or (whole and name == POSITIONS)):
+        if not _has_rows(spec.shape) or not (spec.dtype == "float32" or (whole and name == POSITIONS)):
             raise Unplanned(f"input {name} is no row of floats")
         shape = self._sizes(name)
         self._own(name, shape, whole=whole)
@@ -244,7 +244,7 @@ class _Planner:
 
     def _sizes(self, name: str) -> tuple[int, ...]:
         """With one row."""
-        sizes = tuple(1 if dim == SEQUENCE else dim for dim in self.graph.values[name].shape)
+        sizes = tuple(1 if dim in (BATCH, SEQUENCE) else dim for dim in self.graph.values[name].shape)
         if not all(isinstance(size, int) for size in sizes):
             raise Unplanned(f"{name} has sizes {sizes}")
         return tuple(int(size) for size in sizes)
@@ -558,6 +558,11 @@ class _Planner:
         self.groups = max(self.groups, q.shape[1] // k.shape[1])
         for label in labels:
             self._end(label)
+
+
+def _has_rows(shape: Sequence[int | str]) -> bool:
+    """[1, positions, ...]: a pass packs its sessions along the sequence."""
+    return len(shape) >= 2 and shape[0] in (1, BATCH) and shape[1] == SEQUENCE
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:

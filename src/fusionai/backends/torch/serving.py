@@ -31,7 +31,7 @@ from fusionai.backends.torch.serving_rows import RowsBehind
 from fusionai.backends.torch.serving_sizes import check_sizes
 from fusionai.backends.torch.serving_weights import ServingWeights
 from fusionai.ir.schema import Graph, Node
-from fusionai.ir.serving import POSITIONS, SEQUENCE
+from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
@@ -268,8 +268,8 @@ class TorchServingProgram:
                 raise ExecutionError("the stage needs positions: no segment came.")
             fed[POSITIONS] = _positions_of(segments)
         symbols = bind_symbols(self._graph, fed, interpreter.inputs)
-        if symbols.get("b", 1) != 1:
-            raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {symbols['b']}.")
+        if symbols.get(BATCH, 1) != 1:
+            raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {symbols[BATCH]}.")
         found = symbols.get(SEQUENCE, length)
         if found > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {found}.")

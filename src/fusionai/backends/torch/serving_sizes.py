@@ -19,7 +19,7 @@ from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.backends.torch.paged_cache import LayerShape
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import SEQUENCE
+from fusionai.ir.serving import BATCH, SEQUENCE
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.wire.serving import ServeOptions, WeightFormat
@@ -42,8 +42,8 @@ def check_sizes(
     symbols = largest(graph)
     if SEQUENCE in symbols:
         symbols[SEQUENCE] = max(graph.symbols[SEQUENCE][0], min(symbols[SEQUENCE], options.pass_tokens))
-    if "b" in symbols:
-        symbols["b"] = graph.symbols["b"][0]
+    if BATCH in symbols:
+        symbols[BATCH] = graph.symbols[BATCH][0]
     measure(
         graph,
         compile_graph(graph, frozenset(graph.outputs), with_state_writes=False, device=META),
