@@ -5,10 +5,11 @@ grows. When pages run out, the youngest session that is not under way gives its 
 is computed again later from its tokens (most of its pages are usually still there and found again). The oldest session
 is never asked to and fits alone, so something always goes on.
 
-Decoding sessions are spread over the pipeline: with n of them and S passes in flight, a pass carries about n/S; none
-waits for others. Prompts are read in chunks whose ends are fixed multiples from the first computed position, whatever
-the load; a pass with decoding sessions carries one chunk's worth of them at most, one without fills up. A session is in
-one pass at most. After `rewind` all of them go on from their last emitted token: only what `returned` took counts.
+Decoding sessions are spread over the pipeline: with n of them and S passes that can be computed at a time, a pass
+carries about n/S, and no more than S such passes are under way: who is ready meanwhile goes together. Prompts are read
+in chunks whose ends are fixed multiples from the first computed position, whatever the load; a pass with decoding
+sessions carries one chunk's worth of them at most, one without fills up. A session is in one pass at most. After
+`rewind` all of them go on from their last emitted token: only what `returned` took counts.
 
 Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
 that pass writes is overwritten.
@@ -52,7 +53,8 @@ class TooLong(FusionError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
     """`sessions`: admitted at a time; stages need room for one more, the probe's. `reserve_tokens`: of its answer, for
-    which an admitted session must find pages. `queue`: sessions that may wait."""
+    which an admitted session must find pages. `queue`: sessions that may wait. `decoding_passes`: over how many passes
+    sessions that decode are spread; None: as many as are in flight."""
 
     pages: int
     page_tokens: int
@@ -64,18 +66,27 @@ class BatchLimits:
     prefix: bool = True
     reserve_tokens: int = 64
     probe_tokens: int = 8
+    decoding_passes: int | None = None
 
     def __post_init__(self) -> None:
         counts = (self.page_tokens, self.sessions, self.in_flight, self.chunk_tokens, self.queue, self.probe_tokens)
-        if min(counts) < 1 or self.reserve_tokens < 0 or self.chunk_tokens > self.pass_tokens:
+        if min(*counts, self.spread) < 1 or self.reserve_tokens < 0 or self.chunk_tokens > self.pass_tokens:
             raise ValueError(f"expected counts of at least 1 and chunks no longer than a pass, got {self}")
         if self.sessions >= MAX_SESSIONS or self.probe_tokens > self.pass_tokens:
             raise ValueError(f"expected fewer than {MAX_SESSIONS} sessions and a probe of one pass, got {self}")
 
+    @property
+    def spread(self) -> int:
+        """Passes among which sessions that decode are divided."""
+        return self.in_flight if self.decoding_passes is None else min(self.in_flight, self.decoding_passes)
+
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
+    """`decodes`: carries a session that decodes."""
+
     parts: tuple[Part, ...]
+    decodes: bool
     forget: tuple[int, ...]
     at_s: float
 
@@ -171,7 +182,7 @@ class Batcher:
         if not parts:
             return None
         forget = self._take_forgotten()
-        self._passes[number] = _Sent(tuple(parts), forget, now_s)
+        self._passes[number] = _Sent(tuple(parts), any(part.session.decodes for part in parts), forget, now_s)
         return packed(number, parts, self.pages.table, forget)
 
     def sessions_of(self, number: int) -> tuple[int, ...]:
@@ -373,9 +384,11 @@ class Batcher:
         return parts
 
     def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[Part]:
-        """About as many as make every pass in flight equal; all of them count, also those under way."""
+        """About as many as make all passes with such sessions equal; all of them count, also those under way."""
         parts: list[Part] = []
-        group = -(-sum(one.decodes for one in self._sessions.values()) // self.limits.in_flight)
+        if sum(sent.decodes for sent in self._passes.values()) >= self.limits.spread:
+            return parts
+        group = -(-sum(one.decodes for one in self._sessions.values()) // self.limits.spread)
         for session in decoding:
             if len(parts) >= group or room < 1:
                 break

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from fusionai.coordination.sessions import SessionSpec
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import Plan
 from fusionai.serving import progress
 from fusionai.serving.driver import Returned, ServingDriver
@@ -45,6 +47,7 @@ from fusionai.serving.interface import (
 from fusionai.serving.job import ServingJob
 from fusionai.serving.proposing import Guesses, NgramProposer, Proposer
 from fusionai.serving.speculating import Speculation
+from fusionai.serving.stations import stations
 
 log = logging.getLogger(__name__)
 
@@ -98,14 +101,15 @@ class ServingEngine:
         self._emitted_tokens = 0
         self._proposed, self._accepted = 0, 0
         self._faults = FaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
-        options, machines = job.options, len({placement.peer for placement in deployment.plan.stages})
+        options, peers = job.options, {PeerId(placement.peer) for placement in deployment.plan.stages}
         self._batcher = Batcher(
             BatchLimits(
                 pages=options.pages,
                 page_tokens=options.page_tokens,
                 sessions=options.sessions - 1,
                 pass_tokens=options.pass_tokens,
-                in_flight=job.in_flight or machines,
+                in_flight=job.in_flight or len(peers),
+                decoding_passes=stations(peers, job.owner, deployment.members, os.cpu_count() or 1),
                 chunk_tokens=min(job.chunk_tokens, options.pass_tokens),
                 queue=job.queue,
                 prefix=job.prefix_cache,

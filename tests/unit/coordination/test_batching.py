@@ -88,6 +88,30 @@ def test_decoding_sessions_are_spread_over_the_passes_in_flight() -> None:
     assert sorted(taken) == list(range(1, 8))
 
 
+def test_no_more_passes_decode_at_a_time_than_can_be_computed_and_others_read_meanwhile() -> None:
+    batcher = limited(in_flight=4, decoding_passes=2, pages=80)
+    read(batcher, *(session(number, 2, 30) for number in range(1, 8)))
+    plans = [sent(batcher) for _ in range(2)]
+    assert [len(plan.segments) for plan in plans] == [4, 3]
+    back(batcher, plans[1])
+    batcher.submit(session(8, 8), 0.0)
+    mixed = sent(batcher)
+    assert [one.length for one in mixed.segments] == [1, 1, 1, 8], "who is ready goes together"
+    back(batcher, mixed)
+    assert len(sent(batcher).segments) == 4
+    assert batcher.next_pass(0.0) is None, "two decode"
+    batcher.cancel(1)
+    batcher.submit(session(9, 8), 0.0)
+    assert [one.session for one in sent(batcher).segments] == [9], "a prompt waits for nobody"
+
+
+def test_spread_over_more_passes_than_are_in_flight_is_over_those() -> None:
+    assert _changed(in_flight=3, decoding_passes=8).spread == 3
+    assert _changed(in_flight=3).spread == 3
+    with pytest.raises(ValueError, match="at least 1"):
+        _changed(decoding_passes=0)
+
+
 def test_a_pass_with_decoding_sessions_reads_at_most_a_chunk_s_worth() -> None:
     batcher = limited(in_flight=1, pages=80, pass_tokens=32)
     read(batcher, session(1, 2, 30))

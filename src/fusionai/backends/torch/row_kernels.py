@@ -241,9 +241,9 @@ def _multiply(
 
 
 @njit(nogil=True)
-def _power(x: Any) -> Any:
+def _power(given: Any) -> Any:
     """e to the x in float32, off by two units in the last place at most; vectorises (after Cephes' expf)."""
-    x = min(max(x, np.float32(-87.3)), np.float32(88.7))
+    x = min(max(given, np.float32(-87.3)), np.float32(88.7))
     n = np.float32(math.floor(x * np.float32(1.44269504088896341) + np.float32(0.5)))
     r = x - n * np.float32(0.693359375)
     r = r - n * np.float32(-2.12194440e-4)
@@ -259,7 +259,8 @@ def _power(x: Any) -> Any:
     other = np.int32(n) - half
     first = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
     second = np.int32((other + np.int32(127)) << np.int32(23)).view(np.float32)
-    return p * first * second
+    result = p * first * second
+    return result if given == given else given  # what is no number stays none
 
 
 @njit(nogil=True)

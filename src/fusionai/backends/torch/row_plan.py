@@ -447,6 +447,8 @@ class _Planner:
         dims = node.args[1].items if isinstance(node.args[1], ListArg) else (node.args[1],)
         if [self._number(dim) % len(view.shape) for dim in dims] != [len(view.shape) - 1] or node.kwargs:
             raise Unplanned(f"{node.op} over {dims}")
+        if isinstance(node.args[0], Ref):
+            self._unsequenced(node.args[0].name, len(view.shape) - 1)
         self._along(op, node, view)
 
     def _along(self, op: Op, node: Node, view: View) -> list[int]:

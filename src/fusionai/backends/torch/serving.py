@@ -144,7 +144,7 @@ class TorchServingProgram:
         made = self._by_rows(program, fed, places, single)
         if len(few) < len(spans):
             made = self._merged(spans, fed, wanted, made, single, positions)
-        return made if rows is None or len(rows) == positions else _picked(made, rows)
+        return made if rows is None or list(rows) == list(range(positions)) else _picked(made, rows)
 
     def _merged(
         self,
@@ -175,7 +175,7 @@ class TorchServingProgram:
         self, program: RowProgram, fed: Mapping[str, HostTensor], places: Sequence[RowPlace], rows: Sequence[int]
     ) -> dict[str, HostTensor]:
         inputs = {name: _array(tensor) for name, tensor in fed.items()}
-        if any(array.shape[1] != len(rows) for array in inputs.values()):
+        if any(list(rows) != list(range(array.shape[1])) for array in inputs.values()):
             inputs = {name: array[:, list(rows)] for name, array in inputs.items()}
         made = program.run(inputs, places)
         return {name: host_tensor("float32", array.shape, array.data) for name, array in made.items()}
