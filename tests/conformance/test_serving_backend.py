@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.interface import Call
 from fusionai.backends.serving import ServingProgram
+from fusionai.backends.torch import serving
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.packed_linear import pack
+from fusionai.ir import partition
 from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError
@@ -173,6 +176,75 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "all": {"window": 6, "softcap": 3.0, "sinks": True},
 }
+
+
+class Behind:
+    """The stage behind the embeddings, which rows go through in one compiled call, or (`rows` False) by operators."""
+
+    def __init__(self, graph: Graph, options: ServeOptions, monkeypatch: pytest.MonkeyPatch, *, rows: bool) -> None:
+        embeds = frozenset(range(4))
+        rest = frozenset(node.id for node in graph.nodes) - embeds
+        stage = partition.cut(graph, [embeds, rest]).stages[1].graph
+        (self.input,) = (name for name in stage.inputs if name not in ("input_ids", "position_ids"))
+        with monkeypatch.context() as patch:
+            if not rows:
+                patch.setattr(serving, "planned", lambda *_: None)
+            self.program = TorchBackend("cpu", threads=1).serve(stage, options=options)
+        self.program.import_weights((key, weights(graph)[key]) for key in {one.key for one in stage.params.values()})
+        assert (self.program._plan is not None) == rows
+
+    def run(self, segments: Sequence[Segment], hidden: np.ndarray, rows: Sequence[int] | None = None) -> np.ndarray:
+        data = np.ascontiguousarray(hidden, dtype=np.float32)
+        fed = {self.input: host_tensor("float32", (1, *data.shape), data.tobytes())}
+        return array(self.program.run(segments, fed, wanted=["logits"], rows=rows)["logits"])[0]
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+@pytest.mark.parametrize("cache", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_in_one_compiled_call_equal_operators(
+    variant: str, cache: CacheFormat, form: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = structs.replace(OPTIONS, cache=cache, weights=form)
+    graph = Draft(**VARIANTS[variant]).graph
+    compiled, plain, alone = (Behind(graph, options, monkeypatch, rows=rows) for rows in (True, False, True))
+    states = np.random.default_rng(5).standard_normal((3, POSITIONS, HIDDEN)).astype(np.float32)
+    sessions, single = (Sessions([list(range(POSITIONS))] * 3) for _ in range(2))
+    tolerance = 6e-2 if form == "bf16" else 4e-3 if cache != "fp32" else TOLERANCE
+    for lengths in ((7, 0, 3), (1, 5, 2), (1, 1, 1), (2, 1, 4), (1, 1, 0), (1, 1, 18)):
+        taken = [(one, *sessions.segment(one, length)) for one, length in enumerate(lengths) if length]
+        segments = [segment for _, segment, _ in taken]
+        hidden = np.concatenate([states[one, places] for one, _, places in taken])
+        got, expected = compiled.run(segments, hidden), plain.run(segments, hidden)
+        assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+        begin = 0
+        for one, _, places in taken:
+            segment, _ = single.segment(one, len(places))
+            own = alone.run([segment], states[one, places])
+            assert np.array_equal(own, got[begin : begin + len(places)]), "bits are a session's own"
+            begin += len(places)
+
+
+def test_wanted_rows_of_a_compiled_call_come_in_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Behind(Draft().graph, OPTIONS, monkeypatch, rows=True)
+    sessions = Sessions([list(range(POSITIONS))] * 3)
+    states = np.random.default_rng(5).standard_normal((3, HIDDEN)).astype(np.float32)
+    stage.run([sessions.segment(one, 1)[0] for one in range(3)], states)
+    segments = [sessions.segment(one, 1)[0] for one in range(3)]
+    whole = stage.run(segments, states)
+    for rows in ([2, 1, 0], [0, 0, 1], [1], [0, 2], [0, 1, 2]):
+        assert np.array_equal(stage.run(segments, states, rows), whole[rows])
+
+
+def test_what_is_no_number_stays_none_in_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Behind(Draft().graph, OPTIONS, monkeypatch, rows=True)
+    sessions = Sessions([list(range(POSITIONS))] * 2)
+    states = np.random.default_rng(5).standard_normal((2, HIDDEN)).astype(np.float32)
+    stage.run([sessions.segment(one, 1)[0] for one in range(2)], states)
+    states[1, 3] = np.nan
+    found = stage.run([sessions.segment(one, 1)[0] for one in range(2)], states)
+    assert np.isfinite(found[0]).all()
+    assert np.isnan(found[1]).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
