@@ -19,11 +19,10 @@ from fusionai.execution.runtime import Identity, StageRuntime
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
+from fusionai.scheduling.guards import ARRIVING
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
-ARRIVING: Final = 3
-"""Snapshots of a stage that its guard may have at a time."""
 HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
 """Tensors a stage may hold for work to come, and snapshots a member may keep, where the provider set no limit."""
 

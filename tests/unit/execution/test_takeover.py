@@ -18,9 +18,9 @@ from fusionai.backends.state import state_entries
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.execution.copies import FAILURES_TOLD
-from fusionai.execution.stages import ARRIVING
 from fusionai.execution.state import headers
 from fusionai.primitives.tensors import HostTensor
+from fusionai.scheduling.guards import ARRIVING
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, SnapshotAt

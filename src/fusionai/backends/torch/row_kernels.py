@@ -11,7 +11,7 @@ meaning.
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -37,11 +37,9 @@ from fusionai.backends.torch.row_vectors import (
     intrinsic_of,
     load_one,
     load_wide,
+    prefetch,
     stamp_of,
 )
-
-_FETCH: Final = tuple(ir.Constant(INT, value) for value in (0, 3, 1))
-"""To be read, soon, data."""
 
 _DIMS, _OUT, _A, _B = int(Field.DIMS), int(Field.OUT), int(Field.A), int(Field.B)
 _A_ROW, _B_ROW = int(Field.A_ROW), int(Field.B_ROW)
@@ -73,11 +71,6 @@ def _dots(form: Form, columns: int, rows: int) -> Any:
             for place in line:
                 builder.store(zero, place)
         fma, fma_one = fused(builder, FLOATS, "v16f32"), fused(builder, FLOAT, "f32")
-        fetch = builder.module.declare_intrinsic(
-            "llvm.prefetch",
-            [ir.IntType(8).as_pointer()],
-            ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT]),
-        )
         steps = builder.sdiv(count, int64(LANES))
         with cgutils.for_range(builder, steps) as loop:
             x_off = builder.mul(loop.index, int64(4 * LANES))
@@ -87,7 +80,7 @@ def _dots(form: Form, columns: int, rows: int) -> Any:
                 weights = load_wide(builder, form, builder.add(at, w_off))
                 # A row of the matrix ends before the processor sees that it is read in order.
                 ahead = builder.add(at, builder.add(w_off, builder.mul(w_step, int64(columns))))
-                builder.call(fetch, [at_address(builder, ahead, ir.IntType(8)), *_FETCH])
+                prefetch(builder, ahead)
                 for values, place in zip(xs, line, strict=True):
                     builder.store(builder.call(fma, [weights, values, builder.load(place)]), place)
         totals = folded(builder, [builder.load(place) for line in sums for place in line])

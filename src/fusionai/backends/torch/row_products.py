@@ -40,8 +40,8 @@ from fusionai.backends.torch.row_vectors import (
 HALVES: Final[bool] = get_host_cpu_features().get("avx512bf16", False)
 """Whether the processor multiplies bfloat16 by bfloat16, two summands an instruction."""
 _BF16, _HALVES = int(Factor.BF16), int(Factor.HALVES)
-_GROUP: Final = 8
-"""Blocks whose weights stay in the processor's cache while all rows pass."""
+_GROUP: Final = 12
+"""Blocks whose weights stay in the processor's cache while all rows pass: whole tiles of any number of rows."""
 
 
 def factor_of(blocks: torch.Tensor) -> Factor:
@@ -149,58 +149,50 @@ def _second(builder: Any, words: Any) -> Any:
     return builder.bitcast(builder.and_(words, ir.Constant(words.type, [-65536] * LANES)), FLOATS)
 
 
+def _across(kind: Factor, width: int, rows: int) -> Any:
+    """`rows` rows by blocks `block` to `end`, `width` of them at a time."""
+    wide, one = _tile(kind, width, rows), _tile(kind, 1, rows)
+
+    @njit(nogil=True)
+    def run_across(
+        w: Any, step: Any, x: Any, x_step: Any, y: Any, y_step: Any, block: Any, end: Any, count: Any
+    ) -> Any:
+        while end - block >= width:
+            wide(w + block * step, step, x, x_step, y + 64 * block, y_step, count)
+            block += width
+        while block < end:
+            one(w + block * step, step, x, x_step, y + 64 * block, y_step, count)
+            block += 1
+
+    return run_across
+
+
 def _blocked(kind: Factor) -> Any:
     """y [rows, columns, rounded up to whole blocks] = x [rows, count] times the matrix transposed."""
-    t83, t82, t81 = (_tile(kind, blocks, 8) for blocks in (3, 2, 1))
-    t44, t41 = (_tile(kind, blocks, 4) for blocks in (4, 1))
-    t24, t21 = (_tile(kind, blocks, 2) for blocks in (4, 1))
-    t14, t11 = (_tile(kind, blocks, 1) for blocks in (4, 1))
+    # As many sums as a processor has vectors, less those for factors.
+    eight, four, two, one = (_across(kind, width, rows) for width, rows in ((3, 8), (4, 4), (4, 2), (4, 1)))
     paired = kind is not Factor.FP32
 
     @njit(nogil=True)
     def run_blocked(w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any) -> Any:
-        vectors = (count + 1) // 2 if paired else count
-        step = vectors * 64
+        step = 64 * ((count + 1) // 2 if paired else count)
         blocks = (columns + 15) // 16
         for first in range(0, blocks, _GROUP):
             end = min(blocks, first + _GROUP)
             row = 0
             while row < rows:
-                left = rows - row
                 at, out = x + row * x_step, y + row * y_step
-                block = first
-                if left >= 8:
-                    while end - block >= 3:
-                        t83(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                        block += 3
-                    if end - block == 2:
-                        t82(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                    elif end - block == 1:
-                        t81(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
+                if rows - row >= 8:
+                    eight(w, step, at, x_step, out, y_step, first, end, count)
                     row += 8
-                elif left >= 4:
-                    while end - block >= 4:
-                        t44(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                        block += 4
-                    while block < end:
-                        t41(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                        block += 1
+                elif rows - row >= 4:
+                    four(w, step, at, x_step, out, y_step, first, end, count)
                     row += 4
-                elif left >= 2:
-                    while end - block >= 4:
-                        t24(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                        block += 4
-                    while block < end:
-                        t21(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                        block += 1
+                elif rows - row >= 2:
+                    two(w, step, at, x_step, out, y_step, first, end, count)
                     row += 2
                 else:
-                    while end - block >= 4:
-                        t14(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                        block += 4
-                    while block < end:
-                        t11(w + block * step, step, at, x_step, out + 64 * block, y_step, count)
-                        block += 1
+                    one(w, step, at, x_step, out, y_step, first, end, count)
                     row += 1
 
     return run_blocked
