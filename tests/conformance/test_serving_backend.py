@@ -16,6 +16,7 @@ from fusionai.backends.serving import ServingProgram
 from fusionai.backends.torch import serving
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.packed_linear import pack
+from fusionai.backends.torch.row_program import needed_bytes
 from fusionai.ir import partition
 from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
@@ -153,9 +154,9 @@ def pages_of(length: int, first: int = 0) -> tuple[int, ...]:
 class Sessions:
     """Sessions of given texts that take pages in a scrambled order."""
 
-    def __init__(self, texts: Sequence[list[int]]) -> None:
+    def __init__(self, texts: Sequence[list[int]], pages: int = OPTIONS.pages) -> None:
         self.texts = texts
-        self.free = [int(page) for page in np.random.default_rng(9).permutation(OPTIONS.pages)]
+        self.free = [int(page) for page in np.random.default_rng(9).permutation(pages)]
         self.tables: list[list[int]] = [[] for _ in texts]
         self.done = [0] * len(texts)
 
@@ -245,6 +246,20 @@ def test_what_is_no_number_stays_none_in_a_compiled_call(monkeypatch: pytest.Mon
     found = stage.run([sessions.segment(one, 1)[0] for one in range(2)], states)
     assert np.isfinite(found[0]).all()
     assert np.isnan(found[1]).all()
+
+
+def test_a_compiled_call_takes_no_more_memory_than_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = structs.replace(OPTIONS, pages=200)
+    stage = Behind(Draft().graph, options, monkeypatch, rows=True)
+    assert isinstance(stage.program, serving.TorchServingProgram)
+    stage.program.allocate()
+    before_bytes = stage.program.resident_bytes
+    sessions = Sessions([list(range(800))], options.pages)
+    states = np.random.default_rng(5).standard_normal((32, HIDDEN)).astype(np.float32)
+    for length in (*[32] * 24, 1):
+        stage.run([sessions.segment(0, length)[0]], states[:length])
+    assert stage.program._plan is not None
+    assert 0 < stage.program.resident_bytes - before_bytes <= needed_bytes(stage.program._plan, options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 BATCH_ROWS: Final = 16
 """Rows computed at once: their values stay in the processor's cache."""
+_FIRST_SCORES: Final = 256
+"""Positions that there is room for at first, per query of a key head."""
 _CACHES: Final = {"fp32": Form.FP32, "bf16": Form.BF16, "fp16": Form.FP16}
 
 Array = npt.NDArray[Any]
@@ -60,6 +62,13 @@ def planned(
     return plan if _kernel() is not None else None
 
 
+def needed_bytes(plan: Plan, options: ServeOptions) -> int:
+    """The most that a program of this plan takes beside weights and caches."""
+    positions = options.pages * options.page_tokens
+    floats = plan.fixed + BATCH_ROWS * plan.width + 2 * plan.groups * (1 + positions) + _half_rows(plan)
+    return 4 * (floats + plan.groups * _FIRST_SCORES)
+
+
 @dataclass(frozen=True, slots=True)
 class _Kernel:
     run: Callable[..., None]
@@ -86,9 +95,8 @@ class RowProgram:
         self._code = plan.code.copy()
         # Vectors that begin with a cache line are read at once.
         self._memory = _aligned(plan.fixed + BATCH_ROWS * plan.width)
-        self._scores = _aligned(plan.groups * 256)
-        widest = max((int(plan.code[line, Field.DIMS + 1]) for line in plan.products), default=0)
-        self._halves = _aligned(BATCH_ROWS * ((widest + 1) // 2))
+        self._scores = _aligned(plan.groups * _FIRST_SCORES)
+        self._halves = _aligned(_half_rows(plan))
         self._caches = np.zeros((max(1, len(plan.attentions)), 4), dtype=np.int64)
         for number, node in enumerate(plan.attentions):
             cache_ = caches[node]
@@ -172,6 +180,12 @@ def _kernel() -> _Kernel | None:
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
         log.warning("rows are computed operator by operator, which is slower: %s: %s", type(error).__name__, error)
         return None
+
+
+def _half_rows(plan: Plan) -> int:
+    """Floats that the operands of all rows take as bfloat16, two in one."""
+    widest = max((int(plan.code[line, Field.DIMS + 1]) for line in plan.products), default=0)
+    return BATCH_ROWS * ((widest + 1) // 2)
 
 
 def _aligned(floats: int) -> npt.NDArray[np.float32]:

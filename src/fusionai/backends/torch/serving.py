@@ -26,7 +26,7 @@ from fusionai.backends.torch.packed_siblings import join_siblings
 from fusionai.backends.torch.paged_attention import cached_attention, one_by_one
 from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out, layer_shapes, ring_tokens
 from fusionai.backends.torch.paged_table import SessionTable, Span
-from fusionai.backends.torch.row_program import RowPlace, RowProgram, planned
+from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
 from fusionai.backends.torch.serving_rows import RowsBehind
 from fusionai.backends.torch.serving_sizes import check_sizes
 from fusionai.backends.torch.serving_weights import ServingWeights
@@ -50,9 +50,12 @@ class TorchServingProgram:
         self._device = device
         self._layers = layer_shapes(graph, options)
         joined = join_siblings(graph)
-        check_sizes(graph, joined, options, self._layers, memory_limit_bytes)
         self._running = joined.graph
         self._plan = planned(self._running, tuple(graph.outputs), products(self._running), options, device)
+        # A program per set of outputs that are asked for together: each alone, and all.
+        programs = 1 if len(graph.outputs) == 1 else 1 + len(graph.outputs)
+        rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
+        check_sizes(graph, joined, options, self._layers, rows_bytes, memory_limit_bytes)
         self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=self._plan is not None)
         self._windows = {
             shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None

@@ -1,7 +1,8 @@
 """What serving a stage takes, found before anything is allocated. Decides whether it fits a limit.
 
-Three parts: weights as kept, caches, and the values of the largest pass (`sizes.measure` runs it without memory). A
-session's keys may be gathered from scattered pages, once more at a time. Neighbours: `serving` asks at load.
+Four parts: weights as kept, caches, the memory of programs for single rows, and the values of the largest pass
+(`sizes.measure` runs it without memory). A session's keys may be gathered from scattered pages, once more at a time.
+Neighbours: `serving` asks at load.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ from fusionai.wire.serving import ServeOptions, WeightFormat
 
 
 def check_sizes(
-    graph: Graph, joined: Joined, options: ServeOptions, layers: Sequence[LayerShape], memory_limit_bytes: int | None
+    graph: Graph,
+    joined: Joined,
+    options: ServeOptions,
+    layers: Sequence[LayerShape],
+    rows_bytes: int,
+    memory_limit_bytes: int | None,
 ) -> None:
-    """Raise `ExecutionError` when weights, caches and the largest pass exceed the limit, or when a value's size is not
-    what the graph declares."""
+    """Raise `ExecutionError` when weights, caches, programs for single rows (`rows_bytes`) and the largest pass exceed
+    the limit, or when a value's size is not what the graph declares."""
     weights_bytes = weight_bytes(graph, options.weights)
     cache_bytes = sum(shape.nbytes(options) for shape in layers)
-    held_bytes = weights_bytes + cache_bytes + _import_bytes(graph, joined)
+    held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(graph, joined)
     if memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
         raise ExecutionError(
-            f"the stage takes {weights_bytes} bytes of weights as {options.weights} and {cache_bytes} bytes of caches, "
-            f"{held_bytes} while weights come in; the limit is {memory_limit_bytes}.",
+            f"the stage takes {weights_bytes} bytes of weights as {options.weights}, {cache_bytes} of caches and "
+            f"{rows_bytes} for decoding, {held_bytes} while weights come in; the limit is {memory_limit_bytes}.",
             hint="Take fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
         )
     symbols = largest(graph)
