@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.backends.torch.packed_graph import products
@@ -164,6 +164,7 @@ def assert_equal(sketch: Sketch, *outputs: str) -> Plan:
     return plan
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_graph_of_rows_equals_operators(data: st.DataObject) -> None:
     """Values live as long as somebody reads them, whoever they share memory with."""
@@ -198,6 +199,7 @@ def test_any_graph_of_rows_equals_operators(data: st.DataObject) -> None:
     assert_equal(sketch, *outputs)
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 200)), max_size=60))
 def test_places_never_overlap(steps: list[tuple[bool, int]]) -> None:
     room = _Room()
