@@ -1,9 +1,10 @@
-"""Writes the generated pages of this folder: `wire.md` (every message), `machines.md` (every state machine) and
-`analysis.md` (many small machines against a few big ones).
+"""Writes the generated pages of this folder: `wire.md` (every message), `machines.md` (every state machine),
+`recipes.md` (every key of a recipe) and `analysis.md` (many small machines against a few big ones).
 
 `python docs/generate.py` writes them, `--check` says whether they are what the code says and writes nothing. Text
-above the marker of a page is written by hand and kept. Neighbours: `wire.messages`, `coordination` and
-`scheduling.analysis_cases` are the source; `wire_fields.toml` holds the meaning of fields that several messages share.
+above the marker of a page is written by hand and kept. Neighbours: `wire.messages`, `coordination`, `corpus.tables` and
+`scheduling.analysis_cases` are the source; `wire_fields.toml` holds the meaning of fields that several messages share,
+`recipe_fields.toml` that of a recipe's keys.
 """
 
 from __future__ import annotations
@@ -27,13 +28,38 @@ from msgspec import NODEFAULT
 from fusionai.cli.analyze import shipped_comparisons
 from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, serving, stage
 from fusionai.coordination.machine import START, rows
+from fusionai.corpus.tables import (
+    DataTable,
+    Evaluation,
+    Faults,
+    Job,
+    ModelTable,
+    Output,
+    Placement,
+    RecipeTables,
+    TokenizerTable,
+    Train,
+)
 from fusionai.dashboard.analysis_document import document
 from fusionai.wire import messages
+from fusionai.wire.messages import OptimizerSpec
 
 DOCS: Final = Path(__file__).parent
 MARKER: Final = "<!-- generated below this line by docs/generate.py: edit its source, then `make docs` -->"
 
 
+RECIPE_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
+    "job": Job,
+    "model": ModelTable,
+    "data": DataTable,
+    "data.tokenizer": TokenizerTable,
+    "train": Train,
+    "train.optimizer": OptimizerSpec,
+    "evaluation": Evaluation,
+    "placement": Placement,
+    "faults": Faults,
+    "output": Output,
+}
 Arrow = tuple[str, str, str]
 """(phase, event, next phase)."""
 
@@ -192,6 +218,74 @@ def _bound(value: int | None) -> str:
     return f"2^{power}" if value > 2**15 and value == 2**power else str(value)
 
 
+def recipes_page() -> str:
+    """Every key that a recipe may have, table by table."""
+    meanings = tomllib.loads((DOCS / "recipe_fields.toml").read_text(encoding="utf-8"))
+    if set(_inner_structs((RecipeTables,))) != set(RECIPE_TABLES.values()) or set(meanings) != set(RECIPE_TABLES):
+        raise UndocumentedError("docs/generate.py or docs/recipe_fields.toml lacks a table of recipes, or has too many")
+    lines: list[str] = []
+    for name, struct in RECIPE_TABLES.items():
+        lines += [f"## [{name}]", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        described = msgspec.inspect.type_info(struct)
+        assert isinstance(described, msgspec.inspect.StructType)
+        if odd := {field.name for field in described.fields} ^ set(meanings[name]):
+            raise UndocumentedError(f"recipe_fields.toml and the code differ in [{name}]: {', '.join(sorted(odd))}")
+        for field in described.fields:
+            written = _written(field.default, field.default_factory)
+            lines.append(f"| `{field.name}` | {_in_recipe(field.type)} | {written} | {meanings[name][field.name]} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _in_recipe(described: Any) -> str:
+    """A type as a recipe's author writes it."""
+    kinds = msgspec.inspect
+    match described:
+        case kinds.StructType():
+            name = next(name for name, struct in RECIPE_TABLES.items() if struct is described.cls)
+            return f"[table](#{name.replace('.', '')})"
+        case kinds.UnionType():
+            return " or ".join(
+                _in_recipe(member) for member in described.types if not isinstance(member, kinds.NoneType)
+            )
+        case kinds.ListType() | kinds.VarTupleType():
+            return f"list of {_in_recipe(described.item_type)}"
+        case kinds.TupleType():
+            return "[" + ", ".join(_in_recipe(item) for item in described.item_types) + "]"
+        case kinds.DictType():
+            return "table"
+        case kinds.StrType():
+            return "text"
+        case kinds.IntType():
+            return "whole number" if not described.ge else f"whole number from {described.ge}"
+        case kinds.FloatType():
+            return "number"
+        case kinds.Metadata():
+            return _in_recipe(described.type)
+        case _:
+            return _spelled(described)
+
+
+def _written(default: Any, factory: Any) -> str:
+    """A default as TOML has it."""
+    value = default if factory is NODEFAULT else factory()
+    match value:
+        case _ if value is NODEFAULT:
+            return "needed"
+        case None:
+            return ""
+        case bool():
+            return f"`{str(value).lower()}`"
+        case str():
+            return f'`"{value}"`'
+        case msgspec.Struct():
+            return ""
+        case tuple() | list():
+            return f"`[{', '.join(map(str, value))}]`"
+        case _:
+            return f"`{value}`"
+
+
 def machines_page() -> str:
     """A diagram of every state machine, from its table."""
     lines: list[str] = []
@@ -243,7 +337,12 @@ def analysis_page() -> str:
     return document(shipped_comparisons())
 
 
-GENERATED: Final = {"wire.md": wire_page, "machines.md": machines_page, "analysis.md": analysis_page}
+GENERATED: Final = {
+    "wire.md": wire_page,
+    "machines.md": machines_page,
+    "recipes.md": recipes_page,
+    "analysis.md": analysis_page,
+}
 
 
 def rendered(name: str) -> str:

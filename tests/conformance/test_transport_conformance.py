@@ -254,6 +254,46 @@ def test_frames_of_concurrent_senders_never_interleave(world: World, run: Callab
     run(main())
 
 
+def test_what_is_sent_at_once_never_lands_within_another_frame(world: World, run: Callable[..., None]):
+    async def main() -> None:
+        may_read = asyncio.Event()
+        arrived: asyncio.Queue[Message] = asyncio.Queue()
+
+        async def slow(channel: Channel) -> None:
+            await may_read.wait()
+            while True:
+                arrived.put_nowait((await channel.receive()).message)
+
+        listener = await listen(world, slow)
+        channel = await world.member("a").dial(listener.addresses, expect=world.peer("server"), stream="tensors")
+        small, large = noise(100), noise(MIB)
+        at_once = [0] if channel.send_at_once(chunk(small, step=0), [small]) else []
+        assert len(at_once) == channel.stats.sent_frames
+
+        async def send() -> None:
+            for step in range(1, 101):
+                await channel.send(chunk(large, step=step), [large])
+
+        sending = asyncio.create_task(send())
+        done, _ = await asyncio.wait([sending], timeout=0.3)
+        assert not done
+        assert not channel.send_at_once(ping(200)), "half a frame is out"
+        may_read.set()
+        await sending
+        await channel.send(ping(300))
+        expected = [*at_once, *range(1, 101), 300]
+        messages = [await arrived.get() for _ in expected]
+        assert [
+            m.step if isinstance(m, StateChunk) else m.sequence for m in messages if isinstance(m, StateChunk | Ping)
+        ] == expected
+        await channel.close()
+        with pytest.raises(ChannelClosed):
+            channel.send_at_once(ping(6))
+        await listener.close()
+
+    run(main())
+
+
 def test_a_buffer_may_be_reused_once_send_has_returned(world: World, run: Callable[..., None]):
     async def main() -> None:
         may_read = asyncio.Event()

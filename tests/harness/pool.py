@@ -41,6 +41,7 @@ from fusionai.training.job import StateSource, TrainingJob
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.tickets import Ticket, sign_ticket
+from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import Message, OptimizerSpec, StageOptions, Stream
 
 OWNER = PeerId("z" * 52)
@@ -306,6 +307,7 @@ class Job:
     learning_rate: Callable[[int], float] = lambda step: 1e-3 * (step + 1)
     clip_norm: float | None = 1.0
     precision: str = "fp32"
+    codecs: tuple[Codec, ...] = ()
     seed: int = 7
     guards: Mapping[int, int] = field(default_factory=dict[int, int])
     """Stage -> number of the peer that guards it."""
@@ -350,6 +352,7 @@ class Job:
             microbatches=self.microbatches,
             step_time_s=1.0,
             tokens_per_s=1.0,
+            codecs=self.codecs,
             certificate=Certificate(method="by hand", exact=True, bound_tokens_per_s=1.0, optimality_gap=0.0),
         )
 
@@ -381,7 +384,7 @@ class Job:
     def stage_options(self) -> list[StageOptions]:
         """What each stage is told, in stage order."""
         job = self.training_job()
-        return [stage_options(job.options, placement) for placement in self.plan().stages]
+        return [stage_options(job.options, self.plan(), stage) for stage in range(len(self.ranges))]
 
     def header(self) -> CheckpointHeader:
         params = self.graph.params.values()

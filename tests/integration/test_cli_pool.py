@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,12 +137,25 @@ def test_one_interrupt_ends_a_provider_cleanly(tmp_path: Path):
             assert not any("Traceback" in line for line in provider.lines)
 
 
+def test_a_machine_outside_its_hours_waits_and_enters_nothing(tmp_path: Path):
+    later = [(time.localtime().tm_hour + hours) % 24 for hours in (6, 12)]
+    with open_pool(tmp_path / "broker") as (_, invitation):
+        join = ("join", invitation, "--home", str(tmp_path / "provider"), "--host", "127.0.0.1", "--threads", "1")
+        with running(*join, "--schedule", f"{later[0]:02}:00-{later[1]:02}:00") as provider:
+            assert f"{later[0]:02}:00" in provider.wait_for("Not lent now: its schedule keeps it until")
+            assert provider.interrupt() == 0
+            assert not any("In pool" in line or "Traceback" in line for line in provider.lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (("join", "fusion1-nonsense"), 2, "invitation"),
         (("join", "--max-memory", "8"), 2, "expected a size such as 8GB"),
         (("join", "--max-memory", "8parsecs"), 2, "expected a size such as 8GB"),
+        (("join", "--upload-limit", "20"), 2, "expected a bandwidth such as 20Mbit"),
+        (("join", "--download-limit", "0Mbit"), 2, "expected a limit above 0"),
+        (("join", "--schedule", "always"), 2, "expected days such as mon"),
         (("join",), 2, "has not joined a pool"),
         (("broker", "--host", "no.such.host.invalid"), 2, "no.such.host.invalid"),
         (("broker", "--address", "nowhere"), 2, "expected an address"),

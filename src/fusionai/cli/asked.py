@@ -20,6 +20,7 @@ from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.garbage import loading
 from fusionai.scheduling.types import BlockCost, Problem, RolePlacement
+from fusionai.wire.codecs import Compression
 
 _Place = Literal["owner", "pool"]
 
@@ -35,6 +36,7 @@ class Asked:
     constraints: ConstraintsTable
     takeover: Literal["exact", "tolerant"]
     served: ServingOptions
+    compression: Compression = "none"
 
     @property
     def rows(self) -> int:
@@ -71,6 +73,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             microbatches=asked.microbatches,
             microbatch_tokens=asked.rows * asked.sequence,
             takeover=asked.takeover,
+            compression=asked.compression,
         )
     places = {role.role: role.place for role in roles}
     numbers = [block.block for block in problem.blocks]

@@ -21,7 +21,7 @@ from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.garbage import loading
 from fusionai.primitives.ids import short
-from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
+from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
 
 
 @click.command()
@@ -46,6 +46,25 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_share
     metavar="PERCENT",
     help="Lend only so much of the time.",
 )
+@click.option(
+    "--upload-limit",
+    callback=quantity(parse_rate_limit_bytes_per_s),
+    metavar="RATE",
+    help="Send at most so much, over all connections, e.g. 20Mbit.  [default: what the line takes]",
+)
+@click.option(
+    "--download-limit",
+    callback=quantity(parse_rate_limit_bytes_per_s),
+    metavar="RATE",
+    help="Receive at most so much, e.g. 100Mbit.  [default: what the line gives]",
+)
+@click.option(
+    "--schedule",
+    multiple=True,
+    metavar="TIMES",
+    help="Lend only then, e.g. 22:00-07:00, mon-fri 18:00-23:30 or sat,sun; may be given several times.",
+)
+@click.option("--pause-when-busy", is_flag=True, help="Do not lend while other programs use the processor.")
 @click.option("--name", default="", help="What people see.  [default: the host's name]")
 @click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
@@ -62,6 +81,10 @@ def join(
     max_memory: int | None,
     threads: int | None,
     share: float,
+    upload_limit: float | None,
+    download_limit: float | None,
+    schedule: tuple[str, ...],
+    pause_when_busy: bool,
     name: str,
     host: str,
     port: int,
@@ -83,6 +106,7 @@ def join(
     with loading():
         from fusionai.peer.daemon import run_peer
         from fusionai.peer.options import PeerOptions, PeerReady
+        from fusionai.peer.schedule import parse_schedule
 
     options = PeerOptions(
         home=home,
@@ -92,6 +116,10 @@ def join(
         threads=threads,
         memory_limit_bytes=max_memory,
         share=share,
+        upload_limit_bytes_per_s=upload_limit,
+        download_limit_bytes_per_s=download_limit,
+        schedule=parse_schedule(schedule) if schedule else None,
+        pause_when_busy=pause_when_busy,
         name=name,
         host=host,
         port=port,
@@ -101,18 +129,20 @@ def join(
 
     def ready(announced: PeerReady) -> None:
         profile = announced.profile
+        rates = (("sending", upload_limit), ("receiving", download_limit))
+        limited = "".join(f", {what} at most {format_bytes(rate)}/s" for what, rate in rates if rate is not None)
         if json_file is not None:
             write_json(json_file, "join", msgspec.to_builtins(announced))
         console.line(
             f"In pool {console.printable(announced.pool)} as {profile.name} ({short(announced.peer)}): lending "
             f"{profile.device} ({profile.device_name}), {format_bytes(profile.memory_bytes)}, "
-            f"{profile.share:.0%} of the time; reachable at {', '.join(announced.addresses)}. Ctrl-C leaves."
+            f"{profile.share:.0%} of the time{limited}; reachable at {', '.join(announced.addresses)}. Ctrl-C leaves."
         )
         if announced.measured_at_s is not None:
             measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced.measured_at_s))
             console.note(f"Using the speed measured on {measured}; `--measure` measures it again.")
 
-    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop), lifeline=lifeline)
+    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, tell=console.line), lifeline=lifeline)
     console.line("Left the pool.")
 
 

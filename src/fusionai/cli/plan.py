@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import click
 import msgspec
@@ -35,10 +35,12 @@ from fusionai.scheduling import planner
 from fusionai.scheduling.crossings import Crossing, crossings
 from fusionai.scheduling.expense import expense
 from fusionai.scheduling.guards import guarding
+from fusionai.scheduling.lighter import lighter
 from fusionai.scheduling.many_holders import ManyHolders, many_holders
 from fusionai.scheduling.many_lines import ManyLines, many_lines
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
+from fusionai.wire.codecs import Compression
 
 FASTER: Final = 1.01
 """By so much a plan without the user's constraints must be faster to be worth a warning."""
@@ -57,6 +59,13 @@ FASTER: Final = 1.01
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per step.")
 @click.option("--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Parts of a step.")
 @click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
+@click.option(
+    "--compression",
+    type=click.Choice(get_args(Compression)),
+    default="none",
+    show_default=True,
+    help="How activations and gradients of a training job travel between stages.",
+)
 @click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
 @click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
 @click.option("--require", multiple=True, metavar="PEER", help="Use this peer; may be given again.")
@@ -90,6 +99,7 @@ def plan(
     batch: int,
     microbatches: int,
     sequence: int,
+    compression: Compression,
     stages: int | None,
     spares: int | None,
     require: tuple[str, ...],
@@ -112,6 +122,8 @@ def plan(
         raise UsageError(f"--picture: expected a name that ends in .svg, got {picture_file.name}.")
     if catalogue_file is not None and pool_file is None:
         raise UsageError("--catalogue is for the machines of a --pool file; those of a live pool are measured.")
+    if task == "serve" and compression != "none":
+        raise UsageError("--compression is for --task train.")
     catalogue = read_catalogue(catalogue_file)
     pool = read_pool(pool_file, catalogue) if pool_file is not None else _live_pool(home)
     asked = Asked(
@@ -122,6 +134,7 @@ def plan(
         constraints=_constraints(pool, stages, spares, require, exclude),
         takeover=takeover or ("tolerant" if task == "serve" else "exact"),
         served=served,
+        compression=compression,
     )
     graph = captured(model, asked)
     problem = problem_of(graph, pool, asked)
@@ -136,12 +149,20 @@ def plan(
         many_lines(problem, found, MOST_SESSIONS, least_speed) if task == "serve" else many_holders(problem, found)
     )
     watch = guarding(found, problem)
-    between = crossings(found, StageCosts(problem))
+    between = crossings(found, StageCosts(problem, found))
     cost = expense(found, _everyone(pool), pool.prices)
     show_picture(found, between, names)
     show_plan(found, names)
     show_guards(watch, names)
     show_expense(cost, names)
+    smaller = lighter(problem, found)
+    if smaller:
+        offers = (
+            f"--compression {one.compression} {format_speed(one.tokens_per_s)} tokens/s "
+            f"({one.tokens_per_s / found.tokens_per_s:.2g} x)"
+            for one in smaller
+        )
+        console.line(f"Links hold it up: with {', '.join(offers)}; each costs a little of the loss.")
     assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
     for sentence in assumed:
         console.line(f"Assumed: {sentence}")
@@ -157,7 +178,13 @@ def plan(
         if replicated is not None:
             _draw_replicated(picture_file.with_name(f"{picture_file.stem}-replicas.svg"), replicated)
     if json_file is not None:
-        write_json(json_file, "plan", figures(watch, names, between, cost, assumed, replicated))
+        written = figures(watch, names, between, cost, assumed, replicated)
+        packed = [{"compression": one.compression, "tokens_per_s": one.tokens_per_s} for one in smaller]
+        write_json(
+            json_file,
+            "plan",
+            {**written, "compression": compression, "codecs": list(found.codecs), "lighter": packed},
+        )
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:

@@ -10,6 +10,7 @@ from typing import Final
 
 from fusionai.cli import console
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
+from fusionai.scheduling.compression import shown
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.guards import Guarding
@@ -43,6 +44,8 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
         right=(4, 5),
     )
     _show_speed(found)
+    if found.codecs:
+        console.line(f"Between stages, activations and gradients travel packed: {shown(found.codecs)}.")
     certificate = found.certificate
     if certificate.exact:
         console.line(f"Proven best ({certificate.method}).")

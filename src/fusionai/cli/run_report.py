@@ -191,6 +191,7 @@ def configuration(recipe: Recipe) -> dict[str, str]:
         "optimizer": f"{train.optimizer.kind}, learning rate {train.learning_rate:g} ({train.schedule})",
         "clipping": "none" if train.clip_norm is None else f"{train.clip_norm:g}",
         "precision": train.precision,
+        "compression": train.compression,
         "seed": str(recipe.job.seed),
     }
 

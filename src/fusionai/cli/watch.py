@@ -18,6 +18,7 @@ from fusionai.client.kills import Killed, Returned
 from fusionai.client.train import Noted, Planned
 from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.primitives.units import format_count, format_seconds
+from fusionai.scheduling.compression import shown
 from fusionai.scheduling.types import Plan
 from fusionai.training import progress
 from fusionai.training.progress import StepDone
@@ -112,6 +113,8 @@ class Watch:
             f"captured {captured.graph.name}: {format_count(captured.n_parameters)} parameters, "
             f"{len(captured.graph.nodes)} operators in {max(n.block for n in captured.graph.nodes) + 1} blocks"
         )
+        if event.plan.codecs:
+            self.say(f"between stages, activations and gradients travel packed: {shown(event.plan.codecs)}")
         for warning in event.plan.warnings:
             self.say(f"warning: {warning}")
         self._view = TrainingView(self._title, self._total_steps, event.plan, pool=event.members, console=Console())

@@ -197,6 +197,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         microbatch_tokens=prepared.tokens_per_microbatch,
         optimizer_bytes_per_trainable_byte=slots,
         takeover=recipe.faults.numerics,
+        compression=recipe.train.compression,
     )
 
 

@@ -76,7 +76,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             f"{train.microbatches} microbatches, {train.optimizer.kind} at {train.learning_rate:g} "
             f"({train.schedule}, {train.warmup_steps} warm-up steps), "
             f"{'no clipping' if train.clip_norm is None else f'clipping at {train.clip_norm:g}'}, {train.precision}, "
-            f"seed {self.job.seed}"
+            f"{'' if train.compression == 'none' else f'{train.compression} between stages, '}seed {self.job.seed}"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from fusionai.wire.codecs import Compression
 from fusionai.wire.messages import OptimizerSpec
 
 Task = Literal["causal_lm", "masked_lm", "classification", "regression", "module_loss"]
@@ -183,7 +184,8 @@ Data = TextData | TensorData
 
 class Train(_Table, frozen=True, kw_only=True):
     """One step takes `batch_size` sequences in `microbatches` equal parts. `clip_norm` None: no clipping. `schedule`
-    is as `transformers.get_scheduler` has it, down to `minimum_ratio` of `learning_rate`."""
+    is as `transformers.get_scheduler` has it, down to `minimum_ratio` of `learning_rate`. `compression`: how
+    activations and gradients between stages are packed."""
 
     batch_size: Positive
     learning_rate: PositiveFloat
@@ -194,6 +196,7 @@ class Train(_Table, frozen=True, kw_only=True):
     minimum_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.0
     clip_norm: PositiveFloat | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
+    compression: Compression = "none"
 
     @property
     def microbatch_size(self) -> int:

@@ -7,21 +7,24 @@ Neighbours: `execution.runtime` asks, `execution.boundary` and the graph say wha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fusionai.execution.boundary import FEED, Boundary
+from fusionai.execution.codecs import Carried, Packed
 from fusionai.ir.schema import Graph, ValueSpec
 from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor
+from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor, tensor_bytes
 from fusionai.wire import messages as wire
+from fusionai.wire.codecs import Codec, PackedTensor, codec_between, packs
 
 
 class Arrivals:
     """Raises `ExecutionError` for what does not belong here."""
 
-    def __init__(self, graph: Graph, boundary: Boundary) -> None:
+    def __init__(self, graph: Graph, boundary: Boundary, codecs: Sequence[Codec] = ()) -> None:
         self._stage = boundary.stage
+        self._codecs = codecs
         self._inputs = {port.other: port for port in boundary.receives}
         self._returns = {port.other: frozenset(port.needs_grad) for port in boundary.sends}
         self._shared = {
@@ -35,7 +38,7 @@ class Arrivals:
         for spec in graph.params.values():
             self._limits_bytes[f"parameter {spec.key}"] = math.prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]
 
-    def forward(self, message: wire.Forward, tensors: Mapping[str, HostTensor]) -> None:
+    def forward(self, message: wire.Forward, tensors: Mapping[str, Carried]) -> None:
         self._replica(message.replica)
         port = self._inputs.get(message.producer)
         expected = port.carried(message.mode) if port is not None else ()
@@ -43,45 +46,57 @@ class Arrivals:
             raise ExecutionError(
                 f"stage {self._stage} expected {list(expected)} from {_place(message.producer)}, got {list(tensors)}."
             )
-        for name, tensor in tensors.items():
+        for name, carried in tensors.items():
+            was = self._as_agreed(name, carried, codec_between(self._codecs, message.producer, self._stage))
             declared = "int64" if self._dtypes[name] == "symint" else self._dtypes[name]
-            half = declared == "float32" and tensor.dtype == "bfloat16"
-            if tensor.dtype != declared and not half:
-                raise ExecutionError(f"stage {self._stage} expected {name!r} as {declared}, got {tensor.dtype}.")
-            self._size(name, name, tensor)
+            half = declared == "float32" and was.dtype == "bfloat16"
+            if was.dtype != declared and not half:
+                raise ExecutionError(f"stage {self._stage} expected {name!r} as {declared}, got {was.dtype}.")
+            self._size(name, name, was)
 
-    def backward(self, message: wire.Backward, tensors: Mapping[str, HostTensor]) -> None:
+    def backward(self, message: wire.Backward, tensors: Mapping[str, Carried]) -> None:
         self._replica(message.replica)
         self._named(message.consumer, "gradients", self._returns.get(message.consumer, frozenset()), tensors)
-        for name, tensor in tensors.items():
-            self._float(name, tensor)
-            self._size(name, name, tensor)
+        for name, carried in tensors.items():
+            was = self._as_agreed(name, carried, codec_between(self._codecs, self._stage, message.consumer))
+            self._float(name, was)
+            self._size(name, name, was)
 
-    def shared(self, message: wire.SharedGradient, tensors: Mapping[str, HostTensor]) -> None:
+    def shared(self, message: wire.SharedGradient, tensors: Mapping[str, Carried]) -> None:
         self._named(message.sender, "shared gradients", self._shared.get(message.sender, frozenset()), tensors)
-        for key, tensor in tensors.items():
-            self._float(key, tensor)
-            self._size(key, f"parameter {key}", tensor)
+        for key, carried in tensors.items():
+            was = self._as_agreed(key, carried, "none")
+            self._float(key, was)
+            self._size(key, f"parameter {key}", was)
+
+    def _as_agreed(self, name: str, carried: Carried, codec: Codec) -> HostTensor | PackedTensor:
+        """What was sent, before it was packed. Who packs otherwise than agreed gives others other numbers."""
+        was, found = (carried.was, carried.was.codec) if isinstance(carried, Packed) else (carried, "none")
+        expected = codec if packs(codec, was.dtype, was.shape) else "none"
+        if found != expected:
+            raise ExecutionError(f"stage {self._stage} expected {name!r} packed as {expected}, got {found}.")
+        return was
 
     def _replica(self, replica: int) -> None:
         if replica != 0:
             raise ExecutionError(f"stage {self._stage} is not replicated, got a tensor of replica {replica}.")
 
-    def _named(self, other: int, what: str, known: frozenset[str], tensors: Mapping[str, HostTensor]) -> None:
+    def _named(self, other: int, what: str, known: frozenset[str], tensors: Mapping[str, Carried]) -> None:
         """A value that nothing depended on has no gradient: absent ones are right, unknown ones are not."""
         if unknown := tensors.keys() - known:
             raise ExecutionError(
                 f"stage {self._stage} expected {what} of {sorted(known)} from {_place(other)}, got {sorted(unknown)}."
             )
 
-    def _float(self, name: str, tensor: HostTensor) -> None:
+    def _float(self, name: str, tensor: HostTensor | PackedTensor) -> None:
         if tensor.dtype not in FLOAT_DTYPES:
             raise ExecutionError(f"stage {self._stage} expected a gradient of {name!r} in floats, got {tensor.dtype}.")
 
-    def _size(self, name: str, limit: str, tensor: HostTensor) -> None:
-        most = self._limits_bytes[limit]
-        if tensor.nbytes > most:
-            raise ExecutionError(f"stage {self._stage} expected at most {most} bytes of {name!r}, got {tensor.nbytes}.")
+    def _size(self, name: str, limit: str, tensor: HostTensor | PackedTensor) -> None:
+        """Of what it is once unpacked: nothing larger is allocated."""
+        most, nbytes = self._limits_bytes[limit], tensor_bytes(tensor.dtype, tensor.shape)
+        if nbytes > most:
+            raise ExecutionError(f"stage {self._stage} expected at most {most} bytes of {name!r}, got {nbytes}.")
 
 
 def _largest_bytes(graph: Graph, spec: ValueSpec) -> int:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import TypeVar
 
 from fusionai.execution.arrivals import Arrivals
+from fusionai.execution.codecs import Carried, Packed, unpack_all
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Mode
 
-Tensors = Mapping[str, HostTensor]
+Tensors = Mapping[str, Carried]
+Some = TypeVar("Some", HostTensor, HostTensor | Packed)
 Entries = list[tuple[str, HostTensor]]
-ByConsumer = dict[str, dict[int, HostTensor]]
+ByConsumer = dict[str, dict[int, Carried]]
 """Value -> consumer stage -> its gradient."""
 
 
@@ -28,7 +31,7 @@ class Held:
         self._stage = stage
         self._arrivals = arrivals
         self._limit_bytes = limit_bytes
-        self._inputs: defaultdict[tuple[Mode, int, int], dict[str, HostTensor]] = defaultdict(dict)
+        self._inputs: defaultdict[tuple[Mode, int, int], dict[str, Carried]] = defaultdict(dict)
         self._gradients: defaultdict[tuple[int, int], ByConsumer] = defaultdict(lambda: defaultdict(dict))
         self._partials: defaultdict[int, dict[int, Entries]] = defaultdict(dict)
         """Step -> sender -> its part of the shared gradients."""
@@ -70,11 +73,11 @@ class Held:
                 for value, gradient in tensors.items():
                     table[value][message.consumer] = gradient
             case wire.SharedGradient(phase="partial"):
-                self._partials[message.step][message.sender] = list(tensors.items())
+                self._partials[message.step][message.sender] = list(unpack_all(tensors).items())
             case wire.SharedGradient():
-                self._totals[message.step] = list(tensors.items())
+                self._totals[message.step] = list(unpack_all(tensors).items())
 
-    def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, HostTensor]:
+    def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, Carried]:
         return self._freed(self._inputs.pop((mode, step, microbatch)))
 
     def take_gradients(self, step: int, microbatch: int) -> ByConsumer:
@@ -104,6 +107,6 @@ class Held:
         for key in [key for key in self._inputs if key[1] < below]:
             self._freed(self._inputs.pop(key))
 
-    def _freed(self, tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
+    def _freed(self, tensors: dict[str, Some]) -> dict[str, Some]:
         self._bytes -= sum(tensor.nbytes for tensor in tensors.values())
         return tensors

@@ -52,6 +52,10 @@ async def load_stage(
         raise GraphError(f"the {told_as} of stage {told.stage} carries the boundary of stage {boundary.stage}.")
     if unknown := boundary.others - places.keys():
         raise GraphError(f"stage {told.stage} exchanges tensors with {sorted(unknown)}, not in its plan.")
+    if len(told.options.codecs) not in (0, len(places) - 1):
+        raise GraphError(
+            f"the {told_as} of stage {told.stage} has {len(told.options.codecs)} codecs for {len(places)} stages."
+        )
 
     def load() -> LoadedStage:
         graph = parse(graph_bytes.data, host.graph_limits)

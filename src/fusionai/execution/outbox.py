@@ -30,6 +30,8 @@ class Outbox:
         self.channel = channel
         self._on_lost = on_lost
         self._queue: asyncio.Queue[tuple[Message, Sequence[HostTensor]] | None] = asyncio.Queue()
+        self._behind = 0
+        """Messages posted and not yet sent: the next must wait for them."""
         self._abandoned = False
         self._task = asyncio.create_task(self._run(), name="outbox")
 
@@ -44,13 +46,23 @@ class Outbox:
         return self._abandoned or self._task.done()
 
     def post(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
-        if not self.lost:
-            self._queue.put_nowait((message, tensors))
+        if self.lost or (not self._behind and self._sent_at_once(message, tensors)):
+            return
+        self._behind += 1
+        self._queue.put_nowait((message, tensors))
+
+    def _sent_at_once(self, message: Message, tensors: Sequence[HostTensor]) -> bool:
+        """Where nothing is before it, a turn of the loop is saved. What goes wrong is told by `_run`."""
+        try:
+            return self.channel.send_at_once(message, tensors)
+        except FusionError:
+            return False
 
     async def _run(self) -> None:
         while (item := await self._queue.get()) is not None:
             try:
                 await self.channel.send(*item)
+                self._behind -= 1
             except FusionError as error:
                 self._on_lost(str(error))
                 with suppress(TransportError):

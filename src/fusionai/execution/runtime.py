@@ -20,6 +20,7 @@ from fusionai.coordination import stage as machine
 from fusionai.coordination.stage import StageCommand, StageEvent, StageMachine, Work
 from fusionai.execution.arrivals import Arrivals
 from fusionai.execution.boundary import Boundary
+from fusionai.execution.codecs import joined
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.copies import Chunk, Copies
 from fusionai.execution.held import Held
@@ -64,7 +65,7 @@ class StageRuntime:
         self.options = options
         self.program = program
         self.retained = Retained()
-        self.held = Held(boundary.stage, Arrivals(graph, boundary), held_limit_bytes)
+        self.held = Held(boundary.stage, Arrivals(graph, boundary, options.codecs), held_limit_bytes)
         self._compute = compute
         self._postman = postman
         self._fingerprint = fingerprint
@@ -184,9 +185,10 @@ class StageRuntime:
         tensors: Mapping[str, HostTensor],
         event: machine.ForwardArrived | machine.BackwardArrived | machine.SharedArrived,
     ) -> None:
-        self.held.check(message, tensors)
+        carried = joined(tensors, () if isinstance(message, wire.SharedGradient) else message.packed)
+        self.held.check(message, carried)
         if self._machine.wants(event):
-            self.held.keep(message, tensors)
+            self.held.keep(message, carried)
         self._handle(event)
 
     async def receive_state(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor]) -> None:

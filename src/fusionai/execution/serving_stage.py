@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.serving import ServingProgram
-from fusionai.execution.compute import ComputeThread, Timed
+from fusionai.execution.compute import ComputeThread, Outcome, Timed
 from fusionai.execution.serving_boundary import RowSpec, ServingBoundary
 from fusionai.execution.serving_packing import packed
 from fusionai.execution.serving_retained import Retained
@@ -156,8 +156,7 @@ class ServingStage:
             self._waiting -= 1
             self._waiting_bytes -= order.nbytes
             raise ExecutionError(f"stage {self.stage} is sent more passes than it can hold.")
-        computing = self._compute.run(lambda: self._run(order))
-        computing.add_done_callback(lambda done: self._done(order, done))
+        self._compute.submit(lambda: self._run(order), lambda outcome: self._done(order, outcome))
 
     def _run(self, order: _Order) -> dict[str, HostTensor] | None:
         """In the compute thread. None for a pass of a round that is over."""
@@ -170,27 +169,23 @@ class ServingStage:
             return {}
         return self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
 
-    def _done(self, order: _Order, done: asyncio.Future[tuple[dict[str, HostTensor] | None, Timed]]) -> None:
+    def _done(self, order: _Order, outcome: Outcome[dict[str, HostTensor] | None]) -> None:
         self._waiting -= 1
         self._waiting_bytes -= order.nbytes
-        if done.cancelled():
-            return
         message = order.message
-        problem = done.exception()
-        if isinstance(problem, FusionError):
-            self._postman.to_driver(
-                wire.PassFailed(
-                    fence=message.fence, stage=self.stage, number=message.number, reason=str(problem)[:4000]
+        match outcome:
+            case FusionError():
+                reason = str(outcome)[:4000]
+                self._postman.to_driver(
+                    wire.PassFailed(fence=message.fence, stage=self.stage, number=message.number, reason=reason)
                 )
-            )
-        elif problem is not None:
-            log.error("stage %d failed", self.stage, exc_info=problem)
-            code: wire.RefusalCode = "out_of_memory" if isinstance(problem, MemoryError) else "failed"
-            self._postman.failed(self.stage, message.fence, code, f"{type(problem).__name__}: {problem}")
-        else:
-            made, timed = done.result()
-            if made is not None and message.fence == self._postman.present:
-                self._send_on(order, made, timed)
+            case Exception():
+                log.error("stage %d failed", self.stage, exc_info=outcome)
+                code: wire.RefusalCode = "out_of_memory" if isinstance(outcome, MemoryError) else "failed"
+                self._postman.failed(self.stage, message.fence, code, f"{type(outcome).__name__}: {outcome}")
+            case made, timed:
+                if made is not None and message.fence == self._postman.present:
+                    self._send_on(order, made, timed)
 
     def _send_on(self, order: _Order, made: dict[str, HostTensor], timed: Timed) -> None:
         message = order.message

@@ -61,6 +61,9 @@ class WeightInlet:
     async def send(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
         await self._line.channel.send(message, tensors)
 
+    def send_at_once(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> bool:
+        return self._line.channel.send_at_once(message, tensors)
+
     async def receive(self) -> Envelope:
         envelope = await self._answers.get()
         if envelope is None:

@@ -18,6 +18,7 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.coordination.stage import Work
 from fusionai.execution.accumulate import total_gradient
 from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
+from fusionai.execution.codecs import Carried, pack, split, unpack_all
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.copies import Chunk, Copies
 from fusionai.execution.held import Held
@@ -26,6 +27,7 @@ from fusionai.execution.state import chunks, headers
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
+from fusionai.wire.codecs import PackedTensor, codec_between
 from fusionai.wire.messages import CommitRecord, Fence, Span, StageOptions
 
 
@@ -105,12 +107,22 @@ class Bench:
         mode = call.mode
         inputs = self._held.take_inputs(mode, call.step, call.microbatch)
         wanted = self._boundary.wanted(mode)
-        values, timed = await self._compute.run(lambda: self._program.forward(call, inputs, wanted))
+        own = self._boundary.stage
+
+        def work() -> tuple[dict[str, HostTensor], dict[int, dict[str, Carried]]]:
+            values = self._program.forward(call, unpack_all(inputs), wanted)
+            packed = {
+                port.other: self._packed(own, port.other, {name: values[name] for name in port.carried(mode)})
+                for port in self._boundary.sends
+            }
+            return values, packed
+
+        (values, carried), timed = await self._compute.run(work)
         self._span("forward", call.microbatch, timed)
         for port in self._boundary.sends:
-            if names := port.carried(mode):
-                sent = {name: values[name] for name in names}
-                self._stage.send(port.other, self._forward_message(call, port, sent), tuple(sent.values()))
+            if port.carried(mode):
+                body, packed = split(carried[port.other])
+                self._stage.send(port.other, self._forward_message(call, port, body, packed), tuple(body.values()))
         outputs = {meaning: values[meaning] for meaning in self._boundary.job_outputs(mode)}
         if outputs:
             message = wire.Output(
@@ -124,7 +136,9 @@ class Bench:
             )
             self._stage.output(message, tuple(outputs.values()))
 
-    def _forward_message(self, call: Call, port: Port, sent: Mapping[str, HostTensor]) -> wire.Forward:
+    def _forward_message(
+        self, call: Call, port: Port, body: Mapping[str, HostTensor], packed: tuple[PackedTensor, ...]
+    ) -> wire.Forward:
         return wire.Forward(
             fence=self._stage.fence,
             mode=call.mode,
@@ -133,7 +147,8 @@ class Bench:
             microbatch=call.microbatch,
             producer=self._boundary.stage,
             consumer=port.other,
-            tensors=headers(sent),
+            packed=packed,
+            tensors=headers(body),
         )
 
     async def _backward(self, call: Call) -> None:
@@ -141,19 +156,24 @@ class Bench:
         microbatches = self._options.microbatches
         seeds_loss = LOSS in self._boundary.job_outputs("train")
 
-        def work() -> dict[str, HostTensor]:
-            gradients = {value: total_gradient(by_consumer) for value, by_consumer in arrived.items()}
+        ports = [port for port in self._boundary.receives if port.other != FEED and port.needs_grad]
+
+        def work() -> list[dict[str, Carried]]:
+            gradients = {value: total_gradient(unpack_all(by_consumer)) for value, by_consumer in arrived.items()}
             if seeds_loss:
                 gradients[LOSS] = _loss_seed(microbatches)
-            return self._program.backward(call, gradients)
+            made = self._program.backward(call, gradients)
+            # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
+            returned = [{value: made[value] for value in port.needs_grad if value in made} for port in ports]
+            return [
+                self._packed(port.other, self._boundary.stage, values)
+                for port, values in zip(ports, returned, strict=True)
+            ]
 
         returned, timed = await self._compute.run(work)
         self._span("backward", call.microbatch, timed)
-        for port in self._boundary.receives:
-            if port.other == FEED or not port.needs_grad:
-                continue
-            # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
-            sent = {value: returned[value] for value in port.needs_grad if value in returned}
+        for port, carried in zip(ports, returned, strict=True):
+            body, packed = split(carried)
             message = wire.Backward(
                 fence=self._stage.fence,
                 step=call.step,
@@ -161,9 +181,10 @@ class Bench:
                 microbatch=call.microbatch,
                 consumer=self._boundary.stage,
                 producer=port.other,
-                tensors=headers(sent),
+                packed=packed,
+                tensors=headers(body),
             )
-            self._stage.send(port.other, message, tuple(sent.values()))
+            self._stage.send(port.other, message, tuple(body.values()))
 
     async def _norms_of(self, step: int) -> None:
         total = self._held.take_total(step)  # away from home: it replaces the own sums
@@ -277,6 +298,10 @@ class Bench:
             self._send_shared(sender, step, "total", [(key, tensor) for key, tensor in total if key in theirs])
 
     # ---------------------------------------------------------------------------------------------------- details
+
+    def _packed(self, producer: int, consumer: int, values: Mapping[str, HostTensor]) -> dict[str, Carried]:
+        codec = codec_between(self._options.codecs, producer, consumer)
+        return {name: pack(name, value, codec) for name, value in values.items()}
 
     def _span(self, kind: Literal["forward", "backward", "weights", "apply"], microbatch: int, timed: Timed) -> None:
         self.spans.append(Span(kind, microbatch, timed.start_s, timed.end_s))

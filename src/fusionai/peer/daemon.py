@@ -1,8 +1,10 @@
 """The daemon behind `fusion join`: from an invitation to a lent machine, until told to leave.
 
-The loop is `run_peer`: join, measure, listen, register, then serve until `stop`. Decides nothing about jobs.
+The loop is `run_peer`: join, measure, listen, then stay in the pool whenever the machine is lent, until `stop`. Decides
+nothing about jobs.
 
-Neighbours: `peer.door` lets jobs in, `peer.registration` keeps the lease, `transport.enrolment` joins the pool.
+Neighbours: `peer.door` lets jobs in, `peer.registration` keeps the lease, `peer.lending` says when,
+`transport.enrolment` joins the pool.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from fusionai.backends.registry import open_backend
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
 from fusionai.peer.door import Door
+from fusionai.peer.lending import Lending
 from fusionai.peer.measurement import measured_device
 from fusionai.peer.options import PeerOptions, PeerReady
 from fusionai.peer.profile import make_profile, measured_link
@@ -25,6 +28,7 @@ from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.enrolment import Membership, enrol, load_membership
+from fusionai.transport.rate_limit import Limits
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages as wire
 
@@ -34,8 +38,15 @@ HAND_OVER_S: Final = 2.5
 """How long a peer that drained stays at most when the broker has let it go: its next heartbeat would be refused."""
 
 
-async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None], stop: asyncio.Event) -> None:
-    """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks it to leave."""
+async def run_peer(
+    options: PeerOptions,
+    *,
+    announce: Callable[[PeerReady], None],
+    stop: asyncio.Event,
+    tell: Callable[[str], None] = log.info,
+) -> None:
+    """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks it to leave. `tell` hears
+    when lending pauses and goes on."""
     membership = await join(options)
     compute = ComputeThread(options.share)
     backend, _ = await compute.run(
@@ -46,7 +57,10 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
         lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
     )
     await compute.run(backend.warm_up)
-    transport = TcpTransport(membership.credentials)
+    rates = Limits(
+        upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
+    )
+    transport = TcpTransport(membership.credentials, rates=rates)
     link = await measured_link(transport, membership.broker_addresses, clock)
     profile = make_profile(options, membership.peer, report, link)
     host = Host(
@@ -62,10 +76,51 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
     door = Door(host, membership.credentials.authority_key)
     listener = await transport.listen(door.accept, host=options.host, port=options.port)
     addresses = options.advertise or listener.addresses
-    leaving = asyncio.Event()
+    lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)
 
     def registered(answer: wire.Registered) -> None:
         announce(PeerReady(membership.peer, answer.pool, addresses, profile, measured_at_s))
+
+    def entering(leave: Callable[[bool], None]) -> Registration:
+        return Registration(
+            transport,
+            membership.broker_addresses,
+            boot=time.time_ns(),
+            profile=profile,
+            addresses=addresses,
+            jobs=lambda: door.jobs,
+            on_registered=registered,
+            on_leave=leave,
+            on_lost=door.clear,
+        )
+
+    try:
+        while await _lent(lending, stop, tell) and await _stay(door, entering, lending, stop, tell):
+            pass
+    finally:
+        await door.close()
+        await listener.close()
+        compute.close()
+
+
+async def _lent(lending: Lending, stop: asyncio.Event, tell: Callable[[str], None]) -> bool:
+    """Wait until the machine is lent. False: the daemon stops meanwhile."""
+    if (why := lending.why_not()) is not None:
+        tell(f"Not lent now: {why}.")
+        await _first_of(stop.wait(), lending.until(lent=True))
+    return not stop.is_set()
+
+
+async def _stay(
+    door: Door,
+    entering: Callable[[Callable[[bool], None]], Registration],
+    lending: Lending,
+    stop: asyncio.Event,
+    tell: Callable[[str], None],
+) -> bool:
+    """From registering to having left. True: for a while only, since the machine is not lent now."""
+    leaving = asyncio.Event()
+    door.closing = False
 
     def leave(drain: bool) -> None:
         door.closing = True
@@ -77,28 +132,27 @@ async def run_peer(options: PeerOptions, *, announce: Callable[[PeerReady], None
             door.idle.set()
         leaving.set()
 
-    registration = Registration(
-        transport,
-        membership.broker_addresses,
-        boot=time.time_ns(),
-        profile=profile,
-        addresses=addresses,
-        jobs=lambda: door.jobs,
-        on_registered=registered,
-        on_leave=leave,
-        on_lost=door.clear,
-    )
+    registration = entering(leave)
     keeping = asyncio.create_task(registration.run())
+    paused = False
     try:
-        await _first_of(stop, _drained(leaving, door), keeping)
+        kept = asyncio.create_task(lending.until(lent=False) if not lending.always else asyncio.Event().wait())
+        await _first_of(stop.wait(), _drained(leaving, door), keeping, kept)
+        if kept.done() and not (stop.is_set() or leaving.is_set() or keeping.done()):
+            paused = True
+            tell(f"Lending pauses: {kept.result()}.{' Handing its work over.' if door.jobs else ''}")
+            await registration.leave(drain=True)
+            leave(drain=True)
+            await _first_of(stop.wait(), _drained(leaving, door), keeping)
+        kept.cancel()
         await registration.leave()
     finally:
         keeping.cancel()
         with suppress(asyncio.CancelledError):
             await keeping
-        await door.close()
-        await listener.close()
-        compute.close()
+    if paused:
+        door.clear()
+    return paused and not stop.is_set()
 
 
 async def join(options: PeerOptions) -> Membership:
@@ -113,11 +167,14 @@ async def _drained(leaving: asyncio.Event, door: Door) -> None:
     await door.idle.wait()
 
 
-async def _first_of(stop: asyncio.Event, drained: Coroutine[object, object, None], keeping: asyncio.Task[None]) -> None:
-    """Whichever comes first; what the registration raised is raised here."""
-    waits: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait()), asyncio.create_task(drained)]
-    done, _ = await asyncio.wait({*waits, keeping}, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    if keeping in done:
-        keeping.result()
+async def _first_of(*waits: Coroutine[object, object, object] | asyncio.Task[Any]) -> None:
+    """Until one is over. Coroutines end with it, tasks go on; what a task raised is raised here."""
+    begun = {wait: asyncio.create_task(wait) for wait in waits if isinstance(wait, Coroutine)}
+    tasks = [wait for wait in waits if isinstance(wait, asyncio.Task)]
+    try:
+        done, _ = await asyncio.wait([*begun.values(), *tasks], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in begun.values():
+            task.cancel()
+    for task in done:
+        task.result()

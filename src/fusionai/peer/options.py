@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusionai.peer.schedule import Schedule
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import PeerProfile
 
@@ -12,8 +13,10 @@ from fusionai.scheduling.types import PeerProfile
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
     """`invitation` is needed the first time only. `memory_limit_bytes` None lends what the device has, less a
-    reserve. `share` in (0, 1] is the part of the time lent. `advertise`: addresses to announce instead of this
-    machine's own (a forwarded port, a name). `measure`: even if it was done lately."""
+    reserve. `share` in (0, 1] is the part of the time lent. The upload and download limits hold for all connections
+    together. `schedule` None: at all times; `pause_when_busy`: not while other programs use the machine. `advertise`:
+    addresses to announce instead of this machine's own (a forwarded port, a name). `measure`: even if it was done
+    lately."""
 
     home: Path
     invitation: str | None = None
@@ -22,6 +25,10 @@ class PeerOptions:
     threads: int | None = None
     memory_limit_bytes: int | None = None
     share: float = 1.0
+    upload_limit_bytes_per_s: float | None = None
+    download_limit_bytes_per_s: float | None = None
+    schedule: Schedule | None = None
+    pause_when_busy: bool = False
     name: str = ""
     host: str = "0.0.0.0"
     port: int = 0

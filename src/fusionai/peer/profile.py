@@ -67,6 +67,13 @@ def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, link:
         threads=report.threads,
         share=options.share,
         fingerprint=report.fingerprint,
-        uplink=link,
-        downlink=link,
+        uplink=_within(link, options.upload_limit_bytes_per_s),
+        downlink=_within(link, options.download_limit_bytes_per_s),
     )
+
+
+def _within(link: Link, limit_bytes_per_s: float | None) -> Link:
+    """What was measured may be a burst: a provider's limit is a limit."""
+    if limit_bytes_per_s is None or link.bandwidth_bytes_per_s <= limit_bytes_per_s:
+        return link
+    return Link(bandwidth_bytes_per_s=limit_bytes_per_s, latency_s=link.latency_s)

@@ -63,6 +63,8 @@ class Registration:
         self._on_lost = on_lost
         self._conversation: Conversation | None = None
         self._known: wire.Registered | None = None
+        self._drains = False
+        """Whether a broker that was away is still to be told."""
 
     async def run(self) -> None:
         """Until cancelled. Raises what can't mend itself: a refusal, a broken trust."""
@@ -85,7 +87,10 @@ class Registration:
         try:
             registered = await self._enter(conversation)
             self._conversation = conversation
-            self._on_registered(registered)
+            if self._drains:
+                await self.leave(drain=True)
+            else:
+                self._on_registered(registered)
             while True:
                 await asyncio.sleep(registered.heartbeat_s)
                 if not await self._beat(conversation):
@@ -130,12 +135,15 @@ class Registration:
             return False
         return True
 
-    async def leave(self) -> None:
-        """Tell the broker that this peer goes; a broker that can't be reached learns it from the lease."""
+    async def leave(self, *, drain: bool = False) -> None:
+        """Tell the broker that this peer goes, or (`drain`) that it will once its work is handed over; a broker that
+        can't be reached learns it from the lease, or is told when it is back."""
+        self._drains = drain
         if self._conversation is None:
             return
         try:
-            await self._conversation.ask(wire.Leave(drain=False))
+            await self._conversation.ask(wire.Leave(drain=drain))
+            self._drains = False
         except FusionError as error:
             log.info("could not say goodbye: %s", error)
 

@@ -43,6 +43,14 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
     return number * _BITS[plain] / 8
 
 
+def parse_rate_limit_bytes_per_s(text: str) -> float:
+    """A bandwidth above 0."""
+    rate = parse_bandwidth_bytes_per_s(text)
+    if rate <= 0:
+        raise UsageError(f"expected a limit above 0, got {text!r}; without a limit leave the flag out.")
+    return rate
+
+
 def parse_share(text: str) -> float:
     """`50%` or `0.5` -> 0.5. The result is in (0, 1]."""
     number, unit = _split(text, "a share such as 50%")

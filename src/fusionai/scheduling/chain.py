@@ -6,16 +6,22 @@ half-open positions into the chain. Neighbours: `pipeline` adds peers and links,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from itertools import accumulate, pairwise
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.types import BlockCost, Problem
+from fusionai.scheduling.types import BlockCost, Plan, Problem
+from fusionai.wire.codecs import LADDER, Codec, bytes_on_link
 
 
 class Chain:
-    """`blocks` in order, costs of `problem.task` at its batch sizes."""
+    """`blocks` in order, costs of `problem.task` at its batch sizes. `codecs`: block -> how what crosses behind it is
+    packed, where that is not as the problem says for all; what is left to the plan counts as small as can be."""
 
-    def __init__(self, problem: Problem, blocks: tuple[BlockCost, ...]) -> None:
+    def __init__(
+        self, problem: Problem, blocks: tuple[BlockCost, ...], codecs: Mapping[int, Codec] | None = None
+    ) -> None:
         training = problem.task == "train"
         slots = 1.0 + problem.optimizer_bytes_per_trainable_byte
         self.blocks = blocks
@@ -25,9 +31,23 @@ class Chain:
         self._saved = _sums([b.parameter_bytes + (slots - 1.0) * b.trainable_bytes for b in blocks])
         self._kept = _sums([float(b.activation_bytes) if training else 0.0 for b in blocks])
         self._workspace = [float(b.workspace_bytes) for b in blocks]
+        self._usual: Codec = LADDER[-1] if problem.compression == "adaptive" else problem.compression
+        self._training = training
+        self._pack(codecs or {})
+
+    def with_codecs(self, codecs: Mapping[int, Codec]) -> Chain:
+        """The same, what crosses behind these blocks packed so."""
+        other = copy(self)
+        other._pack(codecs)
+        return other
+
+    def _pack(self, codecs: Mapping[int, Codec]) -> None:
         # Nothing of the pipeline crosses cut 0; what the feed sends (token ids) is too small to count.
-        self.forward_bytes = [0.0, *(float(b.output_bytes) for b in blocks)]
-        self.gradient_bytes = [0.0, *(float(b.gradient_bytes) if training else 0.0 for b in blocks)]
+        self.forward_bytes, self.gradient_bytes = [0.0], [0.0]
+        for block in self.blocks:
+            codec = codecs.get(block.block, self._usual) if self._training else "none"
+            self.forward_bytes.append(bytes_on_link(codec, float(block.output_bytes)))
+            self.gradient_bytes.append(bytes_on_link(codec, float(block.gradient_bytes)) if self._training else 0.0)
 
     def flops(self, start: int, end: int) -> float:
         return self._flops[end] - self._flops[start]
@@ -49,6 +69,11 @@ class Chain:
     def numbers(self, start: int, end: int) -> tuple[int, int]:
         """Half-open range of block numbers for a range of positions."""
         return self.blocks[start].block, self.blocks[end - 1].block + 1
+
+
+def codecs_of(plan: Plan) -> dict[int, Codec]:
+    """Last block of a stage -> how what crosses behind it is packed."""
+    return {stage.blocks[1] - 1: codec for stage, codec in zip(plan.stages, plan.codecs, strict=False)}
 
 
 def check_blocks(blocks: tuple[BlockCost, ...]) -> None:

@@ -60,7 +60,7 @@ def with_guards(plan: Plan, problem: Problem) -> Plan:
 
 def guarding(plan: Plan, problem: Problem) -> Guarding:
     """`with_guards` with its reasons."""
-    costs = StageCosts(problem)
+    costs = StageCosts(problem, plan)
     stages = [stage for stage in plan.stages if costs.guardable(plan, stage)]
     short = room_to_retain(plan, costs) if plan.task == "train" else None
     if short is not None:
@@ -86,7 +86,7 @@ def guarding(plan: Plan, problem: Problem) -> Guarding:
 
 def may_guard(plan: Plan, problem: Problem, stage: StagePlacement, peer: str) -> bool:
     """Whether `peer`, guarding nothing else, has the numerics, the memory and the link for it."""
-    costs = StageCosts(problem)
+    costs = StageCosts(problem, plan)
     watch = _Watch(plan, costs, [stage], [costs.profiles[peer]])
     return watch.refusal(stage, peer, exact=problem.takeover == "exact") is None
 

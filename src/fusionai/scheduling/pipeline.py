@@ -17,7 +17,8 @@ Neighbours: `chain` (costs of ranges), `links` (hops), `credits`, `search` and `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from math import floor
 from typing import Final, NamedTuple
@@ -27,6 +28,7 @@ from fusionai.scheduling.credits import credits_needed
 from fusionai.scheduling.links import Hop, hops
 from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import PeerProfile, Problem
+from fusionai.wire.codecs import Codec
 
 
 class Suffix(NamedTuple):
@@ -64,7 +66,12 @@ def fastest_first(peers: Iterable[PeerProfile]) -> list[PeerProfile]:
 class Pipeline:
     """Problem restricted to usable peers, in an order that does not depend on how they were listed."""
 
-    def __init__(self, problem: Problem, peers: Sequence[PeerProfile], loss_at_owner: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        peers: Sequence[PeerProfile],
+        loss_at_owner: bool,
+    ) -> None:
         owner = problem.owner
         self.problem = problem
         self.microbatches = problem.microbatches
@@ -183,6 +190,15 @@ class Pipeline:
         forward, backward = self._hops[upstream][downstream], self._hops[downstream][upstream]
         seconds = self.chain.forward_bytes[cut] / forward.bandwidth_bytes_per_s
         return seconds + self.chain.gradient_bytes[cut] / backward.bandwidth_bytes_per_s
+
+    def with_codecs(self, codecs: Mapping[int, Codec], cuts: Sequence[int]) -> Pipeline:
+        """The same for stages between `cuts`, what crosses behind these blocks packed so."""
+        other = copy(self)
+        other.chain = self.chain.with_codecs(codecs)
+        other.flight = [row[:] for row in self.flight]
+        for start, end in pairwise(cuts):
+            other.flight[start][end] = other.chain.in_flight_bytes(start, end)
+        return other
 
     def _crossing_s(self, upstream: int, downstream: int, cut: int) -> float:
         """What both transfers wait at most for others on shared access links, which serve all evenly: activations and

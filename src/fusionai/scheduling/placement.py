@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from fusionai.primitives.units import format_seconds
 from fusionai.scheduling.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
 from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.wire.codecs import Codec
 
 
 def written_out(
@@ -17,6 +18,7 @@ def written_out(
     pipeline: Pipeline,
     best: Suffix,
     *,
+    codecs: tuple[Codec, ...],
     certificate: Certificate,
     feed_at_owner: bool,
     single_peer_tokens_per_s: float | None,
@@ -40,6 +42,7 @@ def written_out(
         tokens_per_s=problem.microbatches * problem.microbatch_tokens / step_s,
         single_peer_tokens_per_s=single_peer_tokens_per_s,
         bottleneck=_bottleneck(problem, pipeline, best),
+        codecs=codecs,
         excluded=refused,
         warnings=warnings,
         certificate=certificate,

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling import likeness
@@ -24,6 +26,7 @@ from fusionai.scheduling.alone import fastest_alone
 from fusionai.scheduling.annealing import ROUNDS, annealed
 from fusionai.scheduling.bound import Bound, step_time_bound_s
 from fusionai.scheduling.chain import Chain, check_blocks
+from fusionai.scheduling.compression import lightened
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.improvement import improve
@@ -37,6 +40,7 @@ from fusionai.scheduling.search import MOST_PEERS, Limits, search
 from fusionai.scheduling.serving import serving_plan
 from fusionai.scheduling.shortlist import shortlist
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
+from fusionai.wire.codecs import Codec
 
 EXACT_PEERS: Final = 12
 """Up to here the exact search is given its full budget: it nearly always ends."""
@@ -76,9 +80,13 @@ def plan(problem: Problem) -> Plan:
     limits = limits_among(problem, pipeline, limits_of_all)
     solved = _solve(problem, pipeline, rivals, limits, bound)
     warnings = _warnings(problem, pipeline, limits, solved)
+    best, codecs = solved.best, _uniform(problem, solved.best)
+    if problem.compression == "adaptive":
+        pipeline, best, codecs = lightened(pipeline, best)
+        solved = _with_codecs(solved, problem, pipeline, best)
     alone = fastest_alone(problem, _machines(problem, usable))
     if alone is not None:
-        speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(solved.best)
+        speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(best)
         if alone.tokens_per_s > speed:
             warnings.insert(
                 0,
@@ -88,7 +96,8 @@ def plan(problem: Problem) -> Plan:
     placed = written_out(
         problem,
         pipeline,
-        solved.best,
+        best,
+        codecs=codecs,
         certificate=solved.certificate,
         feed_at_owner=_place(problem, "feed") == "owner",
         single_peer_tokens_per_s=None if alone is None else alone.tokens_per_s,
@@ -97,6 +106,23 @@ def plan(problem: Problem) -> Plan:
         usable=usable,
     )
     return with_guards(placed, problem)
+
+
+def _uniform(problem: Problem, best: Suffix) -> tuple[Codec, ...]:
+    """Of all boundaries, where the job says it; empty where nothing is packed."""
+    if problem.compression in ("none", "adaptive"):
+        return ()
+    return (problem.compression,) * (best.stages - 1)
+
+
+def _with_codecs(solved: _Solved, problem: Problem, pipeline: Pipeline, best: Suffix) -> _Solved:
+    """The certificate, which was of the smallest codecs, against what those that lose less pass."""
+    speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(best)
+    gap = max(0.0, solved.certificate.bound_tokens_per_s / speed - 1)
+    certificate = msgspec.structs.replace(
+        solved.certificate, exact=solved.certificate.exact and gap == 0.0, optimality_gap=gap
+    )
+    return _Solved(best, certificate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def promoted(
     way of a checkpoint."""
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
-    costs = StageCosts(told(problem, candidates))
+    costs = StageCosts(told(problem, candidates), plan)
     working = {stage.peer for stage in plan.stages} | {plan.feed}
     idle = sorted({peer.peer for peer in candidates} - working)
     now_s = predict(plan.stages, costs).step_s

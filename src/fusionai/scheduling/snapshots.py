@@ -59,7 +59,7 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
         return SnapshotInterval(every=0, reason="no stage is guarded, so no snapshots are taken.")
     if plan.task == "serve":
         return SnapshotInterval(every=0, reason="weights don't change: a guard holds them, and caches are rebuilt.")
-    costs = StageCosts(problem)
+    costs = StageCosts(problem, plan)
     stages = {stage.stage: stage for stage in plan.stages}
     pairs = [(stages[guard.stage], guard.peer) for guard in plan.guards]
     cheap, why_cheap = _least(plan, costs, pairs, EXTRA)

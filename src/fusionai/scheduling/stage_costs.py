@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from math import inf
 
-from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.chain import Chain, codecs_of
 from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
 
 class StageCosts:
-    """The prices of `problem`, by stage instead of by block."""
+    """The prices of `problem`, by stage instead of by block. `plan`: whose codecs count, where the job leaves them to
+    its plans."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, plan: Plan | None = None) -> None:
         self.problem = problem
         everyone = [*([] if problem.owner is None else [problem.owner]), *problem.peers]
         self.profiles = {profile.peer: profile for profile in everyone}
-        self._chain = Chain(problem, problem.blocks)
+        self._chain = Chain(problem, problem.blocks, None if plan is None else codecs_of(plan))
         self._first = problem.blocks[0].block
 
     def state_bytes(self, stage: StagePlacement) -> int:

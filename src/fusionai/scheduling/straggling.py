@@ -128,8 +128,9 @@ def better_plan(watch: Straggling, plan: Plan, problem: Problem, step: int) -> B
         found = planned(msgspec.structs.replace(measured, incumbent=plan))
     except PlanError:
         return None
-    costs = StageCosts(measured)
-    now_s, then_s = predict(plan.stages, costs).step_s, predict(found.stages, costs).step_s
+    costs = StageCosts(measured, plan)
+    now_s = predict(plan.stages, costs).step_s
+    then_s = predict(found.stages, StageCosts(measured, found)).step_s
     if then_s > (1 - GAIN) * now_s:
         return None
     late = "; ".join(

@@ -66,7 +66,7 @@ def replaced(
     if plan.feed in lost:
         raise PlanError(f"the job owner's own process {plan.feed!r} can't be replaced; it is restarted instead.")
     known = told(problem, candidates)
-    costs = StageCosts(known)
+    costs = StageCosts(known, plan)
     gone = [stage for stage in plan.stages if stage.peer in lost]
     living = {stage.peer for stage in plan.stages} - lost
     offered = {candidate.peer for candidate in candidates}
@@ -123,7 +123,7 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
     """`plan` (version 0) with one stage on `to`, which runs none. Its former peer guards it if it runs nothing else and
     has the memory; the other guards stay where they can. None: `to` can't run it, or nobody would guard it any more."""
     known = told(problem, candidates)
-    costs = StageCosts(known)
+    costs = StageCosts(known, plan)
     former = next(placed for placed in plan.stages if placed.stage == stage)
     placing = _Placing(plan, costs, {to: costs.profiles[to]}, frozenset((to,)))
     placing.place([former])
@@ -144,7 +144,7 @@ def guarded_by(plan: Plan, problem: Problem, stage: int, peer: str, candidates: 
     """`plan` (version 0) with `peer`, which runs nothing, as the guard of `stage`. None: it has no room for that, or
     another stage would lose its guard by it."""
     known = told(problem, candidates)
-    costs = StageCosts(known)
+    costs = StageCosts(known, plan)
     placed = next(one for one in plan.stages if one.stage == stage)
     if not may_guard(plan, known, placed, peer):
         return None

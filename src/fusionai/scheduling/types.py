@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from fusionai.wire.codecs import Codec, Compression
+
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base: immutable, strict, keyword-only."""
@@ -130,6 +132,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"
     """Whether a machine that computes other bits may guard a stage or stand in for its peer."""
+    compression: Compression = "none"
+    """How activations and gradients between stages are packed in training. Costs count float32."""
     serving: ServingNeeds | None = None
     """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
 
@@ -222,6 +226,8 @@ class Plan(_Data, frozen=True, kw_only=True):
     tokens_per_s: float
     single_peer_tokens_per_s: float | None = None
     bottleneck: str = ""
+    codecs: tuple[Codec, ...] = ()
+    """Training: how what crosses behind each stage but the last is packed; empty: nowhere."""
     excluded: tuple[Excluded, ...] = ()
     warnings: tuple[str, ...] = ()
     certificate: Certificate

@@ -196,7 +196,9 @@ class _Job:
         plan, rules = self.plan, self.rules
         index, last = placement.stage, len(plan.stages) - 1
         lag = (
-            stage_options(StageOptions(microbatches=plan.microbatches), placement).weight_lag if rules.weight_lag else 0
+            stage_options(StageOptions(microbatches=plan.microbatches), plan, placement.stage).weight_lag
+            if rules.weight_lag
+            else 0
         )
         producers = {index - 1} | ({FEED} if index == last and not rules.bare else set())
         shape = StageShape(

@@ -18,10 +18,12 @@ from fusionai.execution.boundary import FEED, Boundary, boundaries
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.types import Plan, StagePlacement
 from fusionai.training.job import TrainingJob
+from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import StageOptions
 
 
@@ -42,7 +44,12 @@ class Cut:
 
     name: str
     ranges: tuple[tuple[int, int], ...]
+    codecs: tuple[Codec, ...]
     stages: tuple[CutStage, ...]
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether `plan` has these stages."""
+        return (ranges_of(plan), plan.codecs) == (self.ranges, self.codecs)
 
     def roles(self, plan: Plan, owner: PeerId) -> Roles:
         """The machine's view of `plan`, whose block ranges are this cut's."""
@@ -71,6 +78,8 @@ def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:
 def cut(job: TrainingJob, plan: Plan) -> Cut:
     """Raises `GraphError` or `PlanError` where the plan's ranges are no cut of the job's graph."""
     ranges = ranges_of(plan)
+    if len(plan.codecs) not in (0, len(ranges) - 1):
+        raise PlanError(f"the plan has {len(ranges)} stages and {len(plan.codecs)} codecs, expected one fewer or none.")
     partition = cut_blocks(job.graph, ranges)
     stages: list[CutStage] = []
     for stage, boundary in zip(partition.stages, boundaries(partition), strict=True):
@@ -84,14 +93,18 @@ def cut(job: TrainingJob, plan: Plan) -> Cut:
                 entries=state_entries(stage.graph, job.options.optimizer),
             )
         )
-    digest = hashlib.sha256(msgspec.msgpack.encode([stage.graph_hash for stage in stages]))
-    return Cut(digest.hexdigest(), ranges, tuple(stages))
+    digest = hashlib.sha256(msgspec.msgpack.encode([*(stage.graph_hash for stage in stages), *plan.codecs]))
+    return Cut(digest.hexdigest(), ranges, plan.codecs, tuple(stages))
 
 
-def stage_options(options: StageOptions, placement: StagePlacement) -> StageOptions:
-    """What the stage of `placement` is told; `options` are the job's."""
+def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions:
+    """What a stage of `plan` is told; `options` are the job's."""
+    placement = plan.stages[stage]
     return msgspec.structs.replace(
-        options, in_flight=placement.in_flight, weight_lag=_weight_lag(placement, options.microbatches)
+        options,
+        in_flight=placement.in_flight,
+        weight_lag=_weight_lag(placement, options.microbatches),
+        codecs=plan.codecs,
     )
 
 

@@ -37,7 +37,7 @@ from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
 from fusionai.training.checkpoints import Checkpoints, Collection
-from fusionai.training.deployment import Cut, cut, ranges_of, stage_options
+from fusionai.training.deployment import Cut, cut, stage_options
 from fusionai.training.faults import FaultLog
 from fusionai.training.feed import Feed, forwards
 from fusionai.training.job import Batch, TrainingJob
@@ -293,7 +293,7 @@ class Driver:
                     stages=len(self._cut.stages),
                     graph_hash=part.graph_hash,
                     boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
-                    options=stage_options(self._job.options, deployment.plan.stages[stage]),
+                    options=stage_options(self._job.options, deployment.plan, stage),
                     neighbours=neighbours,
                     ticket=ticket,
                     retain=bool(guards),
@@ -319,14 +319,14 @@ class Driver:
                     stage=stage,
                     graph_hash=part.graph_hash,
                     boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
-                    options=stage_options(self._job.options, self.deployment.plan.stages[stage]),
+                    options=stage_options(self._job.options, self.deployment.plan, stage),
                     tensors=headers({"graph": part.encoded}),
                 ),
                 (part.encoded,),
             )
 
     def _cut_of(self, plan: Plan) -> Cut:
-        return self._cut if ranges_of(plan) == self._cut.ranges else cut(self._job, plan)
+        return self._cut if self._cut.holds(plan) else cut(self._job, plan)
 
     def _resume(self, command: commands.SendResume) -> None:
         self._to(

@@ -55,6 +55,11 @@ class FramedChannel(ABC):
     @abstractmethod
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 
+    def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:  # noqa: ARG002
+        """A network that can't say whether it would have to wait."""
+        self._check_open()
+        return False
+
     @abstractmethod
     async def close(self) -> None: ...
 

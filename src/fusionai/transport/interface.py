@@ -57,6 +57,11 @@ class Channel(Protocol):
         `message.tensors` must describe `tensors`. Whole frames never interleave."""
         ...
 
+    def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:
+        """What `send` does, where nothing has to be waited for; False, with nothing sent, where something has. Raises
+        what `send` raises."""
+        ...
+
     async def receive(self) -> Envelope:
         """Next frame. Raises `ChannelClosed` at the end, `WireError` (and closes) on anything malformed."""
         ...

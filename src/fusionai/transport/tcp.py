@@ -18,6 +18,7 @@ from fusionai.transport.addresses import format_address, parse_address
 from fusionai.transport.credentials import Credentials, StrangerCredentials
 from fusionai.transport.framed import Dialling
 from fusionai.transport.interface import Accept, Role
+from fusionai.transport.rate_limit import Limits
 from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 from fusionai.transport.tcp_listener import DoorLimits, TcpListener, open_door
 from fusionai.wire.messages import Stream
@@ -27,10 +28,14 @@ STAGGER_S: Final = 0.25
 
 
 class TcpTransport:
-    """Implements `Transport` for one machine. Make it before or inside an event loop; it keeps no connection."""
+    """Implements `Transport` for one machine. Make it before or inside an event loop; it keeps no connection. `rates`
+    bound all its connections together."""
 
-    def __init__(self, credentials: Credentials, *, door_limits: DoorLimits | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
+    ) -> None:
         self._credentials = credentials
+        self._rates = rates or Limits()
         self._role: Role = credentials.role
         self._context = credentials.dialling_context()
         self._door_limits = door_limits or DoorLimits()
@@ -40,7 +45,7 @@ class TcpTransport:
         if isinstance(self._credentials, StrangerCredentials):
             raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
         sock = await open_door(host, port)
-        return TcpListener(sock, self._credentials, accept, strangers, self._door_limits)
+        return TcpListener(sock, self._credentials, accept, strangers, self._door_limits, self._rates)
 
     async def dial(
         self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
@@ -86,7 +91,7 @@ class TcpTransport:
         raise next((error for error in failures if isinstance(error, TrustError)), failures[-1])
 
     async def _try(self, host: str, port: int, dialling: Dialling, timeout_s: float) -> TcpChannel:
-        channel = TcpChannel(self._credentials, self._role, dialling)
+        channel = TcpChannel(self._credentials, self._role, dialling, self._rates)
         address = format_address(host, port)
         try:
             await asyncio.get_running_loop().create_connection(

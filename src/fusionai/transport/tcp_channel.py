@@ -20,11 +20,14 @@ from fusionai.transport.credentials import Credentials
 from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Role
+from fusionai.transport.rate_limit import Limits, RateLimit
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message
 
 SMALL_BODY_BYTES: Final = 64 * 2**10
 SLICE_BYTES: Final = 256 * 2**10
+SMALL_READ_BYTES: Final = 16 * 2**10
+"""What comes in at once and is no more is taken for small frames."""
 HIGH_WATER_BYTES: Final = 512 * 2**10
 LARGE_ALLOCATION_BYTES: Final = 2**20
 STALLED_S: Final = 2.0
@@ -39,9 +42,15 @@ _DISCARDED: Final = bytearray(64 * 2**10)
 class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     """Implements `Channel`; made by an event loop as the protocol of a TLS connection."""
 
-    def __init__(self, credentials: Credentials, own_role: Role, dialling: Dialling | None) -> None:
+    def __init__(
+        self, credentials: Credentials, own_role: Role, dialling: Dialling | None, limits: Limits | None = None
+    ) -> None:
         super().__init__(own_role=own_role, dialling=dialling, allocate=_allocate)
         self._credentials = credentials
+        self._limits = limits or Limits()
+        self._inbox_full = False
+        self._over_limit = False
+        """Reading waits until what came in is paid for."""
         self._transport: asyncio.Transport | None = None
         self._sending = asyncio.Lock()
         self._writable = asyncio.Event()
@@ -57,13 +66,31 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         async with self._sending:
             transport = self._live_transport()
             if body_bytes <= SMALL_BODY_BYTES:
-                transport.write(b"".join([head, *(tensor.data for tensor in tensors)]) if tensors else head)
+                await self._small_turn(len(head) + body_bytes)
+                transport.write(_joined(head, tensors))
             else:
                 await self._send_large(transport, head, tensors)
             self.stats.sent_frames += 1
             self.stats.sent_bytes += len(head) + body_bytes
             if not self._writable.is_set():
                 await self._until_writable()
+
+    def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:
+        self._check_open()
+        body_bytes = sum(tensor.nbytes for tensor in tensors)
+        if body_bytes > SMALL_BODY_BYTES or self._sending.locked() or not self._writable.is_set():
+            return False
+        head = encode_frame_head(message, tensors, self._outbound)
+        transport = self._live_transport()
+        if (upload := self._limits.upload) is not None:
+            now_s = asyncio.get_running_loop().time()
+            if not upload.admits_small(now_s):
+                return False
+            upload.take(len(head) + body_bytes, now_s)
+        transport.write(_joined(head, tensors))
+        self.stats.sent_frames += 1
+        self.stats.sent_bytes += len(head) + body_bytes
+        return True
 
     async def close(self) -> None:
         if not self._closing:
@@ -108,6 +135,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if not self.closed:
             self.stats.arrived_bytes += nbytes
+            if self._limits.download is not None:
+                self._paid_for(nbytes, self._limits.download)
             self._reader.advance(nbytes)
             self._drain_reader()
 
@@ -165,12 +194,29 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             return
         self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
 
+    async def _small_turn(self, nbytes: int) -> None:
+        """Until a small frame may go."""
+        if (upload := self._limits.upload) is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        waits = not upload.admits_small(now_s)
+        due_s = upload.take(nbytes, now_s)
+        if waits:
+            await self._wait(due_s)
+
     async def _send_large(self, transport: asyncio.Transport, head: bytes, tensors: Sequence[HostTensor]) -> None:
+        upload = self._limits.upload
+        slice_bytes = SLICE_BYTES if upload is None else upload.slice_bytes(SLICE_BYTES)
+        if upload is not None:
+            upload.take(len(head), asyncio.get_running_loop().time())
         try:
             transport.write(head)
             for tensor in tensors:
-                for start in range(0, tensor.nbytes, SLICE_BYTES):
-                    transport.write(tensor.data[start : start + SLICE_BYTES])
+                for start in range(0, tensor.nbytes, slice_bytes):
+                    piece = tensor.data[start : start + slice_bytes]
+                    if upload is not None:
+                        await self._wait(upload.take(piece.nbytes, asyncio.get_running_loop().time()))
+                    transport.write(piece)
                     self._slices += 1
                     if not self._writable.is_set():
                         await self._until_writable()
@@ -193,6 +239,12 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 self._abort()
                 return
             await asyncio.sleep(_POLL_S)
+
+    async def _wait(self, seconds: float) -> None:
+        if seconds > 0:
+            await asyncio.sleep(seconds)
+            if self._gone.is_set():
+                raise ChannelClosed("the connection was lost while sending.")
 
     async def _until_writable(self) -> None:
         await self._writable.wait()
@@ -218,13 +270,39 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
+    def _paid_for(self, nbytes: int, download: RateLimit) -> None:
+        """Count what came in; where that is too much, the other side is held back until it is paid for."""
+        now_s = asyncio.get_running_loop().time()
+        waits = nbytes > SMALL_READ_BYTES or not download.admits_small(now_s)
+        due_s = download.take(nbytes, now_s)
+        if waits and due_s > 0 and not self._over_limit:
+            self._over_limit = True
+            self._hold_or_read()
+            asyncio.get_running_loop().call_later(due_s, self._within_limit)
+
+    def _within_limit(self) -> None:
+        self._over_limit = False
+        self._hold_or_read()
+
     def _pause_reading(self) -> None:
-        if self._transport is not None:
-            self._transport.pause_reading()
+        self._inbox_full = True
+        self._hold_or_read()
 
     def _resume_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        self._inbox_full = False
+        self._hold_or_read()
+
+    def _hold_or_read(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._inbox_full or self._over_limit:
+            self._transport.pause_reading()
+        else:
             self._transport.resume_reading()
+
+
+def _joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
+    return b"".join([head, *(tensor.data for tensor in tensors)]) if tensors else head
 
 
 def _allocate(count: int) -> memoryview:

@@ -19,6 +19,7 @@ from fusionai.transport.accepting import AcceptedTasks
 from fusionai.transport.addresses import candidates
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.interface import Accept, Role
+from fusionai.transport.rate_limit import Limits
 from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +40,13 @@ class TcpListener:
     """Implements `Listener`. Closing it ends the channels it accepted."""
 
     def __init__(
-        self, sock: socket.socket, credentials: MemberCredentials, accept: Accept, strangers: bool, limits: DoorLimits
+        self,
+        sock: socket.socket,
+        credentials: MemberCredentials,
+        accept: Accept,
+        strangers: bool,
+        limits: DoorLimits,
+        rates: Limits,
     ) -> None:
         host, port = sock.getsockname()[:2]
         self.addresses = candidates(host, port)
@@ -48,6 +55,7 @@ class TcpListener:
         self._role: Role = credentials.role
         self._context = credentials.listening_context(strangers=strangers)
         self._limits = limits
+        self._rates = rates
         self._accepted = AcceptedTasks(accept, stranger_lifetime_s=limits.stranger_s)
         self._half_open: dict[asyncio.Task[None], None] = {}
         self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
@@ -78,7 +86,7 @@ class TcpListener:
             task.add_done_callback(lambda done: self._half_open.pop(done, None))
 
     async def _serve(self, sock: socket.socket) -> None:
-        channel = TcpChannel(self._credentials, self._role, None)
+        channel = TcpChannel(self._credentials, self._role, None, self._rates)
         try:
             async with asyncio.timeout(self._limits.greeting_s):
                 await asyncio.get_running_loop().connect_accepted_socket(

@@ -37,6 +37,7 @@ from fusionai.wire.base import (
     Text,
     WireMessage,
 )
+from fusionai.wire.codecs import Codec, PackedTensor
 from fusionai.wire.serving import (
     CacheFormat,
     Digest,
@@ -309,6 +310,9 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     weight_lag: Count = 0
     """Microbatches whose weight gradients a stage may leave for later, when it would otherwise wait (zero bubble)."""
     takeover: Literal["exact", "tolerant"] = "exact"
+    codecs: Annotated[tuple[Codec, ...], Meta(max_length=1024)] = ()
+    """How what a stage gets from those before it, and gives back, is packed: for the second stage, the third and so on;
+    empty: nowhere."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -500,6 +504,7 @@ class Forward(WireMessage, frozen=True, kw_only=True, tag="forward"):
     microbatch: Index
     producer: Annotated[int, Meta(ge=-1, le=2**20)]
     consumer: Count
+    packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=4096)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
@@ -512,6 +517,7 @@ class Backward(WireMessage, frozen=True, kw_only=True, tag="backward"):
     microbatch: Index
     consumer: Count
     producer: Count
+    packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=4096)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Graph:
         served=ServingOptions(weights="fp32", cache="fp32", context_tokens=None, sessions=1, ends="owner"),
     )
     return plan_command.captured(str(path), asked)
+
+
+SLOW_LINKS = """
+[[peers]]
+name = "rig"
+count = 2
+flops_per_s = 1e11
+memory = "4GB"
+uplink = "1Mbit"
+downlink = "1Mbit"
+"""
 
 
 @pytest.fixture
@@ -275,6 +287,63 @@ electricity_per_kwh = 0.3
     assert "Energy: " in shown
     assert "Money: " in shown
     assert "<svg" in (files / "plan.svg").read_text()
+
+
+@pytest.mark.slow
+def test_where_links_hold_a_job_up_smaller_codecs_are_offered(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str]
+):
+    (files / "pool.toml").write_text(SLOW_LINKS)
+    assert planned(files, "--stages", "2") == 0
+    written = json.loads((files / "plan.json").read_text())
+    offers = written["lighter"]
+    assert [offer["compression"] for offer in offers] == ["int8", "int4", "int2"], "ternary is hardly smaller"
+    speeds = [written["tokens_per_s"], *(offer["tokens_per_s"] for offer in offers)]
+    assert all(later > 1.25 * earlier for earlier, later in pairwise(speeds))
+    assert "Links hold it up: with --compression int8 " in capsys.readouterr().out
+    assert planned(files, "--stages", "2", "--compression", "int4") == 0
+    packed = json.loads((files / "plan.json").read_text())
+    assert packed["compression"] == "int4"
+    assert packed["tokens_per_s"] == pytest.approx(offers[1]["tokens_per_s"])
+    assert [offer["compression"] for offer in packed["lighter"]] == ["int2"]
+    ratio = written["links"][0]["forward_bytes"] / packed["links"][0]["forward_bytes"]
+    assert ratio == pytest.approx(32 / 4.25)
+    assert "travel packed: int4." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_codecs_may_be_left_to_the_plan(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
+    links = """
+[[links]]
+between = ["rig-1", "rig-2"]
+bandwidth = "1Mbit"
+
+[owner]
+name = "me"
+flops_per_s = 1e11
+memory = "8GB"
+"""
+    (files / "pool.toml").write_text(SLOW_LINKS.replace("1Mbit", "10Gbit") + links)
+    assert planned(files, "--stages", "2", "--compression", "adaptive") == 0
+    written = json.loads((files / "plan.json").read_text())
+    between_rigs, to_owner = written["codecs"]
+    assert to_owner == "none"
+    assert between_rigs != "none"
+    assert written["lighter"] == []
+    assert f"travel packed: 0 to 1 {between_rigs}, 1 to 2 none." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_where_computing_holds_it_up_none_is(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
+    (files / "pool.toml").write_text(SLOW_LINKS.replace("1Mbit", "10Gbit").replace("1e11", "1e7"))
+    assert planned(files, "--stages", "2") == 0
+    assert json.loads((files / "plan.json").read_text())["lighter"] == []
+    assert "Links hold it up" not in capsys.readouterr().out
+
+
+def test_serving_has_no_compression(files: Path, capsys: pytest.CaptureFixture[str]):
+    assert planned(files, "--task", "serve", "--compression", "int8") == 2
+    assert "--compression is for --task train" in capsys.readouterr().err
 
 
 @pytest.mark.slow

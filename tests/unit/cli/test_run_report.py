@@ -117,7 +117,7 @@ def data(told: Told) -> ReportData:
             learning_rate=1.0,
             schedule="constant",
             clip_norm=None,
-            precision="float32",
+            precision="float32", compression="none",
         ),
         describe=lambda: "a recipe",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 
@@ -79,6 +80,45 @@ def test_pieces_of_work_run_one_after_the_other_in_order():
     assert asyncio.run(run()) == list(range(20))
 
 
+def test_whoever_submits_work_is_told_on_the_loop_what_came_of_it():
+    async def run() -> None:
+        thread = ComputeThread()
+        told: asyncio.Queue[object] = asyncio.Queue()
+
+        def fail() -> None:
+            raise ExecutionError("no.")
+
+        def done(outcome: object) -> None:
+            assert threading.current_thread() is threading.main_thread()
+            told.put_nowait(outcome)
+
+        thread.submit(lambda: "made", done)
+        thread.submit(fail, done)
+        made = await told.get()
+        assert isinstance(made, tuple)
+        assert made[0] == "made"
+        assert isinstance(await told.get(), ExecutionError)
+        thread.close()
+
+    asyncio.run(run())
+
+
+def test_work_that_ends_after_the_loop_is_nobodys():
+    thread, at_work, go_on = ComputeThread(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        at_work.set()
+        go_on.wait()
+
+    async def run() -> None:
+        thread.submit(work, lambda _: pytest.fail("nobody is there to be told"))
+        at_work.wait()
+
+    asyncio.run(run())
+    go_on.set()
+    thread.close()
+
+
 # ---------------------------------------------------------------------------------------------------------- sending
 
 
@@ -114,11 +154,48 @@ def test_an_outbox_keeps_the_order_and_sends_what_is_queued_before_it_closes():
     asyncio.run(run())
 
 
+class Prompt(Channel):
+    """Takes what it can at once, as long as it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(error)
+        self.ready = True
+
+    def send_at_once(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> bool:
+        if self.error is not None:
+            raise self.error
+        if self.ready:
+            self.sent.append(message)
+        return self.ready
+
+
+def test_an_outbox_passes_by_its_queue_only_where_nothing_waits():
+    async def run() -> None:
+        channel = Prompt()
+        outbox = Outbox(channel, pytest.fail)
+        outbox.post(ping(0))
+        assert channel.sent == [ping(0)], "sent before anything else happens"
+        channel.ready = False
+        outbox.post(ping(1))
+        channel.ready = True
+        outbox.post(ping(2))
+        assert channel.sent == [ping(0)], "the second waits, so does the third"
+        await outbox.flush()
+        outbox.post(ping(3))
+        assert channel.sent == [ping(number) for number in range(4)]
+        await outbox.close()
+        outbox.post(ping(4))
+        assert channel.sent == [ping(number) for number in range(4)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("error", [ChannelClosed("gone."), WireError("too large a frame.")], ids=["lost", "too large"])
-def test_what_can_not_be_sent_is_reported_once_and_ends_the_channel(error: Exception):
+def test_what_can_not_be_sent_is_reported_once_and_ends_the_channel(error: Exception, at_once: bool):
     async def run() -> None:
         lost: list[str] = []
-        channel = Channel(error)
+        channel = Prompt(error) if at_once else Channel(error)
         outbox = Outbox(channel, lost.append)
         outbox.post(ping(0))
         outbox.post(ping(1))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 
-from fusionai.peer.profile import measured_link
+from fusionai.backends.interface import DeviceReport
+from fusionai.peer.options import PeerOptions
+from fusionai.peer.profile import make_profile, measured_link
 from fusionai.primitives.clock import SystemClock
+from fusionai.scheduling.types import Link
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe
 from fusionai.transport.memory import MemoryNetwork
@@ -33,3 +37,28 @@ def test_a_broker_that_goes_away_while_the_link_is_measured_costs_no_more_than_t
 
     asyncio.run(body())
     assert re.search("could not be measured: the .* clos", caplog.text)
+
+
+REPORT = DeviceReport(
+    backend="torch",
+    backend_version="2",
+    device="cpu",
+    device_name="a cpu",
+    flops_per_s=1e11,
+    memory_bandwidth_bytes_per_s=1e10,
+    memory_bytes=8 * 10**9,
+    threads=1,
+    fingerprint="f",
+)
+
+
+@pytest.mark.parametrize(
+    ("upload", "download", "expected"), [(None, None, (1e7, 1e7)), (2.5e6, None, (2.5e6, 1e7)), (5e7, 1e6, (1e7, 1e6))]
+)
+def test_a_link_is_no_faster_than_its_provider_allows(
+    upload: float | None, download: float | None, expected: tuple[float, float], tmp_path: Path
+):
+    options = PeerOptions(home=tmp_path, upload_limit_bytes_per_s=upload, download_limit_bytes_per_s=download)
+    profile = make_profile(options, peer_id(1), REPORT, Link(bandwidth_bytes_per_s=1e7, latency_s=0.02))
+    assert (profile.uplink.bandwidth_bytes_per_s, profile.downlink.bandwidth_bytes_per_s) == expected
+    assert profile.uplink.latency_s == profile.downlink.latency_s == 0.02

@@ -26,14 +26,16 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["wire.md", "machines.md", pytest.param("analysis.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["wire.md", "machines.md", "recipes.md", pytest.param("analysis.md", marks=pytest.mark.slow)]
+)
 def test_generated_pages_are_up_to_date(generate: ModuleType, name: str):
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert generate.rendered(name) == page, f"docs/{name} is out of date: run `make docs`"
 
 
 def test_every_generated_page_is_compared(generate: ModuleType):
-    assert set(generate.GENERATED) == {"wire.md", "machines.md", "analysis.md"}
+    assert set(generate.GENERATED) == {"wire.md", "machines.md", "recipes.md", "analysis.md"}
 
 
 @pytest.mark.parametrize("message", get_args(messages.Message), ids=lambda message: message.__name__)

@@ -7,7 +7,7 @@ padded or shorter calls. Packed bytes never leave the process. Neighbours: `pack
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from fusionai.backends.torch.row_code import Factor
+from fusionai.backends.torch.wide_pages import WidePages
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
 
@@ -74,17 +75,23 @@ class PackedLinear:
 
 
 def pack(
-    weight: torch.Tensor, bias: torch.Tensor | None, form: WeightFormat, key: str, *, in_blocks: bool = False
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    form: WeightFormat,
+    key: str,
+    *,
+    in_blocks: bool = False,
+    pages: WidePages | None = None,
 ) -> PackedLinear:
     """`weight` [out, in] in float32, kept as `form`; the caller lets the original go. `in_blocks`: as compiled row
-    programs read it (`blocks`), where the form can be.
+    programs read it (`blocks`), where the form can be, in `pages`.
 
     Raises `ExecutionError` where values do not fit the form."""
     if weight.device.type != "cpu":
         product, nbytes = _on_accelerator(weight, form, key)
         return PackedLinear(product, bias, nbytes)
     if in_blocks and form in IN_BLOCKS:
-        product, blocks = _in_blocks(weight, form)
+        product, blocks = _in_blocks(weight, form, pages)
         return PackedLinear(product, bias, blocks.nbytes, blocks=blocks)
     kind, product, nbytes = _on_cpu(weight, form, key)
     least, most = _steady_rows(kind, weight.shape[0], weight.shape[1], torch.get_num_threads(), _Probe(product))
@@ -105,6 +112,13 @@ def packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
             return (
                 packed_bytes(rows, columns, "int8") if group is None else rows * (columns // 2 + 4 * columns // group)
             )
+
+
+def block_pages(shapes: Iterable[Sequence[int]], form: WeightFormat) -> WidePages:
+    """Room for matrices [out, in] in blocks."""
+    from fusionai.backends.torch.row_products import blocks_bytes
+
+    return WidePages(sum(blocks_bytes(columns, count, IN_BLOCKS[form]) for columns, count in shapes))
 
 
 def int4_group(rows: int, columns: int) -> int | None:
@@ -180,12 +194,12 @@ def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int
     return f"onednn {dtype}", lambda x: compute(x.to(dtype), packed, None, "none", [], ""), nbytes
 
 
-def _in_blocks(weight: torch.Tensor, form: WeightFormat) -> tuple[Product, torch.Tensor]:
+def _in_blocks(weight: torch.Tensor, form: WeightFormat, pages: WidePages | None) -> tuple[Product, torch.Tensor]:
     """A row's bits are its own by construction, so nothing is tried. Imported here: not everybody has the compiler."""
     from fusionai.backends.torch.row_products import as_blocks, factor_of, multiply
 
     columns, count = weight.shape
-    blocks = as_blocks(weight.to(IN_BLOCKS[form]))
+    blocks = as_blocks(weight.to(IN_BLOCKS[form]), pages)
     kind, padded = factor_of(blocks), 16 * blocks.shape[0]
 
     def product(x: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from fusionai.backends.torch.row_vectors import (
     prefetch,
     stamp_of,
 )
+from fusionai.backends.torch.wide_pages import WidePages, taken_bytes
 
 HALVES: Final[bool] = get_host_cpu_features().get("avx512bf16", False)
 """Whether the processor multiplies bfloat16 by bfloat16, two summands an instruction."""
@@ -51,16 +52,25 @@ def factor_of(blocks: torch.Tensor) -> Factor:
     return Factor.HALVES if HALVES else Factor.BF16
 
 
-def as_blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """[columns, summands] float32 or bfloat16 -> [blocks, summands, 16], or [blocks, pairs, 16, 2]; zeros fill up."""
+def as_blocks(matrix: torch.Tensor, pages: WidePages | None = None) -> torch.Tensor:
+    """[columns, summands] float32 or bfloat16 -> [blocks, summands, 16], or [blocks, pairs, 16, 2]; zeros fill up.
+    In `pages`, where given."""
     columns, count = matrix.shape
     paired = matrix.dtype == torch.bfloat16
     whole = matrix.new_zeros((columns + -columns % LANES, count + (count % 2 if paired else 0)))
     whole[:columns, :count] = matrix
     blocks = whole.reshape(-1, LANES, whole.shape[1])
     if paired:
-        return blocks.reshape(*blocks.shape[:2], -1, 2).transpose(1, 2).contiguous()
-    return blocks.transpose(1, 2).contiguous()
+        blocks = blocks.reshape(*blocks.shape[:2], -1, 2)
+    blocks = blocks.transpose(1, 2)
+    if pages is None:
+        return blocks.contiguous()
+    return pages.take(tuple(blocks.shape), blocks.dtype).copy_(blocks)
+
+
+def blocks_bytes(columns: int, count: int, dtype: torch.dtype) -> int:
+    """What `as_blocks` takes of pages."""
+    return taken_bytes((columns + -columns % LANES, count + (count % 2 if dtype == torch.bfloat16 else 0)), dtype)
 
 
 def _tile(kind: Factor, blocks: int, rows: int) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -95,8 +96,14 @@ class RowProgram:
         self._code = plan.code.copy()
         # Vectors that begin with a cache line are read at once.
         self._memory = _aligned(plan.fixed + BATCH_ROWS * plan.width)
+        self._rows = self._memory[plan.fixed :].reshape(BATCH_ROWS, plan.width)
         self._scores = _aligned(plan.groups * _FIRST_SCORES)
         self._halves = _aligned(_half_rows(plan))
+        # Asking an array for its address takes longer than any other argument of a pass.
+        self._memory_at, self._scores_at, self._halves_at = (
+            array.ctypes.data for array in (self._memory, self._scores, self._halves)
+        )
+        self._floats = {meaning: prod(shape) for meaning, (_, shape) in plan.outputs.items()}
         self._caches = np.zeros((max(1, len(plan.attentions)), 4), dtype=np.int64)
         for number, node in enumerate(plan.attentions):
             cache_ = caches[node]
@@ -129,13 +136,13 @@ class RowProgram:
         for begin in range(0, count, BATCH_ROWS):
             rows = slice(begin, min(count, begin + BATCH_ROWS))
             some = places[rows]
-            own = self._memory[plan.fixed : plan.fixed + len(some) * plan.width].reshape(len(some), plan.width)
+            own = self._rows[: len(some)]
             for name, (place, floats) in plan.inputs.items():
                 own[:, place : place + floats] = inputs[name][0, rows].reshape(len(some), floats)
             self._compute(some)
             for meaning, (place, shape) in plan.outputs.items():
-                floats = int(np.prod(shape))
-                results[meaning][0, rows] = own[:, place : place + floats].reshape(len(some), *shape)
+                made = own[:, place : place + self._floats[meaning]]
+                results[meaning][0, rows] = made.reshape(len(some), *shape)
         return results
 
     @property
@@ -151,10 +158,11 @@ class RowProgram:
         needed = self._plan.groups * (1 + max(place.position for place in places))
         if self._plan.attentions and needed > self._scores.size:
             self._scores = _aligned(2 * needed)
+            self._scores_at = self._scores.ctypes.data
         self._run(
             self._code,
             self._memory,
-            self._memory.ctypes.data,
+            self._memory_at,
             self._plan.fixed,
             self._plan.width,
             len(places),
@@ -165,9 +173,9 @@ class RowProgram:
             np.array([place.ring for place in places], dtype=np.int64),
             self._page_tokens,
             self._scores,
-            self._scores.ctypes.data,
+            self._scores_at,
             self._halves,
-            self._halves.ctypes.data,
+            self._halves_at,
         )
 
 

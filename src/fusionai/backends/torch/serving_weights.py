@@ -14,7 +14,7 @@ import torch
 from fusionai.backends.binding import nearest
 from fusionai.backends.torch.host import DTYPES, to_torch
 from fusionai.backends.torch.packed_graph import Held, Use, lookup_tables, only_packed, products
-from fusionai.backends.torch.packed_linear import PackedLinear, pack
+from fusionai.backends.torch.packed_linear import PackedLinear, block_pages, pack
 from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
@@ -34,11 +34,13 @@ class ServingWeights:
         self._graph = graph = joined.graph
         self._form: WeightFormat = form
         self._device = device
-        self._in_blocks = in_blocks
         self._parts = joined.parts
         self._stack_of = {part: whole for whole, parts in joined.parts.items() for part in parts}
         self._incomplete: dict[str, dict[str, torch.Tensor]] = {}
         self.uses = products(graph)
+        layouts = {(use.weight, use.transposed) for use in self.uses.values()}
+        shapes = [graph.params[weight].shape[:: -1 if turned else 1] for weight, turned in layouts]
+        self._pages = block_pages(shapes, form) if in_blocks else None
         self.tables = lookup_tables(graph)
         self._only_packed = only_packed(graph, self.uses)
         self._named: dict[str, list[str]] = {}
@@ -125,7 +127,8 @@ class ServingWeights:
                     None,
                     self._form,
                     key,
-                    in_blocks=self._in_blocks,
+                    in_blocks=self._pages is not None,
+                    pages=self._pages,
                 )
             self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
         return bool(uses)

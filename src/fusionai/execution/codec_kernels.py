@@ -1,0 +1,54 @@
+"""The loops of `execution.codecs` over groups of numbers, as numba compiles them. Decides nothing.
+
+Each does in one go over memory what `codecs` says in whole arrays, operation by operation in float32: both give the
+same bits, so that who replays a step without a compiler sends what was sent. Neighbour: `scheduling.compiled`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def largest_bits(bits: Any, largest: Any) -> None:
+    """bits uint32 [groups, width] of float32 -> those of each group's largest magnitude, uint32 [groups]."""
+    groups, width = bits.shape
+    for group in range(groups):
+        most = np.uint32(0)
+        for at in range(width):
+            most = max(most, bits[group, at] & np.uint32(0x7FFFFFFF))
+        largest[group] = most
+
+
+def to_levels(x: Any, inverse: Any, most: Any, levels: Any) -> None:
+    """x float32 [groups, width] times inverse [groups], rounded to even, within +-most -> levels int8."""
+    groups, width = x.shape
+    for group in range(groups):
+        factor = inverse[group]
+        for at in range(width):
+            level = np.rint(x[group, at] * factor)
+            levels[group, at] = np.int8(min(max(level, -most), most))
+
+
+def from_levels(levels: Any, scales: Any, x: Any) -> None:
+    """levels int8 [groups, width] times scales float32 [groups] -> x float32."""
+    groups, width = levels.shape
+    for group in range(groups):
+        scale = scales[group]
+        for at in range(width):
+            x[group, at] = np.float32(levels[group, at]) * scale
+
+
+def butterflies(x: Any) -> None:
+    """Each row of x float32 [groups, width] times the Hadamard matrix, in place. `width` is a power of two."""
+    groups, width = x.shape
+    for group in range(groups):
+        half = 1
+        while half < width:
+            for start in range(0, width, 2 * half):
+                for at in range(start, start + half):
+                    a, b = x[group, at], x[group, at + half]
+                    x[group, at] = a + b
+                    x[group, at + half] = a - b
+            half *= 2

@@ -1,0 +1,345 @@
+"""Boundary tensors made small and large again: 8 to 1.7 bits a number. Decides the bits, not where codecs are used.
+
+`int8`: each 64 numbers of a row share a scale, their largest magnitude is level 127. The others turn each group first
+by a Hadamard matrix with fixed signs: what was one large number among small ones is spread over all (as QuIP#, arXiv
+2402.04396, does with weights), and every group looks as if drawn from a normal distribution. `int4` then has levels of
+-7 to 7, `int2` and `ternary` the four and the three values that lose least of such a distribution.
+
+The same tensor gives the same bits on every machine: a replay sends again what was sent. A group that holds a number
+which is not finite comes back as NaN throughout: nothing wrong becomes invisible.
+
+Neighbours: `wire.codecs` has the sizes, `execution.work` packs and unpacks in the compute thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.execution import codec_kernels as kernels
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.scheduling.compiled import available, compiled
+from fusionai.wire.codecs import SCALE_BYTES, Codec, PackedTensor, group_of, level_bytes, packed_bytes, packs
+
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+Name = TypeVar("Name", bound=Hashable)
+
+_NAN: Final = np.uint32(0x7FC0)
+_NOT_FINITE: Final = np.uint32(0x7F800000)
+_TINY: Final = np.uint32(0x03800000)
+"""2**-120: the inverse of a smaller scale would be infinite. Such groups are zeros."""
+_MOST: Final[dict[Codec, int]] = {"int8": 127, "int4": 7}
+
+
+@dataclass(frozen=True, slots=True)
+class _Few:
+    """Magnitudes of an inner and an outer level and the border between, in standard deviations: those that lose least
+    of a normal distribution (Max 1960, table I)."""
+
+    inner: np.float32
+    outer: np.float32
+    between: np.float32
+
+
+_FEW: Final[dict[Codec, _Few]] = {
+    "int2": _Few(np.float32(0.4528), np.float32(1.5104), np.float32(0.9816)),
+    "ternary": _Few(np.float32(0), np.float32(1.2240), np.float32(0.6120)),
+}
+_FACTOR: Final = np.float32(1 / 8)
+"""Of a turned group. All factors are powers of two, hence exact."""
+_CHUNK: Final = 2**16
+"""Numbers worked on at a time where nothing is compiled: they stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor on its way. `data` is `uint8` [bytes]."""
+
+    was: PackedTensor
+    data: HostTensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+Carried = HostTensor | Packed
+"""What arrives: as it was, or packed."""
+
+
+def pack(name: str, tensor: HostTensor, codec: Codec) -> Carried:
+    """As it is where the codec does not pack such a tensor."""
+    if not packs(codec, tensor.dtype, tensor.shape):
+        return tensor
+    data = _encoded(_floats(tensor), codec, tensor.shape)
+    assert tensor.dtype in ("float32", "bfloat16")
+    return Packed(PackedTensor(name, codec, tensor.dtype, tensor.shape), host_tensor("uint8", (data.size,), data.data))
+
+
+def unpack(carried: Carried) -> HostTensor:
+    if isinstance(carried, HostTensor):
+        return carried
+    was = carried.was
+    x = _decoded(np.frombuffer(carried.data.data, np.uint8), was.codec, was.shape)
+    if was.dtype == "bfloat16":
+        return host_tensor("bfloat16", was.shape, _shortened(x).data)
+    return host_tensor("float32", was.shape, x.data)
+
+
+def unpack_all(carried: Mapping[Name, Carried]) -> dict[Name, HostTensor]:
+    return {name: unpack(one) for name, one in carried.items()}
+
+
+def split(carried: Mapping[str, Carried]) -> tuple[dict[str, HostTensor], tuple[PackedTensor, ...]]:
+    """As a message has them: the tensors of its body, and what some of them were."""
+    body = {name: one.data if isinstance(one, Packed) else one for name, one in carried.items()}
+    return body, tuple(one.was for one in carried.values() if isinstance(one, Packed))
+
+
+def joined(body: Mapping[str, HostTensor], packed: Sequence[PackedTensor]) -> dict[str, Carried]:
+    """The reverse. Raises `ExecutionError` for what `pack` can't have made."""
+    carried: dict[str, Carried] = dict(body)
+    for was in packed:
+        data = carried.get(was.name)
+        if not isinstance(data, HostTensor):
+            raise ExecutionError(f"{was.name!r} was packed {'twice' if data is not None else 'and did not come'}.")
+        packable = packs(was.codec, was.dtype, was.shape)
+        expected_bytes = packed_bytes(was.codec, was.shape) if packable else 0
+        if not packable or data.dtype != "uint8" or data.nbytes != expected_bytes:
+            raise ExecutionError(
+                f"expected {was.dtype}{list(was.shape)} as {was.codec} in {expected_bytes} bytes for {was.name!r}, got "
+                f"{data.dtype}{list(data.shape)}."
+            )
+        carried[was.name] = Packed(was, data)
+    return carried
+
+
+# ------------------------------------------------------------------------------------------------------------- codecs
+
+
+def _encoded(x: Floats, codec: Codec, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    width = shape[-1] if shape else 1
+    group = group_of(codec, width)
+    rows = x.reshape(-1, width)
+    if missing := -width % group:
+        rows = np.pad(rows, ((0, 0), (0, missing)))
+    groups = rows.reshape(-1, group)
+    out = np.empty(packed_bytes(codec, shape), np.uint8)
+    split = len(groups) * level_bytes(codec, group)
+    levels, scales = out[:split].reshape(len(groups), -1), out[split:].view(np.uint16)
+    match codec:
+        case "int8":
+            _to_levels(groups, _MOST[codec], levels.view(np.int8), scales)
+        case "int4":
+            signed = np.empty(groups.shape, np.int8)
+            _to_levels(_turned(groups), _MOST[codec], signed, scales)
+            nibbles = (signed + np.int8(8)).view(np.uint8)
+            np.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << np.uint8(4), out=levels)
+        case "int2":
+            _fours(*_to_few(_turned(groups), _FEW[codec], scales), levels)
+        case _:
+            _trits(*_to_few(_turned(groups), _FEW[codec], scales), levels)
+    return out
+
+
+def _decoded(packed: npt.NDArray[np.uint8], codec: Codec, shape: tuple[int, ...]) -> Floats:
+    width = shape[-1] if shape else 1
+    group = group_of(codec, width)
+    number = packed.size // (level_bytes(codec, group) + SCALE_BYTES)
+    split = packed.size - SCALE_BYTES * number
+    levels = packed[:split].reshape(number, -1)
+    # Levels of several rows may end at an odd byte.
+    scales = np.frombuffer(packed[split:].tobytes(), np.uint16).astype(np.uint32) << np.uint32(16)
+    scale = scales.view(np.float32)
+    match codec:
+        case "int8":
+            x = _from_levels(levels.view(np.int8), scale)
+        case "int4":
+            signed = np.empty((number, group), np.int8)
+            signed[:, ::2] = (levels & np.uint8(15)).view(np.int8) - np.int8(8)
+            signed[:, 1::2] = (levels >> np.uint8(4)).view(np.int8) - np.int8(8)
+            x = _turned_back(_from_levels(signed, scale))
+        case "int2":
+            x = _turned_back(_from_fours(levels, scale))
+        case _:
+            x = _turned_back(np.ascontiguousarray(_from_trits(levels, scale, group)))
+    rows = x.reshape(-1, width + -width % group)
+    return np.ascontiguousarray(rows[:, :width]).reshape(-1)
+
+
+def _to_levels(x: Floats, most: int, levels: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> None:
+    """The scale is rounded up: the largest number's level is never above `most` by more than rounding mends."""
+    largest = _largest_bits(x)
+    finite = largest < _NOT_FINITE
+    scaled = largest.view(np.float32) * np.float32(1 / most)
+    short = np.where(largest < _TINY, np.uint32(0), (scaled.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16))
+    scales[:] = np.where(finite, short, _NAN)
+    scale = (short << np.uint32(16)).view(np.float32)
+    usable = finite & (scale > 0)
+    inverse = np.zeros(len(x), np.float32)
+    np.divide(np.float32(1), scale, out=inverse, where=usable)
+    if available():
+        compiled(kernels.to_levels)(x, inverse, np.float32(most), levels)
+    else:
+        rows = _CHUNK // x.shape[1]
+        with np.errstate(invalid="ignore"):
+            for start in range(0, len(x), rows):
+                part = slice(start, start + rows)
+                rounded = np.rint(x[part] * inverse[part, None])
+                levels[part] = np.clip(rounded, -most, most, out=rounded)
+    if not finite.all():
+        levels[~finite] = 0  # whatever not a number became
+
+
+def _from_levels(levels: npt.NDArray[np.int8], scales: Floats) -> Floats:
+    x = np.empty(levels.shape, np.float32)
+    if available():
+        compiled(kernels.from_levels)(levels, scales, x)
+    else:
+        np.multiply(levels, scales[:, None], out=x)
+    return x
+
+
+def _largest_bits(x: Floats) -> Words:
+    bits = x.view(np.uint32)
+    if not available():
+        return (bits & np.uint32(0x7FFFFFFF)).max(axis=1)
+    largest = np.empty(len(x), np.uint32)
+    compiled(kernels.largest_bits)(bits, largest)
+    return largest
+
+
+def _to_few(
+    x: Floats, few: _Few, scales: npt.NDArray[np.uint16]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """(negative, outer) of each number. A group that one number rules looks not normal but even once it is turned:
+    then all are outer."""
+    largest = _largest_bits(x)
+    usable = (largest < _NOT_FINITE) & (largest >= _TINY)
+    # By a power of two, so that squares neither vanish nor overflow.
+    power = np.where(usable, largest & _NOT_FINITE, np.uint32(0x3F800000)).astype(np.uint32).view(np.float32)
+    x = x / power[:, None]
+    with np.errstate(invalid="ignore"):
+        deviation = np.sqrt(_summed(x * x) * np.float32(1 / x.shape[1]))
+        usual, even = (_tried(x, few, deviation * factor) for factor in (np.float32(1), 1 / few.outer))
+        better = even.lost < usual.lost
+        scale = np.where(better, even.scale, usual.scale) * power
+    scales[:] = np.where(usable, scale.view(np.uint32) >> np.uint32(16), np.where(largest < _TINY, np.uint32(0), _NAN))
+    return x < 0, np.where(better[:, None], even.outer, usual.outer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """`outer` [groups, width]: whether a number is one of the outer ones; `lost` [groups]. `scale` [groups] is a
+    bfloat16 in a float32."""
+
+    scale: Floats
+    outer: npt.NDArray[np.bool_]
+    lost: Floats
+
+
+def _tried(x: Floats, few: _Few, deviation: Floats) -> _Try:
+    short = (deviation.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
+    scale = (short << np.uint32(16)).view(np.float32)
+    size = np.abs(x)
+    outer = size > (scale * few.between)[:, None]
+    missed = size - np.where(outer, few.outer, few.inner) * scale[:, None]
+    return _Try(scale, outer, _summed(missed * missed))
+
+
+def _summed(x: Floats) -> Floats:
+    """Of each row, halves upon halves: one order of sums on every machine."""
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x[:, 0]
+
+
+def _fours(negative: npt.NDArray[np.bool_], outer: npt.NDArray[np.bool_], levels: npt.NDArray[np.uint8]) -> None:
+    """Two bits each, four numbers a byte."""
+    codes = (negative.astype(np.uint8) << np.uint8(1) | outer).reshape(len(levels), -1, 4)
+    levels[:] = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
+
+
+def _from_fours(levels: npt.NDArray[np.uint8], scales: Floats) -> Floats:
+    few = _FEW["int2"]
+    values = np.array([few.inner, few.outer, -few.inner, -few.outer], np.float32)
+    codes = (levels[:, :, None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
+    return values[codes.reshape(len(levels), -1)] * scales[:, None]
+
+
+def _trits(negative: npt.NDArray[np.bool_], outer: npt.NDArray[np.bool_], levels: npt.NDArray[np.uint8]) -> None:
+    """0, 1 or 2 each, five numbers a byte as digits of base 3; the last byte of a group has fewer."""
+    codes = np.ones((len(levels), levels.shape[1] * 5), np.uint8)
+    codes[:, : outer.shape[1]] += np.where(outer, np.where(negative, np.uint8(255), np.uint8(1)), np.uint8(0))
+    digits = codes.reshape(len(levels), -1, 5)
+    levels[:] = digits[:, :, 0] + 3 * (
+        digits[:, :, 1] + 3 * (digits[:, :, 2] + 3 * (digits[:, :, 3] + 3 * digits[:, :, 4]))
+    )
+
+
+def _from_trits(levels: npt.NDArray[np.uint8], scales: Floats, width: int) -> Floats:
+    few = _FEW["ternary"]
+    table = (np.arange(256)[:, None] // 3 ** np.arange(5) % 3 - 1).astype(np.float32) * few.outer
+    return table[levels].reshape(len(levels), -1)[:, :width] * scales[:, None]
+
+
+# ----------------------------------------------------------------------------------------------------------- rotation
+
+
+def _turned(x: Floats) -> Floats:
+    """Orthogonal but for a power of two, which the scale takes up."""
+    return _butterflied(x * _signs(x.shape[1])) * _FACTOR
+
+
+def _turned_back(y: Floats) -> Floats:
+    x = _butterflied(y)
+    x *= _signs(y.shape[1])
+    x *= np.float32(1 / (float(_FACTOR) * y.shape[1]))
+    return x
+
+
+def _butterflied(x: Floats) -> Floats:
+    """`x` is overwritten."""
+    if available():
+        compiled(kernels.butterflies)(x)
+        return x
+    rows, width = x.shape
+    half = 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        while half < width:
+            pairs = x.reshape(rows, width // (2 * half), 2, half)
+            x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+            half *= 2
+    return x.reshape(rows, width)
+
+
+@cache
+def _signs(width: int) -> Floats:
+    """1 and -1, the same for everybody and for ever: no library's random numbers are."""
+    digests = b"".join(hashlib.sha256(b"fusionai %d" % number).digest() for number in range(-(-width // 256)))
+    bits = np.unpackbits(np.frombuffer(digests, np.uint8))[:width]
+    return np.where(bits, np.float32(-1), np.float32(1))
+
+
+# ---------------------------------------------------------------------------------------------------- number formats
+
+
+def _floats(tensor: HostTensor) -> Floats:
+    if tensor.dtype == "bfloat16":
+        return (np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.frombuffer(tensor.data, np.float32)
+
+
+def _shortened(x: Floats) -> npt.NDArray[Any]:
+    bits = x.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), _NAN, rounded).astype(np.uint16)

@@ -1,0 +1,80 @@
+"""Which boundary of a pipeline is packed how, where the job leaves that to the plan. Decides codecs, not stages.
+
+As AdaTopK (arXiv 2410.12707) does with its ratios, a slow link gets a small codec and a fast one a large one, up to
+none: stages are cut as if all were as small as can be; then codecs grow, one by one, where that costs a step least,
+until it would cost too much. A plan with the same stages as the one in force keeps its codecs: a replay packs
+as before.
+
+Neighbours: `planner` asks; `pipeline` prices; `wire.codecs` has the ladder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Final
+
+from fusionai.scheduling.chain import codecs_of
+from fusionai.scheduling.pipeline import Pipeline, Suffix
+from fusionai.scheduling.types import Plan
+from fusionai.wire.codecs import LADDER, Codec
+
+SLACK: Final = 1.05
+"""So much longer than with the smallest codecs a step may take for less loss."""
+
+
+def lightened(pipeline: Pipeline, best: Suffix) -> tuple[Pipeline, Suffix, tuple[Codec, ...]]:
+    """`pipeline` with each boundary's codec, `best` in it, and the codecs, one per boundary."""
+    pool = list(pipeline.pool_stages(best))
+    order, cuts = [stage.head for stage in pool], [*(stage.start for stage in pool), pipeline.chain.length]
+    ends = [pipeline.chain.blocks[cut - 1].block for cut in cuts[1:]]
+    if pipeline.loss is None:
+        ends.pop()  # nothing lies behind the last stage
+
+    def priced(codecs: Mapping[int, Codec]) -> tuple[Pipeline, Suffix] | None:
+        other = pipeline.with_codecs(codecs, cuts)
+        found = other.fold(order, cuts)
+        return None if found is None else (other, found)
+
+    kept = _kept(pipeline, cuts, ends)
+    if kept is not None and (found := priced(kept)) is not None:
+        return *found, _in_order(kept, ends)
+    chosen: dict[int, Codec] = dict.fromkeys(ends, LADDER[-1])
+    result = (pipeline, best)
+    budget_s = pipeline.step_s(best) * SLACK
+    while True:
+        # One rung up where that costs the step least, as long as one does not cost too much.
+        larger = [_with(chosen, end, LADDER[LADDER.index(chosen[end]) - 1]) for end in ends if chosen[end] != LADDER[0]]
+        tried = [(found, codecs) for codecs in larger if (found := priced(codecs)) is not None]
+        within = [one for one in tried if pipeline.step_s(one[0][1]) <= budget_s]
+        if not within:
+            return *result, _in_order(chosen, ends)
+        result, chosen = min(within, key=lambda one: pipeline.step_s(one[0][1]))
+
+
+def _in_order(codecs: Mapping[int, Codec], ends: list[int]) -> tuple[Codec, ...]:
+    return tuple(codecs[end] for end in ends)
+
+
+def _with(codecs: Mapping[int, Codec], end: int, codec: Codec) -> dict[int, Codec]:
+    return {**codecs, end: codec}
+
+
+def _kept(pipeline: Pipeline, cuts: list[int], ends: list[int]) -> Mapping[int, Codec] | None:
+    """Of the plan in force, if its stages are these."""
+    running: Plan | None = pipeline.problem.incumbent
+    if running is None or not running.codecs:
+        return None
+    first = pipeline.chain.blocks[0].block
+    ranges = [stage.blocks for stage in running.stages if "stage" in stage.roles]
+    if ranges != [(first + begin, first + end) for begin, end in pairwise(cuts)]:
+        return None
+    known = codecs_of(running)
+    return {end: known[end] for end in ends} if known.keys() >= set(ends) else None
+
+
+def shown(codecs: tuple[Codec, ...]) -> str:
+    """For people: `int8`, or boundary by boundary where they differ."""
+    if len(set(codecs)) == 1:
+        return codecs[0]
+    return ", ".join(f"{number} to {number + 1} {codec}" for number, codec in enumerate(codecs))

@@ -1,0 +1,41 @@
+"""What packed boundary tensors would bring where links hold a training job up. Decides which codecs are worth naming.
+
+Neighbours: `planner` plans with each, `cli.plan` shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from fusionai.scheduling import planner
+from fusionai.scheduling.types import Plan, Problem
+from fusionai.wire.codecs import LADDER, Codec
+
+WORTH: Final = 1.25
+"""So many times faster than with the next larger codec, or nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lighter:
+    compression: Codec
+    tokens_per_s: float
+
+
+def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
+    """Smaller codecs than `problem` has, each worth its loss. `found`: the plan without them."""
+    if problem.task != "train" or problem.compression == "adaptive":
+        return ()
+    compute_s = found.microbatches * max(stage.compute_s for stage in found.stages)
+    if found.step_time_s < WORTH * compute_s:
+        return ()  # a faster one would have to compute faster
+    worth: list[Lighter] = []
+    best = found.tokens_per_s
+    for codec in LADDER[LADDER.index(problem.compression) + 1 :]:
+        speed = planner.plan(msgspec.structs.replace(problem, compression=codec)).tokens_per_s
+        if speed >= WORTH * best:
+            worth.append(Lighter(codec, speed))
+            best = speed
+    return tuple(worth)

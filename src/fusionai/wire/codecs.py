@@ -1,0 +1,87 @@
+"""How boundary tensors are made smaller for slow links: the codecs' names, layouts and exact sizes. Pure.
+
+Decides how many bytes a tensor of so many numbers becomes, which planner, sender and receiver must agree on before
+anything is allocated. Neighbours: `execution.codecs` does the arithmetic, `wire.messages` names what was packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+Codec = Literal["none", "int8", "int4", "int2", "ternary"]
+Compression = Literal["none", "int8", "int4", "int2", "ternary", "adaptive"]
+"""What a job asks for; `adaptive`: its plan chooses for each link."""
+LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "int2", "ternary")
+"""From exact to smallest."""
+SCALE_BYTES: Final = 2
+"""A bfloat16 per group."""
+GROUPS: Final[dict[Codec, tuple[int, ...]]] = {
+    "int8": (64, 32),
+    "int4": (64, 32),
+    "int2": (256, 128, 64, 32),
+    "ternary": (256, 128, 64, 32),
+}
+"""Numbers that share a scale: what makes the rows of a tensor smallest, for no group reaches into the next row (a row
+is a token's, and none may know of those behind it). The last group of a row is filled up with zeros."""
+FEWEST: Final = 256
+"""Smaller tensors travel as they are."""
+
+
+class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a tensor of the body was before it was packed into `uint8`: levels, then scales."""
+
+    name: Annotated[str, Meta(max_length=1024)]
+    codec: Codec
+    dtype: Literal["float32", "bfloat16"]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**40)], ...], Meta(max_length=16)]
+
+
+def codec_between(codecs: Sequence[Codec], producer: int, consumer: int) -> Codec:
+    """Of what stage `producer` sends to `consumer`, and gets back; stage -1 is the feed."""
+    return codecs[consumer - 1] if producer >= 0 and codecs else "none"
+
+
+def packs(codec: Codec, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether such a tensor is packed where `codec` is in force: floats of some size."""
+    return codec != "none" and dtype in ("float32", "bfloat16") and prod(shape) >= FEWEST
+
+
+def group_of(codec: Codec, width: int) -> int:
+    """Numbers of a group in rows of `width`; the larger of two that make it as small."""
+    return min(GROUPS[codec], key=lambda group: (_row_bytes(codec, width, group), -group))
+
+
+def level_bytes(codec: Codec, group: int) -> int:
+    """Of a group's levels: of `ternary` five in a byte."""
+    match codec:
+        case "int8":
+            return group
+        case "int4":
+            return group // 2
+        case "int2":
+            return group // 4
+        case _:
+            return -(-group // 5)
+
+
+def packed_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
+    """Of a tensor that is packed: the levels of all groups, then their scales."""
+    width = shape[-1] if shape else 1
+    return prod(shape[:-1]) * _row_bytes(codec, width, group_of(codec, width))
+
+
+def bytes_on_link(codec: Codec, nbytes: float) -> float:
+    """About what `nbytes` of float32 in long rows become."""
+    if codec == "none":
+        return nbytes
+    group = GROUPS[codec][0]
+    return nbytes / (4 * group) * (level_bytes(codec, group) + SCALE_BYTES)
+
+
+def _row_bytes(codec: Codec, width: int, group: int) -> int:
+    return -(-width // group) * (level_bytes(codec, group) + SCALE_BYTES)

@@ -1,0 +1,224 @@
+"""Packed boundary tensors: their sizes, how much is lost, the same bits with and without a compiler, bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from fusionai.execution import codecs
+from fusionai.execution.codecs import Packed, joined, pack, split, unpack, unpack_all
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.codecs import FEWEST, LADDER, Codec, PackedTensor, bytes_on_link, group_of, packed_bytes, packs
+
+LOSSY: tuple[Codec, ...] = LADDER[1:]
+LOSS = {"int8": 2e-4, "int4": 0.02, "int2": 0.13, "ternary": 0.21}
+"""Part of the energy of normally distributed numbers that a codec may lose."""
+SIGNS = "+--+++--++-++--+--++-+--+-++++++--++-++----+-++++-+++---+--++--+"
+
+
+def floats(array: np.ndarray) -> HostTensor:
+    data = np.ascontiguousarray(array, dtype=np.float32)
+    return host_tensor("float32", data.shape, data.tobytes())
+
+
+def array(tensor: HostTensor) -> np.ndarray:
+    return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+
+
+def drawn(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def packed(tensor: HostTensor, codec: Codec) -> Packed:
+    made = pack("v", tensor, codec)
+    assert isinstance(made, Packed)
+    return made
+
+
+def there_and_back(values: np.ndarray, codec: Codec) -> np.ndarray:
+    return array(unpack(packed(floats(values), codec)))
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(codecs, "available", lambda: False)
+    return request.param
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_little_is_lost_of_normal_numbers_and_of_ones_with_outliers(codec: Codec, way: str) -> None:
+    plain = drawn(3, 40, 96)
+    spiked = plain.copy()
+    spiked[:, :, 5] *= 30
+    for values in (plain, spiked, plain * np.float32(1e-25), plain * np.float32(1e25)):
+        back = there_and_back(values, codec)
+        assert back.shape == values.shape
+        most = 0.01 if values is spiked and codec == "int8" else LOSS[codec]
+        assert np.square(back - values, dtype=np.float64).sum() <= most * np.square(values, dtype=np.float64).sum()
+
+
+@pytest.mark.parametrize("codec", ["int2", "ternary"])
+def test_one_number_that_rules_its_group_is_kept(codec: Codec, way: str) -> None:
+    values = drawn(8, 256) * np.float32(0.01)
+    values[:, 17] = 100.0
+    assert np.abs(there_and_back(values, codec)[:, 17] - 100.0).max() < 1.0
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("shape", [(FEWEST,), (FEWEST + 1,), (2, 5, 96), (7, 100), (3, 1, 384), (400, 1), (90, 31)])
+def test_sizes_are_those_announced(codec: Codec, shape: tuple[int, ...]) -> None:
+    values = drawn(*shape)
+    made = packed(floats(values), codec)
+    assert made.data.shape == (packed_bytes(codec, shape),)
+    assert made.data.dtype == "uint8"
+    back = there_and_back(values, codec)
+    assert back.shape == shape
+    assert np.square(back - values).sum() <= 0.3 * np.square(values).sum()
+
+
+@pytest.mark.parametrize(("width", "expected"), [(4096, [3.88, 7.53, 15.52, 18.96]), (384, [3.88, 7.53, 15.06, 18.29])])
+def test_how_much_smaller(width: int, expected: list[float]) -> None:
+    assert [round(4 * 8 * width / packed_bytes(codec, (8, width)), 2) for codec in LOSSY] == expected
+    assert [round(4096 / bytes_on_link(codec, 4096), 2) for codec in LOSSY] == [3.88, 7.53, 15.52, 18.96]
+    assert bytes_on_link("none", 4096) == 4096
+
+
+@pytest.mark.parametrize("width", [64, 96, 100, 384, 768, 1000])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_row_s_bits_are_its_own(codec: Codec, width: int) -> None:
+    """Rows are tokens: one that knew of the next would see what it is to predict."""
+    values = drawn(9, width)
+    alone = there_and_back(np.repeat(values[4:5], 9, axis=0), codec)[0]
+    assert np.array_equal(there_and_back(values, codec)[4], alone)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    arrays.arrays(
+        np.float32,
+        st.integers(FEWEST, 700),
+        elements=st.floats(width=32, allow_nan=True, allow_infinity=True),
+        fill=st.just(np.float32(0)),
+    ),
+    st.sampled_from(LOSSY),
+)
+def test_bits_are_the_same_without_a_compiler(values: np.ndarray, codec: Codec) -> None:
+    pytest.importorskip("numba", reason="without it there is one way only")
+    fast = packed(floats(values), codec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codecs, "available", lambda: False)
+        slow = packed(floats(values), codec)
+        back = unpack(slow)
+    assert bytes(fast.data.data) == bytes(slow.data.data)
+    assert np.array_equal(array(unpack(fast)), array(back), equal_nan=True)
+    width = group_of(codec, values.size)
+    for start in range(0, values.size, width):
+        group, got = values[start : start + width], array(back)[start : start + width]
+        if not np.isfinite(group).all():
+            assert np.isnan(got).all(), "what is wrong stays to be seen"
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_zeros_stay_zeros(codec: Codec, way: str) -> None:
+    assert not there_and_back(np.zeros((4, 256), np.float32), codec).any()
+    tiny = np.full((2, 256), 1e-40, np.float32)
+    assert not there_and_back(tiny, codec).any(), "smaller than any scale"
+
+
+def test_int8_keeps_the_largest_and_is_never_a_level_off(way: str) -> None:
+    values = drawn(64, 64)
+    back = there_and_back(values, "int8")
+    largest = np.abs(values).max(axis=1, keepdims=True)
+    assert (np.abs(back - values) <= largest * 1.01 / 254).all()
+
+
+def test_bfloat16_comes_back_as_bfloat16() -> None:
+    bits = (drawn(8, 64).view(np.uint32) >> 16).astype(np.uint16)
+    back = unpack(packed(host_tensor("bfloat16", (8, 64), bits.tobytes()), "int8"))
+    assert (back.dtype, back.shape) == ("bfloat16", (8, 64))
+    wide = [
+        (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        for data in (back.data, bits.tobytes())
+    ]
+    assert np.abs(wide[0] - wide[1]).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        host_tensor("int64", (300,), bytes(2400)),
+        host_tensor("bool", (300,), bytes(300)),
+        host_tensor("float64", (300,), bytes(2400)),
+        floats(drawn(FEWEST - 1)),
+        floats(np.float32(3)),
+    ],
+)
+def test_what_is_small_or_no_float_travels_as_it_is(tensor: HostTensor) -> None:
+    assert all(pack("v", tensor, codec) is tensor for codec in LADDER)
+    assert unpack(tensor) is tensor
+
+
+def test_a_message_s_two_halves() -> None:
+    carried = {"a": pack("a", floats(drawn(300)), "int4"), "n": host_tensor("int64", (1,), bytes(8))}
+    body, was = split(carried)
+    assert [one.name for one in was] == ["a"]
+    again = joined(body, was)
+    assert unpack_all(again)["a"] == unpack(carried["a"])
+    assert again["n"] is carried["n"]
+
+
+@pytest.mark.parametrize(
+    ("was", "said"),
+    [
+        (PackedTensor("b", "int8", "float32", (300,)), "did not come"),
+        (PackedTensor("a", "int8", "float32", (301,)), None),
+        (PackedTensor("a", "int8", "float32", (3, 100)), "expected float32"),
+        (PackedTensor("a", "int8", "float32", (400,)), "expected float32"),
+        (PackedTensor("a", "int4", "float32", (300,)), "expected float32"),
+        (PackedTensor("a", "int8", "float32", (10, 2)), "expected float32"),
+        (PackedTensor("a", "none", "float32", (82,)), "expected float32"),
+        (PackedTensor("a", "int8", "float32", (2**40, 2**40)), "expected float32"),
+    ],
+)
+def test_what_can_not_have_been_packed_is_refused_before_anything_is_allocated(
+    was: PackedTensor, said: str | None
+) -> None:
+    body, _ = split({"a": pack("a", floats(drawn(300)), "int8")})
+    if said is None:  # as many groups: nobody can tell, and the size is right
+        assert joined(body, [was])["a"]
+        return
+    with pytest.raises(ExecutionError, match=said):
+        joined(body, [was])
+
+
+def test_nothing_is_packed_twice() -> None:
+    body, was = split({"a": pack("a", floats(drawn(300)), "int8")})
+    with pytest.raises(ExecutionError, match="packed twice"):
+        joined(body, (*was, *was))
+
+
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+def test_a_turn_spreads_what_stands_out_and_is_undone(width: int, way: str) -> None:
+    values = drawn(20, width)
+    turned = codecs._turned(values.copy())
+    assert np.allclose(np.square(turned).sum(1) * 64 / width, np.square(values).sum(1), rtol=1e-5)
+    assert np.allclose(codecs._turned_back(turned.copy()), values, atol=1e-5)
+    lone = np.zeros((1, width), np.float32)
+    lone[0, 3] = 1.0
+    assert (np.abs(codecs._turned(lone)) == 1 / 8).all()
+
+
+def test_signs_are_everybodys_for_ever() -> None:
+    assert "".join("-+"[int(sign > 0)] for sign in codecs._signs(64)) == SIGNS
+
+
+def test_packing_says_whom_it_concerns() -> None:
+    assert packs("int8", "float32", (16, 16))
+    assert not packs("none", "float32", (16, 16))
+    assert not packs("int8", "int64", (16, 16))
+    assert not packs("int8", "float32", (FEWEST - 1,))
