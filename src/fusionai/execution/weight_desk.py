@@ -83,10 +83,11 @@ class WeightDesk:
         except FusionError as error:
             log.warning("peer %s gets no more weights: %s", short(peer), error)
         finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+            # First what needs no waiting: whoever cancels this task while it waits must not leave the line behind.
             self._lines.discard(line)
             line.drop()
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
 
     async def _answer_all(self, peer: PeerId, line: Line, asks: asyncio.Queue[wire.WeightAsk]) -> None:
         try:

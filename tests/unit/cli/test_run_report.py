@@ -117,7 +117,8 @@ def data(told: Told) -> ReportData:
             learning_rate=1.0,
             schedule="constant",
             clip_norm=None,
-            precision="float32", compression="none",
+            precision="float32",
+            compression="none",
         ),
         describe=lambda: "a recipe",
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.execution.weight_desk import WeightDesk
+from fusionai.execution.weight_desk import MAX_CONNECTIONS, WeightDesk
 from fusionai.execution.weight_inlet import WeightInlet
 from fusionai.execution.weights import FetchLimits, fetch
 from fusionai.primitives.errors import ExecutionError, StorageError, TransportError
@@ -517,6 +517,34 @@ def test_who_does_not_read_holds_up_nobody_else(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             await ended.wait()
         assert desk.sent_bytes[THIRD] < 32 * MIB
+
+    with_members(tmp_path, body)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_connection_that_ends_and_is_given_up_at_the_same_time_leaves_its_place(turns: int, tmp_path: Path) -> None:
+    """A member that dies ends all its connections: whoever sees the first of them end gives up the others."""
+
+    async def body(members: Members) -> None:
+        desk = WeightDesk(filled(tmp_path / "owner"), [spec.digest for spec in SPECS])
+        theirs: asyncio.Queue[Channel] = asyncio.Queue()
+
+        async def member(channel: Channel) -> None:
+            theirs.put_nowait(channel)
+            await asyncio.Event().wait()
+
+        there = await members.serve(FIRST, member)
+        for _ in range(MAX_CONNECTIONS + 1):
+            mine = await members.network.transport(OWNER).dial(there.addresses, expect=FIRST, stream="state")
+            answering = asyncio.create_task(desk.answer(FIRST, mine))
+            other = await theirs.get()
+            await asyncio.sleep(0)
+            assert not answering.done(), "nobody else is there, so there is a place"
+            other.abort()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
 
     with_members(tmp_path, body)
 
