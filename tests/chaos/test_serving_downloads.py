@@ -17,7 +17,7 @@ from harness.live_pool import LivePool
 from harness.serving_siege import ServingSiege, besieging
 from harness.serving_siege_streams import Reference, write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STAGES: Final = 2
 LARGE: Final = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "initializer_range": 0.1}

@@ -124,7 +124,7 @@ def told(fall: Fall) -> str:
 
 @pytest.mark.parametrize(
     ("kills", "hurry"),
-    [pytest.param(3, 0.0, marks=pytest.mark.slow), pytest.param(100, HURRY, marks=pytest.mark.long)],
+    [pytest.param(3, 0.0, marks=pytest.mark.long), pytest.param(100, HURRY, marks=pytest.mark.long)],
 )
 @pytest.mark.timeout(3600)
 def test_peers_killed_at_random_change_no_token(
@@ -157,6 +157,7 @@ def test_peers_killed_at_random_change_no_token(
     assert differing == 0, "an answer that met a fault is another one than the undisturbed"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_who_came_back_is_the_next_guard_as_soon_as_a_stage_has_none(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]

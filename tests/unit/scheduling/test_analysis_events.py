@@ -30,6 +30,8 @@ from fusionai.simulator.step import BARE, simulate_steps
 
 MOST = 0.05
 PLACES = [(10, 100), (100, 50), (1_000, 20), (10_000, 1)]
+FEW_PLACES = [PLACES[0], *(pytest.param(place, marks=pytest.mark.long) for place in PLACES[1:3]), PLACES[3]]
+"""The ends in every run of the tests, the middle in long ones."""
 
 
 def fleet() -> Fleet:
@@ -41,7 +43,7 @@ def network(place: tuple[int, int]) -> Network:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", FEW_PLACES, ids=str)
 @pytest.mark.parametrize("levers", ["overlap, 8-bit", BEST])
 @pytest.mark.parametrize("shape", [BERT, GPT3_24, LLAMA_8B, LLAMA_70B_ADAPTERS], ids=lambda shape: shape.name)
 def test_a_step_takes_as_long_event_by_event(shape: Shape, levers: str, place: tuple[int, int]):
@@ -85,7 +87,7 @@ def generated_event_by_event(terms: GenerationTerms) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", FEW_PLACES, ids=str)
 @pytest.mark.parametrize("shape", DECODED, ids=lambda shape: shape.name)
 def test_decoding_gives_as_many_tokens_event_by_event(shape: Shape, place: tuple[int, int]):
     """As it stands and with all levers; equal outcomes are simulated once."""
