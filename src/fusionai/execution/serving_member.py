@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from fusionai.coordination.silence import PING_S
-from fusionai.execution.allocator import return_freed_memory
+from fusionai.execution.allocator import return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
 from fusionai.execution.links import Links, dials
 from fusionai.execution.outbox import Outbox
@@ -337,6 +337,9 @@ class ServingMember:
         stage, program = await prepare_stage(
             self._host, load, tensors, postman=self, memory_limit_bytes=self._unused_bytes()
         )
+        # Whatever compiled is done, and nothing large is here yet.
+        return_freed_memory()
+        return_code_pages()
         told_s = float("-inf")
 
         def progress(done_bytes: int, total_bytes: int) -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from fusionai.backends.registry import open_backend
+from fusionai.execution.allocator import return_code_pages, return_freed_memory
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
 from fusionai.peer.door import Door
@@ -57,6 +58,8 @@ async def run_peer(
         lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
     )
     await compute.run(backend.warm_up)
+    return_freed_memory()
+    return_code_pages()
     rates = Limits(
         upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
     )

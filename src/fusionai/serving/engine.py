@@ -299,7 +299,9 @@ class ServingEngine:
             self._emitted_tokens += emitted
             self._lately.append((now_s, emitted))
             self._faults.flowed()
-        self._guess(going_on, len(result.plan.segments))
+        # A whole answer may take less than the time between two ticks.
+        self.passes(now_s)
+        self._guess([one for one in going_on if one in self._generations], len(result.plan.segments))
         self._driver.tell(None)
 
     def _goes_on(self, generating: Generating, verdict: Verdict) -> bool:

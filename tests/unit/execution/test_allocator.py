@@ -53,3 +53,22 @@ print(full - kept < 20 * 2**20, kept - resident() > 150 * 2**20)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a process sees what it has mapped")
+def test_code_that_only_starting_needed_goes_back_and_the_rest_still_runs() -> None:
+    program = """
+import re
+from pathlib import Path
+import torch
+from fusionai.execution.allocator import return_code_pages
+mapped = lambda: int(re.search(r"RssFile:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+before = mapped()
+assert return_code_pages()
+after = mapped()
+assert float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()) == 300.0**3
+print(before - after > 20 * 2**20, mapped() < before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
