@@ -105,6 +105,19 @@ def test_no_more_passes_decode_at_a_time_than_can_be_computed_and_others_read_me
     assert [one.session for one in sent(batcher).segments] == [9], "a prompt waits for nobody"
 
 
+def test_who_is_ready_waits_while_as_many_passes_decode_as_can_be_computed() -> None:
+    batcher = limited(in_flight=4, decoding_passes=2, pages=80)
+    read(batcher, *(session(number, 2, 30) for number in range(1, 5)))
+    plans = [sent(batcher) for _ in range(2)]
+    batcher.submit(session(5, 4), 0.0)
+    reading = sent(batcher)
+    assert [one.session for one in reading.segments] == [5]
+    back(batcher, reading)
+    assert batcher.next_pass(0.0) is None, "two decode, though four may be under way"
+    back(batcher, plans[0])
+    assert 5 in [one.session for one in sent(batcher).segments]
+
+
 def test_spread_over_more_passes_than_are_in_flight_is_over_those() -> None:
     assert _changed(in_flight=3, decoding_passes=8).spread == 3
     assert _changed(in_flight=3).spread == 3
