@@ -1,7 +1,7 @@
 """Sum of the gradients that several consumers return for one value, in a fixed order.
 
 The order is that of autograd in one process: the last consumer's gradient arrives first, earlier ones are added to it.
-Neighbour: `execution.runtime`.
+Neighbours: `execution.work` sums, `execution.codecs` takes the number formats.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ def total_gradient(by_consumer: Mapping[int, HostTensor]) -> HostTensor:
     if any((other.dtype, other.shape) != (first.dtype, first.shape) for other in ordered):
         kinds = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in ordered]
         raise ExecutionError(f"gradients of one value must agree in dtype and shape, got {', '.join(kinds)}.")
-    total = _as_array(first)
+    total = as_array(first)
     for other in ordered[1:]:
-        total = total + _as_array(other)
-    return host_tensor(first.dtype, first.shape, _as_bytes(total, first.dtype))
+        total = total + as_array(other)
+    return host_tensor(first.dtype, first.shape, as_bytes(total, first.dtype))
 
 
-def _as_array(tensor: HostTensor) -> np.ndarray:
+def as_array(tensor: HostTensor) -> np.ndarray:
+    """Flat; bfloat16 as float32."""
     if tensor.dtype == "bfloat16":
         widened = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << np.uint32(16)
         return widened.view(np.float32)
     return np.frombuffer(tensor.data, _NUMPY[tensor.dtype])
 
 
-def _as_bytes(array: np.ndarray, dtype: str) -> bytes:
+def as_bytes(array: np.ndarray, dtype: str) -> bytes:
+    """Rounded to even where `dtype` is narrower."""
     if dtype != "bfloat16":
         return array.astype(_NUMPY[dtype], copy=False).tobytes()
     bits = array.astype(np.float32, copy=False).view(np.uint32)

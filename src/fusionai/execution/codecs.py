@@ -17,12 +17,13 @@ import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fusionai.execution import codec_kernels as kernels
+from fusionai.execution.accumulate import as_array, as_bytes
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.compiled import available, compiled
@@ -79,7 +80,7 @@ def pack(name: str, tensor: HostTensor, codec: Codec) -> Carried:
     """As it is where the codec does not pack such a tensor."""
     if not packs(codec, tensor.dtype, tensor.shape):
         return tensor
-    data = _encoded(_floats(tensor), codec, tensor.shape)
+    data = _encoded(as_array(tensor), codec, tensor.shape)
     assert tensor.dtype in ("float32", "bfloat16")
     return Packed(PackedTensor(name, codec, tensor.dtype, tensor.shape), host_tensor("uint8", (data.size,), data.data))
 
@@ -90,7 +91,7 @@ def unpack(carried: Carried) -> HostTensor:
     was = carried.was
     x = _decoded(np.frombuffer(carried.data.data, np.uint8), was.codec, was.shape)
     if was.dtype == "bfloat16":
-        return host_tensor("bfloat16", was.shape, _shortened(x).data)
+        return host_tensor("bfloat16", was.shape, as_bytes(x, "bfloat16"))
     return host_tensor("float32", was.shape, x.data)
 
 
@@ -328,18 +329,3 @@ def _signs(width: int) -> Floats:
     digests = b"".join(hashlib.sha256(b"fusionai %d" % number).digest() for number in range(-(-width // 256)))
     bits = np.unpackbits(np.frombuffer(digests, np.uint8))[:width]
     return np.where(bits, np.float32(-1), np.float32(1))
-
-
-# ---------------------------------------------------------------------------------------------------- number formats
-
-
-def _floats(tensor: HostTensor) -> Floats:
-    if tensor.dtype == "bfloat16":
-        return (np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return np.frombuffer(tensor.data, np.float32)
-
-
-def _shortened(x: Floats) -> npt.NDArray[Any]:
-    bits = x.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), _NAN, rounded).astype(np.uint16)
