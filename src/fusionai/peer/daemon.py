@@ -137,9 +137,9 @@ async def _stay(
 
     registration = entering(leave)
     keeping = asyncio.create_task(registration.run())
+    kept = asyncio.create_task(lending.until(lent=False) if not lending.always else asyncio.Event().wait())
     paused = False
     try:
-        kept = asyncio.create_task(lending.until(lent=False) if not lending.always else asyncio.Event().wait())
         await _first_of(stop.wait(), _drained(leaving, door), keeping, kept)
         if kept.done() and not (stop.is_set() or leaving.is_set() or keeping.done()):
             paused = True
@@ -147,9 +147,9 @@ async def _stay(
             await registration.leave(drain=True)
             leave(drain=True)
             await _first_of(stop.wait(), _drained(leaving, door), keeping)
-        kept.cancel()
         await registration.leave()
     finally:
+        kept.cancel()
         keeping.cancel()
         with suppress(asyncio.CancelledError):
             await keeping

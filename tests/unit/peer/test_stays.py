@@ -148,6 +148,8 @@ def test_a_refusal_by_the_broker_is_raised() -> None:
         pool = Pool(RefusedError("no.", code="not_authorised"))
         with pytest.raises(RefusedError):
             await _stay(Door(), pool.entered, Times(), asyncio.Event(), pytest.fail)  # pyright: ignore
+        await turns()
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody watches for a stay that is over"
 
     run(body)
 
