@@ -158,7 +158,7 @@ def plan(
     smaller = lighter(problem, found)
     if smaller:
         offers = (
-            f"--compression {one.compression} {format_speed(one.tokens_per_s)} tokens/s "
+            f"--compression {one.compression} at least {format_speed(one.tokens_per_s)} tokens/s "
             f"({one.tokens_per_s / found.tokens_per_s:.2g} x)"
             for one in smaller
         )

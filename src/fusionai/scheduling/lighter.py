@@ -1,5 +1,7 @@
 """What packed boundary tensors would bring where links hold a training job up. Decides which codecs are worth naming.
 
+Planned among the machines that the plan uses: with all others, of which there may be thousands, it may be more.
+
 Neighbours: `planner` plans with each, `cli.plan` shows it.
 """
 
@@ -20,6 +22,8 @@ WORTH: Final = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Lighter:
+    """`tokens_per_s`: at least."""
+
     compression: Codec
     tokens_per_s: float
 
@@ -31,10 +35,18 @@ def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
     compute_s = found.microbatches * max(stage.compute_s for stage in found.stages)
     if found.step_time_s < WORTH * compute_s:
         return ()  # a faster one would have to compute faster
+    used = {stage.peer for stage in found.stages}
+    posed = msgspec.structs.replace(
+        problem,
+        peers=tuple(peer for peer in problem.peers if peer.peer in used),
+        links={pair: link for pair, link in problem.links.items() if used.issuperset(pair.split(">"))},
+        excluded=(),
+        spares_wanted=None,
+    )
     worth: list[Lighter] = []
     best = found.tokens_per_s
     for codec in LADDER[LADDER.index(problem.compression) + 1 :]:
-        speed = planner.plan(msgspec.structs.replace(problem, compression=codec)).tokens_per_s
+        speed = planner.plan(msgspec.structs.replace(posed, compression=codec)).tokens_per_s
         if speed >= WORTH * best:
             worth.append(Lighter(codec, speed))
             best = speed
