@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -194,3 +195,33 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def test_a_guard_that_a_plan_relieves_while_it_answers_is_not_lost(llama: Captured, tmp_path: Path):
+    """A plan without moves takes effect without a round, so an answer to what was asked before has its fence."""
+    told: list[str] = []
+
+    async def story() -> tuple[list[int], tuple[FaultNote, ...]]:
+        relieved = asyncio.Event()
+
+        def watch(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+            if sender == peer_id(3) and isinstance(message, wire.Loaded) and not told:
+                told.append(sender)
+                plan = job.engine.plan
+                guards = (Guard(stage=3, peer=peer_id(3)),)
+                newer = msgspec.structs.replace(plan, version=plan.version + 1, guards=guards)
+                job.engine.offer(job.pool.deployment(newer), "another guard")
+                relieved.set()
+
+        guards = [Guard(stage=2, peer=peer_id(3))]
+        async with served(
+            llama, tmp_path, THREE_PEERS, guards=guards, spares=1, vocabulary=VOCABULARY, on_message=watch
+        ) as job:
+            await relieved.wait()
+            await until(lambda: job.engine.is_warm(3))
+            tokens = await tokens_of(job.engine, Generation(prompt=prompts(1)[0], max_tokens=9, sampling=GREEDY))
+            return tokens, job.engine.status.faults
+
+    tokens, faults = asyncio.run(story())
+    assert (told, faults) == ([peer_id(3)], ())
+    assert tokens == expected(llama, tmp_path / "owner", prompts(1), 9)[0]

@@ -107,11 +107,13 @@ class ServingDriver:
         self._on_progress = on_progress
         self._deployments = {deployment.plan.version: deployment}
         self._cut = cut(job, deployment.plan)
-        roles = self._newest = self._cut.roles(deployment.plan, job.owner)
+        roles = self._cut.roles(deployment.plan, job.owner)
         self.machine = machine_of(roles)
         self.fence = Fence(roles.version, self.machine.incarnation, 0)
         self._highest = self.fence
         """Of all told to anybody."""
+        self._asked: set[tuple[Fence, int, str]] = set()
+        """Under which fence, which stage, whom: what was to be loaded in this round or beside it."""
         self.resident_bytes: dict[tuple[int, str], int] = {}
         """By stage and peer."""
         self.loading: dict[int, tuple[int, int]] = {}
@@ -234,6 +236,7 @@ class ServingDriver:
     def _begin_round(self, fence: Fence, roles: ServingRoles) -> None:
         """What was under way is void; then everybody in the round is told of it."""
         self.fence = fence
+        self._asked = {one for one in self._asked if one[0] >= fence}
         self._passes.clear()
         self._probes.clear()
         self._rebuilds.clear()
@@ -276,6 +279,7 @@ class ServingDriver:
 
     def _load(self, command: commands.SendLoad) -> None:
         stage, roles = command.stage, command.roles
+        self._asked.add((command.fence, stage, command.peer))
         whole = self._cut if roles.partition == self._cut.name else self._cut_of(roles)
         part = whole.stages[stage]
         load = wire.Load(
@@ -349,9 +353,9 @@ class ServingDriver:
         self._deployments[version] = deployment
         same = ranges_of(deployment.plan) == self._cut.ranges
         whole = self._cut if same else cut(self._job, deployment.plan)
-        self._newest = whole.roles(deployment.plan, self._job.owner)
+        roles = whole.roles(deployment.plan, self._job.owner)
         self._on_progress(progress.PlanChanged(deployment.plan, self._faults.named(reason)))
-        self.tell(events.PlanGiven(self._newest, self.machine.lost if knows is None else knows))
+        self.tell(events.PlanGiven(roles, self.machine.lost if knows is None else knows))
 
     def renew(self, deployment: Deployment) -> None:
         """New tickets or addresses for a plan that is known."""
@@ -485,7 +489,7 @@ class ServingDriver:
             case _:
                 pass
         try:
-            event = inbox.event_of(message, peer, self.machine.roles, self._newest)
+            event = inbox.event_of(message, peer, self.machine.roles, self._asked)
         except FusionError as error:
             if getattr(message, "fence", None) == self.fence:
                 self._connections.drop(peer, error.message)

@@ -1,10 +1,12 @@
 """From what members of a serving job say to what its machine hears. Decides whether a member may say it.
 
-A member speaks for stages that it runs or guards only. Neighbours: `serving.driver` passes messages on;
-`coordination.serving_events` are the events.
+A member speaks for stages that it runs, guards or was asked to load only. Neighbours: `serving.driver` passes messages
+on; `coordination.serving_events` are the events.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from fusionai.coordination import serving_events as events
 from fusionai.coordination.serving_events import ServingEvent
@@ -12,18 +14,19 @@ from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence
 
 
-def event_of(message: wire.Message, peer: PeerId, roles: ServingRoles, prepared: ServingRoles) -> ServingEvent | None:
-    """None for what is of no interest to the machine. `prepared`: of the newest plan, whose stages may be loading
-    already. Raises `ExecutionError` for a word in another's name."""
+def event_of(
+    message: wire.Message, peer: PeerId, roles: ServingRoles, asked: Collection[tuple[Fence, int, str]]
+) -> ServingEvent | None:
+    """None for what is of no interest to the machine. `asked`: (fence, stage, peer) of what was to be loaded; who was
+    asked may answer, also when a later plan without a round gave the stage to another. Raises `ExecutionError` for a
+    word in another's name."""
     stage = getattr(message, "stage", None)
-    if stage is not None:
-        speakers = {one.places.get(stage) for one in (roles, prepared)} | {
-            one.guards.get(stage) for one in (roles, prepared)
-        }
-        if peer not in speakers:
-            raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
+    known = () if stage is None else (roles.places.get(stage), roles.guards.get(stage))
+    if stage is not None and peer not in known and (getattr(message, "fence", None), stage, peer) not in asked:
+        raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
     match message:
         case wire.Enlisted(fence=fence):
             return events.MemberEnlisted(fence, peer)
