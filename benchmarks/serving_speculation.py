@@ -3,8 +3,8 @@
 A model and a smaller one are trained on a text; prompts are from what neither saw. The pool serves twice: with guesses
 of the smaller model, then with guesses from what the text repeats. Either time answers with and without guesses take
 turns on one engine, and must be the same tokens. What is predicted is what the engine decides by: guesses that hold by
-Leviathan et al. 2023, equation 1, passes and guesses as long as it measured them. Neighbours: `serving_models` trains,
-`serving_far` has the pool.
+Leviathan et al. 2023, equation 1, for as many guesses as each pass had (none where nothing repeats), passes and guesses
+as long as it measured them. Neighbours: `serving_models` trains, `serving_far` has the pool.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from fusionai.client.serve import Served, serving
 from fusionai.serving.proposing import expected_tokens
+from fusionai.serving.speculating import MOST_FIXED
 from serving_far import DELAYS_S, HOP_PEERS, HOP_S, far_pool
 from serving_models import Trained
 from serving_streams import Figures, Say, Stream, one_stream, request, shown
@@ -52,7 +53,8 @@ class Guessed:
 
 
 async def speculation_part(pair: Trained, home: Path, rounds: int, tokens: int, figures: Figures, say: Say) -> None:
-    figures.goals |= {"draft_to_plain": ">= 2", "draft_predicted_to_observed": "0.85 .. 1.15"}
+    figures.goals |= {"draft_to_plain": ">= 2", "draft_predicted_to_observed": "0.85 .. 1.15",
+                      "lookup_predicted_to_observed": "0.85 .. 1.15"}  # fmt: skip
     figures.facts |= {"ways": HOP_PEERS + 1, "way_s": HOP_S, "training": pair.facts, "same_tokens": True}
     apart = (len(pair.held_out) - PROMPT_TOKENS) // (rounds + 1)
     prompts = [pair.held_out[number * apart : number * apart + PROMPT_TOKENS] for number in range(rounds + 1)]
@@ -93,12 +95,15 @@ async def _rounds(served: Served, way: str, prompts: Sequence[tuple[int, ...]], 
 
 def _guessed(before: dict[str, float], after: dict[str, float], stream: Stream) -> Guessed:
     def more(name: str) -> float:
-        return after[name] - before[name]
+        return after.get(name, 0.0) - before.get(name, 0.0)
 
     emitted = len(stream.tokens) - 1  # the prompt's pass gives the first
     passes = emitted - more("accepted_tokens")
     tried = more("guesses_tried")
     rate = more("guesses_held") / tried if tried else 0.0
     sent = more("proposed_tokens") / passes
-    took_s = after["pass_seconds"] + sent * (after["row_seconds"] + after["guess_seconds"])
-    return Guessed(rate, sent, emitted / passes, expected_tokens(rate, sent) / took_s)  # type: ignore[arg-type]
+    with_guesses = {count: more(f"passes_with_{count}_guesses") for count in range(1, MOST_FIXED + 1)}
+    by_count = {0: passes - sum(with_guesses.values())} | with_guesses
+    expected = sum(times * expected_tokens(rate, count) for count, times in by_count.items())
+    took_s = passes * after["pass_seconds"] + sent * passes * (after["row_seconds"] + after["guess_seconds"])
+    return Guessed(rate, sent, emitted / passes, expected / took_s)

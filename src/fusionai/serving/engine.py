@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Literal
@@ -100,6 +100,8 @@ class ServingEngine:
         self._lately: deque[tuple[float, int]] = deque()
         self._emitted_tokens = 0
         self._proposed, self._accepted = 0, 0
+        self._passes_by_guesses: Counter[int] = Counter()
+        """Guesses sent for a generation in a pass -> how often."""
         self._faults = FaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
         options, peers = job.options, {PeerId(placement.peer) for placement in deployment.plan.stages}
         self._batcher = Batcher(
@@ -307,6 +309,7 @@ class ServingEngine:
     def _goes_on(self, generating: Generating, verdict: Verdict) -> bool:
         number = generating.number
         self._proposed += verdict.proposed
+        self._passes_by_guesses[verdict.proposed] += 1
         self._accepted += verdict.accepted
         if generating.finished:
             self._forget(number)
@@ -457,9 +460,19 @@ class ServingEngine:
                 "passes_under_way": float(batcher.under_way),
                 "proposed_tokens": float(self._proposed),
                 "accepted_tokens": float(self._accepted),
-                **({} if self._speculation is None else self._speculation.figures),
+                **self._speculation_figures,
             },
         )
+
+    @property
+    def _speculation_figures(self) -> dict[str, float]:
+        """`passes_with_N_guesses`: a pass of two generations counts twice."""
+        if self._speculation is None:
+            return {}
+        sent = {
+            f"passes_with_{count}_guesses": float(times) for count, times in self._passes_by_guesses.items() if count
+        }
+        return self._speculation.figures | dict(sorted(sent.items()))
 
     def _stages(self) -> tuple[StageStatus, ...]:
         roles, driver = self._machine.roles, self._driver
