@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="of the parts only these")
     parser.add_argument("--model", type=Path, help="serve this directory instead of making the 134M model")
     parser.add_argument("--text", type=Path, help="train on this file, UTF-8")
-    parser.add_argument("--train-steps", type=int, default=550)
+    parser.add_argument("--train-steps", type=int, default=800)
     parser.add_argument("--work", type=Path, metavar="DIRECTORY", help="keep trained models here and use them again")
     parser.add_argument("--llama-cpp", type=Path, metavar="VENV", help="an environment with llama.cpp, RPC built in")
     parser.add_argument("--json", type=Path, metavar="FILE")
