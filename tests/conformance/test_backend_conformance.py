@@ -496,6 +496,19 @@ def test_weight_gradients_put_off_give_the_same_sums(backend: Backend) -> None:
         np.testing.assert_array_equal(array_of(sums[0][key]), array_of(sums[1][key]))
 
 
+def test_activations_made_again_give_the_same_gradients(backend: Backend) -> None:
+    kept, again = load(backend), load(backend, msgspec.structs.replace(OPTIONS, recompute=True))
+    call = Call("train", 0, 0)
+    returned = []
+    for program in (kept, again):
+        program.initialise()
+        program.import_state([("model/shift", host(np.arange(WIDTH, dtype=np.float32)))])
+        program.forward(call, inputs())
+        returned.append(program.backward(call, output_gradient()))
+    np.testing.assert_array_equal(array_of(returned[0]["x"]), array_of(returned[1]["x"]))
+    assert again.gradient_norms() == kept.gradient_norms()
+
+
 def test_nothing_is_reported_while_weight_gradients_are_owed() -> None:
     from fusionai.backends.torch.backend import TorchBackend
 

@@ -319,6 +319,8 @@ class Job:
     in_flight: int | None = None
     room: bool = False
     """Whether the plan knows of memory to spare, so that weight gradients may be put off."""
+    recompute: bool = False
+    """Whether the stages make activations again in backward."""
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
     version: int = 1
@@ -337,6 +339,7 @@ class Job:
                 roles=("loss",) if number in self.owned else ("stage",),
                 memory_limit_bytes=2**30 if self.room else 0,
                 in_flight_bytes=1 if self.room else 0,
+                recompute=self.recompute,
                 fingerprint=self.pool.owner.fingerprint,
             )
             for number, blocks in enumerate(self.ranges)

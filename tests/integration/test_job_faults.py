@@ -188,6 +188,15 @@ def test_a_stage_dies_and_its_guard_takes_over(
     assert len(events(done, progress.Recovered)) == 1
 
 
+@pytest.mark.parametrize("point", ["a forward", "a backward", "the commit"])
+def test_a_takeover_of_a_stage_that_makes_activations_again_changes_no_bit(
+    point: str, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(1))], recompute=True)
+    assert_same(done, undisturbed, tmp_path)
+    assert len(events(done, progress.Restored)) == 1
+
+
 # ------------------------------------------------------------------------------------------------- several, and guards
 
 

@@ -205,6 +205,13 @@ def test_weight_gradients_put_off_change_no_bit(llama: Captured, uninterrupted: 
     assert_same_state(done.weights(STEPS), uninterrupted.weights(STEPS))
 
 
+def test_activations_made_again_change_no_bit(llama: Captured, uninterrupted: Run, tmp_path: Path):
+    (done,) = run(tmp_path, llama, recompute=True, room=True)
+    assert [(options.recompute, options.weight_lag) for options in done.job.stage_options()] == [(True, 0)] * 5
+    assert done.losses == uninterrupted.losses
+    assert_same_state(done.weights(STEPS), uninterrupted.weights(STEPS))
+
+
 def test_momentum_and_no_clipping_train_bit_for_bit(llama: Captured, tmp_path: Path):
     sgd = OptimizerSpec(kind="sgd", momentum=0.9, nesterov=True, weight_decay=0.01)
     (done,) = run(tmp_path, llama, optimizer=sgd, clip_norm=None)

@@ -155,6 +155,8 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     memory_limit_bytes: int = 0
     in_flight_bytes: int = 0
     """Of `memory_bytes`, what one microbatch in flight takes."""
+    recompute: bool = False
+    """Training: the stage keeps what enters its blocks and runs them again in backward; `compute_s` has it in."""
     fingerprint: str = ""
     """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""
     weight_bytes: int = 0

@@ -104,14 +104,16 @@ def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions
         options,
         in_flight=placement.in_flight,
         weight_lag=_weight_lag(placement, options.microbatches),
+        recompute=placement.recompute,
         codecs=plan.codecs,
     )
 
 
 def _weight_lag(placement: StagePlacement, microbatches: int) -> int:
     """As many microbatches as are in flight may lag with their weight gradients, if the peer's memory holds them with
-    room to spare (the plan's bytes are predictions). The loss alone has no weights."""
-    if "stage" not in placement.roles:
+    room to spare (the plan's bytes are predictions). The loss alone has no weights. Where activations are made again,
+    those that lag would have to be kept after all."""
+    if "stage" not in placement.roles or placement.recompute:
         return 0
     spare_bytes = (placement.memory_limit_bytes - placement.memory_bytes) // 2
     affordable = spare_bytes // placement.in_flight_bytes if placement.in_flight_bytes > 0 else 0

@@ -309,6 +309,8 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Microbatches this stage may have forwarded and not yet sent back (its credit)."""
     weight_lag: Count = 0
     """Microbatches whose weight gradients a stage may leave for later, when it would otherwise wait (zero bubble)."""
+    recompute: bool = False
+    """The stage keeps what enters its blocks and runs each of them again in backward: the same bits, less memory."""
     takeover: Literal["exact", "tolerant"] = "exact"
     codecs: Annotated[tuple[Codec, ...], Meta(max_length=1024)] = ()
     """How what a stage gets from those before it, and gives back, is packed: for the second stage, the third and so on;

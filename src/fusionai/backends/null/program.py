@@ -186,7 +186,11 @@ class NullStageProgram:
             needed_bytes += gradient_bytes(self._graph)
         records = block_costs(self._graph, symbols, training=training)
         needed_bytes += max((record.workspace_bytes for record in records), default=0)
-        needed_bytes += sum(record.activation_bytes for record in records) * max(1, self._options.in_flight)
+        kept_bytes = sum(record.activation_bytes for record in records)
+        if self._options.recompute:
+            needed_bytes += max((record.activation_bytes for record in records), default=0)
+            kept_bytes = sum(record.output_bytes for record in records)
+        needed_bytes += kept_bytes * max(1, self._options.in_flight)
         needed_bytes += max((self._value_bytes(name, symbols) for name in self._graph.values), default=0)
         if limit_bytes is not None and needed_bytes > limit_bytes:
             raise ExecutionError(

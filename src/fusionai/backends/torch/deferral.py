@@ -61,7 +61,9 @@ def finish(left: Left) -> None:
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, left: Left) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        # Itself, not as saved: what comes back from there may be another tensor, whose `.grad` nobody reads.
+        ctx.weight = weight
         ctx.left = left
         # A linear layer whose operands need gradients folds its leading dimensions: one product of matrices.
         return _rows(x).mm(weight.t()).view(*x.shape[:-1], weight.shape[0])
@@ -69,7 +71,8 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
         ctx.left.append((weight, x, gradient))
         if not ctx.needs_input_grad[0]:
             return None, None, None

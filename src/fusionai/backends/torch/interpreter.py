@@ -69,9 +69,14 @@ class Interpreter:
         be given. A parameter is a tensor, or whatever the kernels of its readers take. Raises `ExecutionError` naming
         the node that failed."""
         registers = self.start(context, inputs, params)
+        self.advance(registers, 0, len(self.steps))
+        return self.results(registers)
+
+    def advance(self, registers: Registers, start: int, stop: int) -> None:
+        """Run steps [start, stop). Raises `ExecutionError` naming the node that failed."""
         node: Node | None = None
         try:
-            for step in self.steps:
+            for step in self.steps[start:stop]:
                 node = step.node
                 step.run(registers)
                 for register in step.dead:
@@ -80,15 +85,19 @@ class Interpreter:
             raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
         except OPERATOR_FAILURES as error:
             raise ExecutionError(f"{describe(node)} failed: {first_line(error)}") from error
-        return self.results(registers)
 
     def start(self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> Registers:
-        registers = self.template.copy()
-        registers[_CONTEXT] = context
+        registers = self.blank(context)
         for name, register in self.params.items():
             registers[register] = params[name]
         for name, register in self.inputs.items():
             registers[register] = inputs[name]
+        return registers
+
+    def blank(self, context: Context) -> Registers:
+        """Registers with constants, without inputs and parameters."""
+        registers = self.template.copy()
+        registers[_CONTEXT] = context
         return registers
 
     def results(self, registers: Registers) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

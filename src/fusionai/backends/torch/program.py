@@ -26,6 +26,7 @@ from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.optimizers import StageOptimizer
+from fusionai.backends.torch.recomputation import Segment, run_in_segments, segments
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
@@ -66,6 +67,7 @@ class TorchStageProgram:
         self._memory_limit_bytes = memory_limit_bytes
         self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
+        self._segments: dict[frozenset[str], tuple[Segment, ...]] = {}
         self._checked: set[object] = set()
         self._deferrable = deferrable(graph) if self._defers else frozenset[int]()
         self._check_declarations()
@@ -127,7 +129,13 @@ class TorchStageProgram:
             values[name] = value
         params = {value: self._tensors[self._graph.params[value].key] for value in interpreter.params}
         with torch.set_grad_enabled(training), self._precision():
-            outputs, writes = interpreter.run(context, values, params)
+            if training and self._options.recompute:
+                if names not in self._segments:
+                    self._segments[names] = segments(interpreter)
+                parts = self._segments[names]
+                outputs, writes = run_in_segments(interpreter, parts, context, values, params, self._precision)
+            else:
+                outputs, writes = interpreter.run(context, values, params)
         if training:
             self._contexts[key] = _InFlight(
                 {name: value for name, value in outputs.items() if _carries_gradient(value)}, leaves, left
@@ -316,8 +324,10 @@ class TorchStageProgram:
             Context(training, DropoutKey(self._options.seed, 0, 0)),
             grad_inputs=self._grad_inputs,
             limit_bytes=None if limit_bytes is None else limit_bytes - held_bytes,
+            recompute=training and self._options.recompute,
         )
-        needed_bytes = held_bytes + footprint.peak_bytes + footprint.saved_bytes * self._microbatches_held
+        needed_bytes = held_bytes + footprint.peak_bytes + footprint.again_bytes
+        needed_bytes += footprint.saved_bytes * self._microbatches_held
         if limit_bytes is not None and needed_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage needs {needed_bytes} bytes with {self._microbatches_held} microbatches in flight, "
@@ -342,6 +352,7 @@ class TorchStageProgram:
             context,
             grad_inputs=self._grad_inputs,
             limit_bytes=limit_bytes,
+            recompute=context.training and self._options.recompute,
         )
         if len(self._checked) >= MAX_CHECKED_SHAPES:
             self._checked.clear()

@@ -15,6 +15,7 @@ import torch
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.interpreter import OPERATOR_FAILURES, Interpreter, Step, describe, first_line
 from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.recomputation import Segment, segments
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -24,10 +25,12 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one microbatch: the most that values take at once while it runs forward, and what is kept for backward."""
+    """Of one microbatch: the most that values take at once while it runs forward, what is kept for backward, and what
+    the largest segment keeps when it is made again there (0 without recomputation)."""
 
     peak_bytes: int
     saved_bytes: int
+    again_bytes: int = 0
 
 
 def input_shapes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -44,9 +47,11 @@ def measure(
     *,
     grad_inputs: frozenset[str],
     limit_bytes: int | None,
+    recompute: bool = False,
 ) -> Footprint:
-    """Run without memory. `interpreter` must be compiled for `META`. Raises `ExecutionError` when a value is not what
-    the graph declares, or when one value alone or all that are alive together exceed `limit_bytes`."""
+    """Run without memory. `interpreter` must be compiled for `META`. `recompute`: as `run_in_segments` does. Raises
+    `ExecutionError` when a value is not what the graph declares, or when one value alone or all that are alive together
+    exceed `limit_bytes`."""
     registers = interpreter.start(
         context,
         {name: _input(graph, name, shape, context, grad_inputs) for name, shape in shapes.items()},
@@ -54,13 +59,17 @@ def measure(
     )
     meter = _Meter(graph, interpreter, symbols, limit_bytes)
     meter.hold_inputs(registers)
+    beginnings = {part.start: part for part in segments(interpreter)} if recompute else {}
 
     with (
         # Nothing runs backward here, so nothing need be kept; a result saved as itself would never be freed.
         torch.autograd.graph.saved_tensors_hooks(meter.save, _never),
         torch.set_grad_enabled(context.training),
     ):
-        for step in interpreter.steps:
+        for position, step in enumerate(interpreter.steps):
+            part = beginnings.get(position)
+            if part is not None:
+                meter.enter(part, registers)
             try:
                 step.run(registers)
             except FusionError as error:
@@ -68,7 +77,7 @@ def measure(
             except OPERATOR_FAILURES as error:
                 raise ExecutionError(f"{describe(step.node)} can't run at these sizes: {first_line(error)}") from error
             meter.after(step, registers)
-    return Footprint(meter.peak_bytes, meter.saved_bytes)
+    return meter.footprint()
 
 
 class _Meter:
@@ -90,8 +99,11 @@ class _Meter:
         """Address of a storage -> number of live registers that see it."""
         self.held: dict[int, torch.UntypedStorage] = {}
         self.saved: dict[int, torch.UntypedStorage] = {}
+        """Of the run, or of the segment under way."""
+        self.entered: dict[int, torch.UntypedStorage] | None = None
+        """What enters segments, where those are made again."""
         self.parameters: set[int] = set()
-        self.live_bytes = self.peak_bytes = self.saved_bytes = 0
+        self.live_bytes = self.peak_bytes = self.saved_bytes = self.again_bytes = 0
 
     def hold_inputs(self, registers: list[object]) -> None:
         for name, register in self.registers.items():
@@ -115,6 +127,29 @@ class _Meter:
             if isinstance(value, torch.Tensor) and register not in self.parameter_registers:
                 self._release(value)
             registers[register] = None
+
+    def enter(self, part: Segment, registers: list[object]) -> None:
+        """From here on what is saved is that of `part`; what it reads is kept whatever it saves."""
+        self.entered = self.entered or {}
+        self._leave()
+        for register in part.entering:
+            value = registers[register]
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in self.parameters:
+                    self.entered[storage._cdata] = storage
+
+    def footprint(self) -> Footprint:
+        if self.entered is None:
+            return Footprint(self.peak_bytes, self.saved_bytes)
+        self._leave()
+        kept_bytes = sum(storage.nbytes() for storage in self.entered.values())
+        return Footprint(self.peak_bytes, kept_bytes, self.again_bytes)
+
+    def _leave(self) -> None:
+        self.again_bytes = max(self.again_bytes, self.saved_bytes)
+        self.saved.clear()
+        self.saved_bytes = 0
 
     def save(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -1,0 +1,140 @@
+"""Activations made again in backward instead of kept: a microbatch in flight holds its segments' inputs and no more.
+
+Decides where a graph is parted (at the boundaries of its blocks) and when a segment runs again: once, at the first of
+its tensors that backward asks for. The graph of autograd is the one of a plain run, of which only the saved tensors are
+replaced, so every sum is taken in the same order and every bit is the same, those of weights that several segments
+share among them. Dropout follows from counters, so its masks are the same too. As T. Chen et al., "Training deep nets
+with sublinear memory cost", 2016 (arXiv 1604.06174), one segment per block instead of the square root of their number.
+`torch.utils.checkpoint` does the same and loads torch's compiler, see `eager`.
+
+Neighbours: `interpreter` has the steps, `program` runs them through here, `sizes` counts what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusionai.backends.torch.interpreter import Interpreter
+from fusionai.backends.torch.operators import Context
+from fusionai.ir.graph import reads
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Steps [start, stop) of an interpreter; `entering`: registers they read that earlier ones or nobody here fills."""
+
+    start: int
+    stop: int
+    entering: tuple[int, ...]
+
+
+def segments(interpreter: Interpreter) -> tuple[Segment, ...]:
+    """One per block. What stands out of order, such as a mask that all blocks read, belongs to the block around it."""
+    found: list[Segment] = []
+    start = 0
+    highest = -1
+    for position, step in enumerate(interpreter.steps):
+        if step.node.block > highest:
+            if position > start:
+                found.append(_segment(interpreter, start, position))
+                start = position
+            highest = step.node.block
+    if start < len(interpreter.steps):
+        found.append(_segment(interpreter, start, len(interpreter.steps)))
+    return tuple(found)
+
+
+def run_in_segments(
+    interpreter: Interpreter,
+    parts: tuple[Segment, ...],
+    context: Context,
+    inputs: Mapping[str, Any],
+    params: Mapping[str, Any],
+    precision: Callable[[], AbstractContextManager[object]],
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """`Interpreter.run`, keeping for backward what enters each of `parts`. `precision`: what the caller runs this in,
+    entered again when a segment is. Neither inputs nor parameters may be overwritten before backward."""
+    registers = interpreter.start(context, inputs, params)
+    for part in parts:
+        kept = _Kept(_Again(interpreter, part, context, [registers[place] for place in part.entering], precision))
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            interpreter.advance(registers, part.start, part.stop)
+    return interpreter.results(registers)
+
+
+class _EnoughError(Exception):
+    """All that backward can ask for is there again: what follows in the segment need not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """How to run a segment once more."""
+
+    interpreter: Interpreter
+    part: Segment
+    context: Context
+    entering: list[Any]
+    precision: Callable[[], AbstractContextManager[object]]
+
+    def run(self) -> None:
+        registers = self.interpreter.blank(self.context)
+        for place, value in zip(self.part.entering, self.entering, strict=True):
+            registers[place] = value
+        with torch.enable_grad(), self.precision():
+            self.interpreter.advance(registers, self.part.start, self.part.stop)
+
+
+class _Kept:
+    """What one segment of one microbatch saves for backward: numbers, until backward asks for the tensors."""
+
+    def __init__(self, again: _Again) -> None:
+        self._again = again
+        self._count = 0
+        self._made: dict[int, torch.Tensor] = {}
+
+    def pack(self, _saved: torch.Tensor) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def unpack(self, number: int) -> torch.Tensor:
+        if number not in self._made:
+            self._made = self._make()
+        # Given away: it lives as long as backward needs it.
+        return self._made.pop(number)
+
+    def _make(self) -> dict[int, torch.Tensor]:
+        made: dict[int, torch.Tensor] = {}
+
+        def keep(saved: torch.Tensor) -> None:
+            # Detached: it would otherwise hold the graph of this run, which nobody goes back through.
+            made[len(made)] = saved.detach()
+            if len(made) == self._count:
+                raise _EnoughError
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, _nothing):
+                self._again.run()
+        except _EnoughError:
+            pass
+        return made
+
+
+def _segment(interpreter: Interpreter, start: int, stop: int) -> Segment:
+    filled: set[int] = set()
+    entering: dict[int, None] = {}
+    for step in interpreter.steps[start:stop]:
+        for name in reads(step.node):
+            register = interpreter.values[name]
+            if register not in filled:
+                entering[register] = None
+        filled.update(interpreter.values[name] for name in step.node.outputs)
+    return Segment(start, stop, tuple(entering))
+
+
+def _nothing(_saved: None) -> torch.Tensor:
+    raise AssertionError("nothing runs backward through a segment made again")
