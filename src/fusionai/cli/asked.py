@@ -19,7 +19,7 @@ from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.garbage import loading
-from fusionai.scheduling.types import BlockCost, Problem, RolePlacement
+from fusionai.scheduling.types import BlockCost, Lever, Problem, RolePlacement
 from fusionai.wire.codecs import Compression
 
 _Place = Literal["owner", "pool"]
@@ -37,6 +37,7 @@ class Asked:
     takeover: Literal["exact", "tolerant"]
     served: ServingOptions
     compression: Compression = "none"
+    recompute: Lever = "auto"
 
     @property
     def rows(self) -> int:
@@ -74,6 +75,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             microbatch_tokens=asked.rows * asked.sequence,
             takeover=asked.takeover,
             compression=asked.compression,
+            recompute=asked.recompute,
         )
     places = {role.role: role.place for role in roles}
     numbers = [block.block for block in problem.blocks]

@@ -39,7 +39,7 @@ from fusionai.scheduling.lighter import lighter
 from fusionai.scheduling.many_holders import ManyHolders, many_holders
 from fusionai.scheduling.many_lines import ManyLines, many_lines
 from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import PeerProfile, Plan, Problem
+from fusionai.scheduling.types import Lever, PeerProfile, Plan, Problem
 from fusionai.wire.codecs import Compression
 
 FASTER: Final = 1.01
@@ -65,6 +65,13 @@ FASTER: Final = 1.01
     default="none",
     show_default=True,
     help="How activations and gradients of a training job travel between stages.",
+)
+@click.option(
+    "--recompute",
+    type=click.Choice(get_args(Lever)),
+    default="auto",
+    show_default=True,
+    help="Whether stages of a training job make activations again in backward instead of keeping them.",
 )
 @click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
 @click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
@@ -100,6 +107,7 @@ def plan(
     microbatches: int,
     sequence: int,
     compression: Compression,
+    recompute: Lever,
     stages: int | None,
     spares: int | None,
     require: tuple[str, ...],
@@ -124,6 +132,8 @@ def plan(
         raise UsageError("--catalogue is for the machines of a --pool file; those of a live pool are measured.")
     if task == "serve" and compression != "none":
         raise UsageError("--compression is for --task train.")
+    if task == "serve" and recompute != "auto":
+        raise UsageError("--recompute is for --task train.")
     catalogue = read_catalogue(catalogue_file)
     pool = read_pool(pool_file, catalogue) if pool_file is not None else _live_pool(home)
     asked = Asked(
@@ -135,6 +145,7 @@ def plan(
         takeover=takeover or ("tolerant" if task == "serve" else "exact"),
         served=served,
         compression=compression,
+        recompute=recompute,
     )
     graph = captured(model, asked)
     problem = problem_of(graph, pool, asked)
@@ -216,6 +227,8 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
             shorter = replace(asked.served, context_tokens=context)
             yield changed(f"with --context {context}", replace(asked, served=shorter))
         return
+    if asked.recompute == "never":
+        yield changed("with --recompute auto", replace(asked, recompute="auto"))
     if asked.rows > 1:
         yield changed(f"with --microbatches {asked.batch}", replace(asked, microbatches=asked.batch))
     if asked.sequence > 1:

@@ -35,6 +35,7 @@ def figures(
                 "send_s": stage.send_s,
                 "memory_bytes": stage.memory_bytes,
                 "memory_limit_bytes": stage.memory_limit_bytes,
+                **_recomputation(stage),
                 **_serving_part(found, stage),
             }
             for stage in found.stages
@@ -72,6 +73,13 @@ def figures(
         "serving": found.serving,
         "replicas": _replicas(replicated, found, names),
     }
+
+
+def _recomputation(stage: StagePlacement) -> dict[str, object]:
+    """Keys of a stage that makes activations again in backward."""
+    if not stage.recompute:
+        return {}
+    return {"recompute_s": stage.recompute_s, "recompute_saves_bytes": stage.recompute_saves_bytes}
 
 
 def _replicas(

@@ -46,6 +46,8 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     _show_speed(found)
     if found.codecs:
         console.line(f"Between stages, activations and gradients travel packed: {shown(found.codecs)}.")
+    for sentence in _recomputations(found):
+        console.line(sentence)
     certificate = found.certificate
     if certificate.exact:
         console.line(f"Proven best ({certificate.method}).")
@@ -136,6 +138,17 @@ def show_expense(found: Expense, names: Mapping[str, str]) -> None:
     ):
         if missing:
             console.line(f"{what}: not known; no {word} is given for {_list([names.get(p, p) for p in missing])}.")
+
+
+def _recomputations(found: Plan) -> Iterator[str]:
+    """Which stages make activations again in backward, what it saves and what it costs."""
+    for stage in found.stages:
+        if stage.recompute:
+            times = stage.compute_s / (stage.compute_s - stage.recompute_s) - 1 if stage.recompute_s else 0.0
+            yield (
+                f"Stage {stage.stage} makes activations again in backward: saves "
+                f"{format_bytes(stage.recompute_saves_bytes)}, costs {times:.0%} more compute."
+            )
 
 
 def _show_speed(found: Plan) -> None:

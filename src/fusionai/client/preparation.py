@@ -198,6 +198,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         optimizer_bytes_per_trainable_byte=slots,
         takeover=recipe.faults.numerics,
         compression=recipe.train.compression,
+        recompute=recipe.train.recompute,
     )
 
 

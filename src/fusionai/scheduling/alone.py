@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.levers import Levers
 from fusionai.scheduling.types import PeerProfile, Problem
 
 
@@ -24,17 +25,27 @@ class Alone:
 def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | None:
     """Over `peers` (those that may be used, and the owner). None if the model fits none of them."""
     chain = Chain(problem, problem.blocks)
-    needed_bytes = chain.resident_bytes(0, chain.length) + chain.in_flight_bytes(0, chain.length)
+    ways = [
+        Levers(recompute=again)
+        for again in {"never": (False,), "always": (True,)}.get(problem.recompute, (False, True))
+    ]
     ops = {op for block in problem.blocks for op in block.ops}
     best: Alone | None = None
     for peer in sorted(peers, key=lambda p: p.peer):
-        if peer.memory_bytes < needed_bytes or not peer.effective_flops_per_s > 0 or ops & set(peer.unsupported_ops):
+        if not peer.effective_flops_per_s > 0 or ops & set(peer.unsupported_ops):
             continue
-        tokens_per_s = problem.microbatch_tokens / compute_alone_s(chain, peer)
+        levers = next((one for one in ways if _needed_bytes(chain, one) <= peer.memory_bytes), None)
+        if levers is None:
+            continue
+        tokens_per_s = problem.microbatch_tokens / compute_alone_s(chain, peer, levers)
         if best is None or tokens_per_s > best.tokens_per_s:
             best = Alone(peer, tokens_per_s)
     return best
 
 
-def compute_alone_s(chain: Chain, peer: PeerProfile) -> float:
-    return max(chain.flops(0, chain.length) / peer.effective_flops_per_s, 1e-12)
+def compute_alone_s(chain: Chain, peer: PeerProfile, levers: Levers | None = None) -> float:
+    return max(chain.flops(0, chain.length, levers) / peer.effective_flops_per_s, 1e-12)
+
+
+def _needed_bytes(chain: Chain, levers: Levers) -> float:
+    return chain.resident_bytes(0, chain.length, levers) + chain.in_flight_bytes(0, chain.length, levers)

@@ -1,7 +1,7 @@
 """The model as a chain of blocks with prefix sums. Decides what a range of blocks costs and keeps; knows no peer.
 
 Cut `c` lies before the block at position `c`: cut 0 is the feed's side, cut `length` the loss's side. Ranges are
-half-open positions into the chain. Neighbours: `pipeline` adds peers and links, `memory` explains what is counted.
+half-open positions into the chain. Neighbours: `pipeline` adds peers and links, `levers` says how memory may be saved.
 """
 
 from __future__ import annotations
@@ -11,25 +11,36 @@ from copy import copy
 from itertools import accumulate, pairwise
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.levers import Levers, levers_of_problem
 from fusionai.scheduling.types import BlockCost, Plan, Problem
 from fusionai.wire.codecs import LADDER, Codec, bytes_on_link
 
 
 class Chain:
     """`blocks` in order, costs of `problem.task` at its batch sizes. `codecs`: block -> how what crosses behind it is
-    packed, where that is not as the problem says for all; what is left to the plan counts as small as can be."""
+    packed, where that is not as the problem says for all; what is left to the plan counts as small as can be. `levers`:
+    how memory is saved, where that is not as the problem says; a question may name others."""
 
     def __init__(
-        self, problem: Problem, blocks: tuple[BlockCost, ...], codecs: Mapping[int, Codec] | None = None
+        self,
+        problem: Problem,
+        blocks: tuple[BlockCost, ...],
+        codecs: Mapping[int, Codec] | None = None,
+        levers: Levers | None = None,
     ) -> None:
         training = problem.task == "train"
         slots = 1.0 + problem.optimizer_bytes_per_trainable_byte
         self.blocks = blocks
         self.length = len(blocks)
+        self.levers = levers_of_problem(problem) if levers is None else levers
         self._flops = _sums([b.forward_flops + (b.backward_flops if training else 0.0) for b in blocks])
         self._state = _sums([b.parameter_bytes + (slots * b.trainable_bytes if training else 0.0) for b in blocks])
         self._saved = _sums([b.parameter_bytes + (slots - 1.0) * b.trainable_bytes for b in blocks])
-        self._kept = _sums([float(b.activation_bytes) if training else 0.0 for b in blocks])
+        self._again = _sums([b.forward_flops if training else 0.0 for b in blocks])
+        self._activations = [float(b.activation_bytes) if training else 0.0 for b in blocks]
+        self._kept = _sums(self._activations)
+        # What enters the first block of all are inputs of the model, such as token ids: too small to count.
+        self._entering = _sums([0.0, *(float(b.output_bytes) if training else 0.0 for b in blocks[:-1])])
         self._workspace = [float(b.workspace_bytes) for b in blocks]
         self._usual: Codec = LADDER[-1] if problem.compression == "adaptive" else problem.compression
         self._training = training
@@ -49,22 +60,31 @@ class Chain:
             self.forward_bytes.append(bytes_on_link(codec, float(block.output_bytes)))
             self.gradient_bytes.append(bytes_on_link(codec, float(block.gradient_bytes)) if self._training else 0.0)
 
-    def flops(self, start: int, end: int) -> float:
-        return self._flops[end] - self._flops[start]
+    def flops(self, start: int, end: int, levers: Levers | None = None) -> float:
+        flops = self._flops[end] - self._flops[start]
+        return flops + self.again_flops(start, end) if (levers or self.levers).recompute else flops
+
+    def again_flops(self, start: int, end: int) -> float:
+        """Of making activations again in backward."""
+        return self._again[end] - self._again[start]
 
     def state_bytes(self, start: int, end: int) -> float:
         """Parameters and optimizer slots: what a snapshot or a checkpoint of the range holds."""
         return self._saved[end] - self._saved[start]
 
-    def resident_bytes(self, start: int, end: int) -> float:
-        """Parameters, their gradients and optimizer slots, and the largest workspace: there whatever is in flight."""
-        return self._state[end] - self._state[start] + max(self._workspace[start:end])
+    def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
+        """Parameters, their gradients and optimizer slots, the largest workspace, and the activations of the block
+        that is made again, if any is: there whatever is in flight."""
+        held = self._state[end] - self._state[start] + max(self._workspace[start:end])
+        return held + max(self._activations[start:end]) if (levers or self.levers).recompute else held
 
-    def in_flight_bytes(self, start: int, end: int) -> float:
-        """What one microbatch in flight takes: activations kept for backward, and both directions of both cuts."""
+    def in_flight_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
+        """What one microbatch in flight takes: activations kept for backward (or what enters the blocks, where they are
+        made again), and both directions of both cuts."""
         boundary = self.forward_bytes[start] + self.gradient_bytes[start]
         boundary += self.forward_bytes[end] + self.gradient_bytes[end]
-        return self._kept[end] - self._kept[start] + boundary
+        kept = self._entering if (levers or self.levers).recompute else self._kept
+        return kept[end] - kept[start] + boundary
 
     def numbers(self, start: int, end: int) -> tuple[int, int]:
         """Half-open range of block numbers for a range of positions."""

@@ -31,6 +31,7 @@ from fusionai.scheduling.constructions import CONSTRUCTIONS
 from fusionai.scheduling.coverage_bound import Proof
 from fusionai.scheduling.coverage_kernels import Layout, Swarm, shake, sweep
 from fusionai.scheduling.eligibility import check_names, eligible
+from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.links import check_access
 from fusionai.scheduling.swarm import idle, needed_bytes, stretches, swarm_of
 from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Problem
@@ -237,7 +238,7 @@ def _owner_per_s(problem: Problem, chain: Chain) -> float:
     owner = problem.owner
     if owner is None:
         raise PlanError("the loss is placed with the job owner, but the problem has no owner's profile.")
-    loss = Chain(problem, problem.blocks[-1:])
+    loss = Chain(problem, problem.blocks[-1:], levers=NO_LEVERS)
     seconds = (
         loss.flops(0, 1) / owner.effective_flops_per_s,
         chain.forward_bytes[chain.length] / owner.downlink.bandwidth_bytes_per_s,

@@ -28,8 +28,8 @@ def _block(pipeline: Pipeline) -> PlanError | None:
     if needed <= largest:
         return None
     return PlanError(
-        f"block {chain.blocks[block].block} alone needs {format_bytes(needed)}, the largest peer lends "
-        f"{format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
+        f"block {chain.blocks[block].block} alone needs {format_bytes(needed)}{_however(pipeline)}, the largest peer "
+        f"lends {format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
         hint=_MORE,
     )
 
@@ -42,8 +42,8 @@ def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
         return None
     peers = "1 peer" if limits.most == 1 else f"{limits.most} peers"
     return PlanError(
-        f"the model needs at least {format_bytes(needed)}, the largest {peers} that may hold it lend "
-        f"{format_bytes(lent)}: {format_bytes(needed - lent)} are missing.",
+        f"the model needs at least {format_bytes(needed)}{_however(pipeline)}, the largest {peers} that may hold it "
+        f"lend {format_bytes(lent)}: {format_bytes(needed - lent)} are missing.",
         hint=_MORE,
     )
 
@@ -63,9 +63,13 @@ def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool
         )
     return PlanError(
         f"{verdict} {stages} with their microbatches in flight into the {format_bytes(lent)} the peers lend; "
-        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}.",
+        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}{_however(pipeline)}.",
         hint=_MORE,
     )
+
+
+def _however(pipeline: Pipeline) -> str:
+    return ", its activations made again in backward" if pipeline.chain.levers.recompute else ""
 
 
 def _least_bytes(pipeline: Pipeline, start: int, end: int) -> float:

@@ -24,6 +24,7 @@ from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.coverage import CoveragePlan, cover
 from fusionai.scheduling.coverage_kernels import Floats
 from fusionai.scheduling.crossings import crossings
+from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem
 
@@ -158,4 +159,4 @@ def _loss_s(problem: Problem) -> float:
     owner = problem.owner
     if owner is None:
         return 0.0
-    return Chain(problem, problem.blocks[-1:]).flops(0, 1) / owner.effective_flops_per_s
+    return Chain(problem, problem.blocks[-1:], levers=NO_LEVERS).flops(0, 1) / owner.effective_flops_per_s

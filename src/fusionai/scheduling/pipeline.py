@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.credits import credits_needed
+from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.links import Hop, hops
 from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import PeerProfile, Problem
@@ -81,7 +82,7 @@ class Pipeline:
         everyone = self.everyone
         blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
         self.chain = Chain(problem, blocks)
-        self.loss = Chain(problem, problem.blocks[-1:]) if loss_at_owner else None
+        self.loss = Chain(problem, problem.blocks[-1:], levers=NO_LEVERS) if loss_at_owner else None
         self.speed = [p.effective_flops_per_s for p in everyone]
         self._up = [p.uplink.bandwidth_bytes_per_s for p in everyone]
         self._down = [p.downlink.bandwidth_bytes_per_s for p in everyone]

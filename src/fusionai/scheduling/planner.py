@@ -7,8 +7,8 @@ problem gives the same plan, in whatever order its peers are listed. One replica
 says what more of them would bring.
 
 Neighbours: `serving` plans for generation. `eligibility` (who may be used), `pipeline` (what a step costs), `alone`
-(one machine instead), `placement` (the plan written out), `guards` (which spare guards which stage), `infeasible` (why
-there is none).
+(one machine instead), `small_memory` (what stages do to fit), `placement` (the plan written out), `guards` (which spare
+guards which stage), `infeasible` (why there is none).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.improvement import improve
 from fusionai.scheduling.infeasible import infeasible
+from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.likeness import few_states, limits_among, nearly, without_surplus
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.pins import check_pins, must_use
@@ -39,6 +40,7 @@ from fusionai.scheduling.placement import pool_name, written_out
 from fusionai.scheduling.search import MOST_PEERS, Limits, search
 from fusionai.scheduling.serving import serving_plan
 from fusionai.scheduling.shortlist import shortlist
+from fusionai.scheduling.small_memory import fitted
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
 from fusionai.wire.codecs import Codec
 
@@ -60,6 +62,12 @@ def plan(problem: Problem) -> Plan:
     """The plan with the shortest predicted step. Raises `PlanError` naming the tightest constraint if there is none."""
     if problem.task == "serve":
         return serving_plan(problem)
+    found = fitted(problem, _chain_plan) if problem.recompute == "auto" else _chain_plan(problem)
+    return with_guards(_against_one(problem, found), problem)
+
+
+def _chain_plan(problem: Problem) -> Plan:
+    """Without guards, and not yet held against one machine alone."""
     _check(problem)
     loss_at_owner = _place(problem, "loss") == "owner"
     pool_blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
@@ -84,28 +92,34 @@ def plan(problem: Problem) -> Plan:
     if problem.compression == "adaptive":
         pipeline, best, codecs = lightened(pipeline, best)
         solved = _with_codecs(solved, problem, pipeline, best)
-    alone = fastest_alone(problem, _machines(problem, usable))
-    if alone is not None:
-        speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(best)
-        if alone.tokens_per_s > speed:
-            warnings.insert(
-                0,
-                f"One machine alone would be faster: {pool_name(problem, alone.peer.peer)} reaches "
-                f"{format_speed(alone.tokens_per_s)} tokens/s by itself, this plan {format_speed(speed)}.",
-            )
-    placed = written_out(
+    return written_out(
         problem,
         pipeline,
         best,
         codecs=codecs,
         certificate=solved.certificate,
         feed_at_owner=_place(problem, "feed") == "owner",
-        single_peer_tokens_per_s=None if alone is None else alone.tokens_per_s,
         refused=tuple(refused),
         warnings=tuple(warnings),
         usable=usable,
     )
-    return with_guards(placed, problem)
+
+
+def _against_one(problem: Problem, found: Plan) -> Plan:
+    """With the speed of the fastest machine alone, and a warning first of all where that is the faster way."""
+    loss_at_owner = _place(problem, "loss") == "owner"
+    usable, _ = eligible(problem, problem.blocks[:-1] if loss_at_owner else problem.blocks, 0.0)
+    alone = fastest_alone(problem, _machines(problem, usable))
+    if alone is None:
+        return found
+    warnings = found.warnings
+    if alone.tokens_per_s > found.tokens_per_s:
+        sentence = (
+            f"One machine alone would be faster: {pool_name(problem, alone.peer.peer)} reaches "
+            f"{format_speed(alone.tokens_per_s)} tokens/s by itself, this plan {format_speed(found.tokens_per_s)}."
+        )
+        warnings = (sentence, *warnings)
+    return msgspec.structs.replace(found, single_peer_tokens_per_s=alone.tokens_per_s, warnings=warnings)
 
 
 def _uniform(problem: Problem, best: Suffix) -> tuple[Codec, ...]:
@@ -336,7 +350,7 @@ def _check_owner(problem: Problem) -> None:
     if not owner.effective_flops_per_s > 0:
         raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
     before = problem.blocks[-2]
-    chain = Chain(problem, problem.blocks[-1:])
+    chain = Chain(problem, problem.blocks[-1:], levers=NO_LEVERS)
     boundary = before.output_bytes + before.gradient_bytes
     needed = chain.resident_bytes(0, 1) + chain.in_flight_bytes(0, 1) + boundary
     if needed > owner.memory_bytes:

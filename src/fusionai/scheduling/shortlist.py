@@ -16,6 +16,7 @@ import numpy as np
 
 from fusionai.scheduling.bound import Bound, around_of, ground_of
 from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.pins import must_use
 from fusionai.scheduling.pipeline import fastest_first
 from fusionai.scheduling.types import PeerProfile, Problem
@@ -52,4 +53,4 @@ def _loss_s(problem: Problem) -> float:
     owner = problem.owner
     if owner is None:
         return 0.0
-    return Chain(problem, problem.blocks[-1:]).flops(0, 1) / owner.effective_flops_per_s
+    return Chain(problem, problem.blocks[-1:], levers=NO_LEVERS).flops(0, 1) / owner.effective_flops_per_s

@@ -12,6 +12,7 @@ from __future__ import annotations
 from math import inf
 
 from fusionai.scheduling.chain import Chain, codecs_of
+from fusionai.scheduling.levers import Levers, levers_of_stage
 from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
@@ -54,7 +55,13 @@ class StageCosts:
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.compute_s
         start, end = self._positions(stage)
-        return self._chain.flops(start, end) / profile.effective_flops_per_s
+        return self._chain.flops(start, end, levers_of_stage(stage)) / profile.effective_flops_per_s
+
+    def held_bytes(self, stage: StagePlacement, levers: Levers, in_flight: int) -> tuple[int, int]:
+        """Of the stage if it worked with `levers`: with so many microbatches in flight, and of one of them."""
+        start, end = self._positions(stage)
+        flight = self._chain.in_flight_bytes(start, end, levers)
+        return round(self._chain.resident_bytes(start, end, levers) + in_flight * flight), round(flight)
 
     def decode_s(self, stage: StagePlacement, peer: str, rows: int) -> float:
         """Serving: a pass of `rows` positions on `peer`."""
@@ -63,6 +70,15 @@ class StageCosts:
             return stage.compute_s
         start, end = self._positions(stage)
         return sum(block_s(block, profile, rows) for block in self._chain.blocks[start:end])
+
+    def recompute_s(self, stage: StagePlacement, peer: str) -> float:
+        """Of `compute_s`, what making activations again takes."""
+        profile = self.profiles.get(peer)
+        if not stage.recompute:
+            return 0.0
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return stage.recompute_s
+        return self._chain.again_flops(*self._positions(stage)) / profile.effective_flops_per_s
 
     def operators(self, stage: StagePlacement) -> list[str]:
         start, end = self._positions(stage)

@@ -225,6 +225,7 @@ class _Placing:
             peer=peer,
             in_flight=stage.in_flight - fewer,
             compute_s=self.costs.compute_s(stage, peer),
+            recompute_s=self.costs.recompute_s(stage, peer),
             memory_bytes=stage.memory_bytes - fewer * stage.in_flight_bytes,
             memory_limit_bytes=profile.memory_bytes,
             fingerprint=profile.fingerprint,

@@ -12,6 +12,9 @@ import msgspec
 
 from fusionai.wire.codecs import Codec, Compression
 
+Lever = Literal["auto", "never", "always"]
+"""What may be done about a small memory: where the plan finds it needed, nowhere, everywhere."""
+
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base: immutable, strict, keyword-only."""
@@ -134,6 +137,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     """Whether a machine that computes other bits may guard a stage or stand in for its peer."""
     compression: Compression = "none"
     """How activations and gradients between stages are packed in training. Costs count float32."""
+    recompute: Lever = "never"
+    """Training: whether stages make activations again in backward instead of keeping them; `auto`: those that must."""
     serving: ServingNeeds | None = None
     """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
 
@@ -157,6 +162,10 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     """Of `memory_bytes`, what one microbatch in flight takes."""
     recompute: bool = False
     """Training: the stage keeps what enters its blocks and runs them again in backward; `compute_s` has it in."""
+    recompute_s: float = 0.0
+    """Of `compute_s`, what running them again takes."""
+    recompute_saves_bytes: int = 0
+    """What the stage would hold besides, were they kept."""
     fingerprint: str = ""
     """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""
     weight_bytes: int = 0

@@ -75,6 +75,17 @@ def test_peers_left_out_for_one_reason_share_a_line(capsys: pytest.CaptureFixtur
     assert "Left out: p0, p1, p2, p3, p4, p5, p6, p7 and 4 more: it is not connected." in capsys.readouterr().out
 
 
+def test_a_stage_that_makes_activations_again_says_what_that_saves_and_costs(capsys: pytest.CaptureFixture[str]):
+    found, _ = planned(1e9)
+    again = msgspec.structs.replace(
+        found.stages[0], recompute=True, compute_s=4.0, recompute_s=1.0, recompute_saves_bytes=3 * 10**9
+    )
+    show_plan(msgspec.structs.replace(found, stages=(again, *found.stages[1:])), NAMES)
+    shown = capsys.readouterr().out
+    assert "Stage 0 makes activations again in backward: saves 3 GB, costs 33% more compute." in shown
+    assert "Stage 1 makes" not in shown
+
+
 def cost(**fields: object) -> Expense:
     told = {"power_w": 300.0, "joules": 2e6, "money": 0.25, "without_power": (), "without_price": (), **fields}
     return Expense(currency="EUR", **told)  # type: ignore[arg-type]

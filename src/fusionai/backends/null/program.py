@@ -214,8 +214,10 @@ class NullStageProgram:
             # A symbol that the fed inputs do not show counts at its largest.
             sizes = {**largest(self._graph), **symbols}
             records = block_costs(self._graph, sizes, training=training)
+            again = 1 if self._options.recompute else 0
             work = self._work[key] = _Work(
-                sum(record.forward_flops for record in records), sum(record.backward_flops for record in records)
+                sum(record.forward_flops for record in records),
+                sum(record.backward_flops + again * record.forward_flops for record in records),
             )
         return work
 

@@ -1,0 +1,130 @@
+"""Stages that make activations again in backward: where a plan takes to it, what it says about it and what it costs."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.takeover import replaced
+from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
+
+POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
+STATE, ACTIVATIONS, CROSSING = 4_000_000, 2_000_000, 100_000
+"""Of one block: parameters, gradients and AdamW's two slots; of one microbatch."""
+
+
+def block(number: int) -> BlockCost:
+    return BlockCost(
+        block=number,
+        forward_flops=1e9,
+        backward_flops=2e9,
+        parameter_bytes=STATE // 4,
+        trainable_bytes=STATE // 4,
+        activation_bytes=ACTIVATIONS,
+        output_bytes=CROSSING,
+        gradient_bytes=CROSSING,
+    )
+
+
+def peer(name: str, memory_bytes: int, **changes: object) -> PeerProfile:
+    profile = PeerProfile(peer=name, flops_per_s=1e10, memory_bytes=memory_bytes, fingerprint="f")
+    return msgspec.structs.replace(profile, **changes)
+
+
+def problem(*memory_bytes: int, **changes: object) -> Problem:
+    base = Problem(
+        graph_hash="g",
+        blocks=tuple(block(number) for number in range(8)),
+        peers=tuple(peer(name, size) for name, size in zip("abcdefgh", memory_bytes, strict=False)),
+        roles=POOL_ROLES,
+        microbatches=8,
+        microbatch_tokens=100,
+        recompute="auto",
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def recomputing(found: Plan) -> list[bool]:
+    return [stage.recompute for stage in found.stages]
+
+
+def test_who_has_room_keeps_activations() -> None:
+    found = plan(problem(10**9, 10**9))
+    assert recomputing(found) == [False, False]
+    assert found == plan(problem(10**9, 10**9, recompute="never"))
+
+
+def test_a_stage_that_would_not_fit_makes_them_again_and_the_plan_says_what_that_is_worth() -> None:
+    # Four blocks: 16 MB of state and 8 MB per microbatch; two of those in flight do not fit into 30 MB.
+    tight = problem(30_000_000, 30_000_000, stages=2)
+    with pytest.raises(PlanError, match="fit"):
+        plan(msgspec.structs.replace(tight, recompute="never"))
+    found = plan(tight)
+    first, last = found.stages
+    assert first.recompute
+    assert first.memory_bytes <= first.memory_limit_bytes
+    assert first.recompute_s == pytest.approx(4 * 1e9 / 1e10)
+    assert first.compute_s == pytest.approx(4 * (1 + 2 + 1) * 1e9 / 1e10)
+    kept = 4 * (STATE + first.in_flight * ACTIVATIONS)
+    assert first.recompute_saves_bytes == pytest.approx(kept - first.memory_bytes, rel=0.05)
+    # The last stage has one microbatch in flight, and room for it.
+    assert not last.recompute
+    assert last.compute_s == pytest.approx(4 * 3 * 1e9 / 1e10)
+    assert (last.recompute_s, last.recompute_saves_bytes) == (0.0, 0)
+    assert not found.certificate.exact
+    assert found.certificate.bound_tokens_per_s >= found.tokens_per_s
+
+
+def test_what_is_asked_for_everywhere_is_done_everywhere() -> None:
+    roomy = problem(10**9, 10**9, recompute="always")
+    found = plan(roomy)
+    assert recomputing(found) == [True, True]
+    assert found.tokens_per_s < plan(problem(10**9, 10**9)).tokens_per_s
+    assert found.certificate.exact
+
+
+def test_a_plan_is_taken_for_its_speed_alone_where_links_are_long() -> None:
+    """With 8 microbatches and room for 2, the round trip is waited for again and again; with room for all it is not."""
+    far = Link(bandwidth_bytes_per_s=1e9, latency_s=5.0)
+    tight = problem(33_000_000, 33_000_000, stages=2)
+    tight = msgspec.structs.replace(
+        tight, peers=tuple(msgspec.structs.replace(one, uplink=far, downlink=far) for one in tight.peers)
+    )
+    kept = plan(msgspec.structs.replace(tight, recompute="never"))
+    found = plan(tight)
+    assert found.tokens_per_s > 1.5 * kept.tokens_per_s
+    assert recomputing(found) == [True, False]
+    assert found.stages[0].in_flight > kept.stages[0].in_flight
+
+
+def test_too_little_even_so_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(PlanError, match=r"made again in backward.* are missing"):
+        plan(problem(16_000_000, 16_000_000))
+    with pytest.raises(PlanError) as refused:
+        plan(problem(16_000_000, 16_000_000, recompute="never"))
+    assert "made again" not in refused.value.message
+
+
+def test_one_machine_alone_may_do_so_too() -> None:
+    # 32 MB of state; 16 MB of activations do not fit beside it.
+    found = plan(problem(40_000_000, 40_000_000))
+    assert found.single_peer_tokens_per_s == pytest.approx(100 / (8 * 4 * 1e9 / 1e10))
+    assert plan(problem(40_000_000, 40_000_000, recompute="never")).single_peer_tokens_per_s is None
+
+
+def test_a_stand_in_does_as_the_stage_did() -> None:
+    owned = (RolePlacement(role="feed"), RolePlacement(role="loss", place="pool"))
+    known = problem(30_000_000, 30_000_000, stages=2, owner=peer("owner", 10**9), roles=owned)
+    found = plan(known)
+    (stage,) = [stage for stage in found.stages if stage.recompute]
+    assert StageCosts(known, found).compute_s(stage, stage.peer) == pytest.approx(stage.compute_s)
+    slow = peer("slow", 60_000_000, flops_per_s=1e9)
+    after = replaced(found, known, frozenset({stage.peer}), (slow,))
+    assert isinstance(after, Plan)
+    taken = after.stages[stage.stage]
+    assert (taken.peer, taken.recompute) == ("slow", True)
+    assert taken.compute_s == pytest.approx(10 * stage.compute_s)
+    assert taken.recompute_s == pytest.approx(10 * stage.recompute_s)
