@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from fusionai.broker.home import BrokerHome
+from fusionai.broker.introductions import Introducer
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService
 from fusionai.coordination.desk import DeskRules
@@ -24,6 +25,7 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.addresses import parse_address
+from fusionai.transport.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
 from fusionai.transport.tcp import TcpTransport
 
 DEFAULT_PORT: Final = 4711
@@ -50,6 +52,8 @@ class BrokerOptions:
     inviters: frozenset[PeerId] = frozenset()
     losses_before_rest: int = 5
     """A machine lost so often within ten minutes is given nothing new for five; 0: never mind."""
+    relay_bytes_per_s: float | None = PAIR_BYTES_PER_S
+    """Between two machines that can't dial each other, each way; None: nothing is relayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ async def run_broker(
     check(options)
     home = BrokerHome.open(options.home, options.pool, now_wall_s=clock.wall_s())
     try:
+        relay = _relay(options, home, clock)
         service = BrokerService(
             rules=DeskRules(
                 pool=home.authority.pool,
@@ -96,10 +101,13 @@ async def run_broker(
             authority=home.authority,
             clock=clock,
             ticket_lifetime_s=options.ticket_lifetime_s,
+            introducer=Introducer(home.authority, relays=relay is not None),
         )
         server = BrokerServer(service, clock)
         transport = TcpTransport(home.credentials)
-        listener = await transport.listen(server.accept, host=options.host, port=options.port, strangers=True)
+        listener = await transport.listen(
+            server.accept, host=options.host, port=options.port, strangers=True, relay=relay
+        )
         try:
             service.addresses = options.advertise or listener.addresses
             home.keep_own_membership(tuple(dict.fromkeys((*listener.addresses, *service.addresses))))
@@ -122,6 +130,12 @@ async def run_broker(
             await listener.close()
     finally:
         home.close()
+
+
+def _relay(options: BrokerOptions, home: BrokerHome, clock: Clock) -> Relay | None:
+    if options.relay_bytes_per_s is None:
+        return None
+    return Relay(home.authority.public_key, clock, RelayLimits(pair_bytes_per_s=options.relay_bytes_per_s))
 
 
 def check(options: BrokerOptions) -> None:

@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from fusionai.broker.introductions import Introducer
 from fusionai.broker.journal import Journal, Superseded
 from fusionai.coordination import pool, requests, views
 from fusionai.coordination.decisions import handle
@@ -46,8 +47,11 @@ from fusionai.wire.messages import (
     JoinGranted,
     JoinRequest,
     Leave,
+    LinkView,
+    Meet,
     Message,
     PoolQuery,
+    PoolView,
     Refused,
     Register,
     TicketFor,
@@ -91,6 +95,7 @@ class BrokerService:
         clock: Clock,
         ticket_lifetime_s: float = 600.0,
         draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES),
+        introducer: Introducer | None = None,
     ) -> None:
         """Rebuilds the pool from the journal; raises `StorageError` where that is damaged."""
         self._journal = journal
@@ -98,6 +103,9 @@ class BrokerService:
         self._clock = clock
         self._ticket_lifetime_s = ticket_lifetime_s
         self._draw_token = draw_token
+        self._introducer = introducer or Introducer(authority)
+        self._links: dict[PeerId, tuple[LinkView, ...]] = {}
+        """As the peers reported them last, for people; a restart forgets them."""
         self._sequence, known = remembered(journal)
         self._desk = recovered(rules, known, clock.now_s())
         self.addresses: tuple[str, ...] = ()
@@ -164,6 +172,7 @@ class BrokerService:
     def _serve(self, peer: PeerId, connection: int, message: Message) -> Outcome:
         match message:
             case Heartbeat():
+                self._links[peer] = message.links
                 return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
             case Register():
                 _check_profile(message.profile, peer)
@@ -174,7 +183,9 @@ class BrokerService:
             case Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
             case PoolQuery():
-                return Outcome(answer=views.pool_view(self._desk, self._clock.now_s(), self._clock.wall_s()))
+                return Outcome(answer=self._pool_view())
+            case Meet():
+                return self._introduce(peer, message)
             case JobQuery():
                 return Outcome(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
             case JobRequest():
@@ -197,6 +208,24 @@ class BrokerService:
             case _:
                 tag = message.__struct_config__.tag
                 raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")
+
+    def _pool_view(self) -> PoolView:
+        view = views.pool_view(self._desk, self._clock.now_s(), self._clock.wall_s())
+        return msgspec.structs.replace(
+            view,
+            members=tuple(
+                msgspec.structs.replace(member, links=self._links.get(PeerId(member.peer), ()))
+                if member.state != "lost"
+                else member
+                for member in view.members
+            ),
+        )
+
+    def _introduce(self, peer: PeerId, message: Meet) -> Outcome:
+        answer, connection, notice = self._introducer.introduce(
+            self._desk, peer, message, now_wall_s=self._clock.wall_s()
+        )
+        return Outcome(answer=answer, notices=(Notice(connection=connection, message=notice),))
 
     def _hand_out(self, sender: PeerId, message: InviteRequest) -> Outcome:
         token = self._draw_token()

@@ -15,7 +15,7 @@ from fusionai.cli.lifeline import lifeline_option
 from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.ids import short
-from fusionai.primitives.units import format_seconds, parse_seconds
+from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s, parse_seconds
 
 
 @click.command()
@@ -36,6 +36,20 @@ from fusionai.primitives.units import format_seconds, parse_seconds
     show_default=True,
     help="A machine lost so often within ten minutes gets no new work for five; 0: never mind.",
 )
+@click.option(
+    "--relay/--no-relay",
+    default=True,
+    show_default=True,
+    help="Pass on what machines that can't dial each other send each other; it comes and goes encrypted.",
+)
+@click.option(
+    "--relay-limit",
+    callback=quantity(parse_rate_limit_bytes_per_s),
+    default="100Mbit",
+    show_default=True,
+    metavar="RATE",
+    help="Pass on at most so much between two machines, each way.",
+)
 @lifeline_option
 @home_option
 @json_option
@@ -47,6 +61,8 @@ def broker(
     uses: int,
     lifetime: float,
     rest_after: int,
+    relay: bool,
+    relay_limit: float,
     lifeline: bool,
     home: Path,
     json_file: Path | None,
@@ -66,6 +82,7 @@ def broker(
         invitation_uses=uses,
         invitation_lifetime_s=lifetime,
         losses_before_rest=rest_after,
+        relay_bytes_per_s=relay_limit if relay else None,
     )
 
     def opened(pool: Announcement) -> None:

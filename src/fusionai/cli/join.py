@@ -68,6 +68,12 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 @click.option("--name", default="", help="What people see.  [default: the host's name]")
 @click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
+@click.option(
+    "--relay/--no-relay",
+    default=None,
+    help="Let others come over the broker's relay when they can't dial this machine.  [default: unless --address says "
+    "where they can]",
+)
 @click.option("--measure", is_flag=True, help="Measure this machine's speed even if it was done in the last 7 days.")
 @address_option
 @lifeline_option
@@ -88,6 +94,7 @@ def join(
     name: str,
     host: str,
     port: int,
+    relay: bool | None,
     measure: bool,
     addresses: tuple[str, ...],
     lifeline: bool,
@@ -124,6 +131,7 @@ def join(
         host=host,
         port=port,
         advertise=addresses,
+        relay=relay,
         measure=measure,
     )
 

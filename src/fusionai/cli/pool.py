@@ -5,6 +5,7 @@ Decides how members read, and how much of the running jobs' stories. Neighbours:
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         )
         return
     console.table(
-        ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "heard"),
+        ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard"),
         [_row(*_parts(member)) for member in members],
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
@@ -98,6 +99,7 @@ def _row(member: MemberView, profile: PeerProfile) -> tuple[str, ...]:
         _state(member),
         member.job,
         _part(member),
+        _links(member),
         f"{format_seconds(member.last_heard_s)} ago" if member.last_heard_s else "",
     )
 
@@ -118,6 +120,12 @@ def _part(member: MemberView) -> str:
     return ", ".join(part for part in (f"runs {runs}" if runs else "", f"guards {guards}" if guards else "") if part)
 
 
+def _links(member: MemberView) -> str:
+    """How many other machines it reaches which way."""
+    ways = Counter(way for way in {link.peer: link.way for link in reversed(member.links)}.values())
+    return ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
+
+
 def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
     return {
         "peer": member.peer,
@@ -129,6 +137,7 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "rests_s": member.rests_s,
         "clears": member.clears or None,
         "addresses": list(member.addresses),
+        "links": [{"peer": link.peer, "way": link.way, "channels": link.channels} for link in member.links],
         "device": profile.device,
         "device_name": profile.device_name,
         "flops_per_s": profile.flops_per_s,

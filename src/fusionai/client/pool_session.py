@@ -20,8 +20,7 @@ from fusionai.primitives.ids import JobId
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership
-from fusionai.transport.interface import Transport
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire import messages as wire
 
 M = TypeVar("M", bound=wire.Message)
@@ -53,7 +52,7 @@ class PoolSession:
         on_members: Callable[[tuple[Member, ...]], None] | None = None,
     ) -> None:
         self.membership = membership
-        self.transport: Transport = TcpTransport(membership.credentials)
+        self.transport = PeerTransport(membership.credentials, membership.broker_addresses)
         self._on_stop = on_stop
         self._on_members = on_members
         self._conversation: Conversation | None = None
@@ -67,6 +66,7 @@ class PoolSession:
     ) -> None:
         if self._conversation is not None:
             await self._conversation.close()
+        await self.transport.close()
 
     async def pool(self) -> tuple[Member, ...]:
         view = await self._ask(wire.PoolQuery(), wire.PoolView)

@@ -28,9 +28,10 @@ from fusionai.peer.profile import make_profile, measured_link
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.storage.weight_store import WeightStore
+from fusionai.transport.addresses import relay_candidates
 from fusionai.transport.enrolment import Membership, enrol, load_membership
+from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.rate_limit import Limits
-from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ async def run_peer(
     rates = Limits(
         upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
     )
-    transport = TcpTransport(membership.credentials, rates=rates)
+    transport = PeerTransport(membership.credentials, membership.broker_addresses, rates=rates)
     link = await measured_link(transport, membership.broker_addresses, clock)
     profile = make_profile(options, membership.peer, report, link)
     host = Host(
@@ -79,6 +80,8 @@ async def run_peer(
     door = Door(host, membership.credentials.authority_key)
     listener = await transport.listen(door.accept, host=options.host, port=options.port)
     addresses = options.advertise or listener.addresses
+    if not options.advertise if options.relay is None else options.relay:
+        addresses = (*addresses, *relay_candidates(membership.broker_addresses))
     lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)
 
     def registered(answer: wire.Registered) -> None:
@@ -95,6 +98,8 @@ async def run_peer(
             on_registered=registered,
             on_leave=leave,
             on_lost=door.clear,
+            on_meet=lambda notice, broker: transport.answer(notice, (broker.host, broker.port)),
+            links=lambda: transport.links,
         )
 
     try:
@@ -103,6 +108,7 @@ async def run_peer(
     finally:
         await door.close()
         await listener.close()
+        await transport.close()
         compute.close()
 
 

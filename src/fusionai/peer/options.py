@@ -15,8 +15,9 @@ class PeerOptions:
     """`invitation` is needed the first time only. `memory_limit_bytes` None lends what the device has, less a
     reserve. `share` in (0, 1] is the part of the time lent. The upload and download limits hold for all connections
     together. `schedule` None: at all times; `pause_when_busy`: not while other programs use the machine. `advertise`:
-    addresses to announce instead of this machine's own (a forwarded port, a name). `measure`: even if it was done
-    lately."""
+    addresses to announce instead of this machine's own (a forwarded port, a name). `relay`: whether others may come
+    over the broker's relay when they can't dial this machine; None: unless `advertise` says where they can. `measure`:
+    even if it was done lately."""
 
     home: Path
     invitation: str | None = None
@@ -33,6 +34,7 @@ class PeerOptions:
     host: str = "0.0.0.0"
     port: int = 0
     advertise: tuple[str, ...] = ()
+    relay: bool | None = None
     measure: bool = False
 
 

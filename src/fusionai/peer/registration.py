@@ -19,7 +19,7 @@ import msgspec
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, WireError
 from fusionai.scheduling.types import PeerProfile
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.interface import Transport
+from fusionai.transport.interface import Remote, Transport
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class Registration:
     """`on_registered` is called after each success, `on_leave` when the machine's owner asked it to leave.
 
     `on_lost` is called when the pool has gone on without this peer, before it registers again: forget every stage and
-    snapshot, close the connections of jobs. It must not block.
+    snapshot, close the connections of jobs. It must not block. `on_meet` is told who wants to reach this peer and the
+    broker that says so. `links` are reported with each heartbeat.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Registration:
         on_registered: Callable[[wire.Registered], None],
         on_leave: Callable[[bool], None],
         on_lost: Callable[[], None] = _nothing_to_forget,
+        on_meet: Callable[[wire.MeetNotice, Remote], None] | None = None,
+        links: Callable[[], tuple[wire.LinkView, ...]] = tuple,
     ) -> None:
         self._transport = transport
         self._brokers = brokers
@@ -61,7 +64,10 @@ class Registration:
         self._on_registered = on_registered
         self._on_leave = on_leave
         self._on_lost = on_lost
+        self._on_meet = on_meet
+        self._links = links
         self._conversation: Conversation | None = None
+        self._broker: Remote | None = None
         self._known: wire.Registered | None = None
         self._drains = False
         """Whether a broker that was away is still to be told."""
@@ -83,7 +89,8 @@ class Registration:
 
     async def _session(self) -> None:
         channel = await self._transport.dial(self._brokers, expect=None, stream="control")
-        conversation = Conversation(channel, notices=(wire.LeaveNotice,), on_notice=self._notice)
+        self._broker = channel.remote
+        conversation = Conversation(channel, notices=(wire.LeaveNotice, wire.MeetNotice), on_notice=self._notice)
         try:
             registered = await self._enter(conversation)
             self._conversation = conversation
@@ -126,7 +133,7 @@ class Registration:
     async def _beat(self, conversation: Conversation) -> bool:
         """Whether the lease goes on. If not, everything held for jobs has been forgotten when this returns."""
         try:
-            await conversation.ask(wire.Heartbeat(boot=self._register.boot, jobs=self._jobs()))
+            await conversation.ask(wire.Heartbeat(boot=self._register.boot, jobs=self._jobs(), links=self._links()))
         except RefusedError as error:
             if error.code != "stale_fence":
                 raise
@@ -148,5 +155,10 @@ class Registration:
             log.info("could not say goodbye: %s", error)
 
     def _notice(self, message: wire.Message) -> None:
-        if isinstance(message, wire.LeaveNotice):
-            self._on_leave(message.drain)
+        match message:
+            case wire.LeaveNotice():
+                self._on_leave(message.drain)
+            case wire.MeetNotice() if self._on_meet is not None and self._broker is not None:
+                self._on_meet(message, self._broker)
+            case _:
+                log.info("a notice of the broker finds nobody here: %s", message.__struct_config__.tag)

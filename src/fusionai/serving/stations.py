@@ -25,8 +25,8 @@ def stations(peers: Collection[PeerId], owner: PeerId, addresses: Mapping[str, S
 
 
 def _is_here(addresses: Sequence[str]) -> bool:
-    parsed = [parse_address(address) for address in addresses]
-    return bool(parsed) and all(place is not None and _is_loopback(place[0]) for place in parsed)
+    parsed = [place for address in addresses if (place := parse_address(address)) is not None]
+    return bool(parsed) and all(_is_loopback(host) for host, _ in parsed)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,37 +1,73 @@
-"""Addresses of the tcp transport, `tcp://host:port`: their spelling, and which ones a listening machine can offer."""
+"""Addresses, `scheme://host:port`: their spelling, which way each leads, and which ones a listening machine can offer.
+
+A machine's address is a list of candidates, each typed by its scheme: `tcp://` can be dialled; `relay://` says that the
+broker at that place introduces callers and relays for them. Unknown schemes are left alone: they are a newer side's.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import psutil
 
 from fusionai.primitives.errors import UsageError
+from fusionai.wire.messages import Way
 
 SCHEME: Final = "tcp"
+RELAY_SCHEME: Final = "relay"
 _ADDRESS: Final = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>\d{1,5})"
 )
 
 
-def parse_address(address: str) -> tuple[str, int] | None:
-    """Host and port of a `tcp://` address; None for another transport's. Raises `UsageError` on anything else."""
+_NEAR: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16"),
+            *("::1/128", "fc00::/7", "fe80::/10"),
+        ),
+    )
+)
+"""Addresses that mean something within one network only (100.64.0.0/10 is also what meshes of VPNs use)."""
+
+
+def parse_address(address: str, scheme: str = SCHEME) -> tuple[str, int] | None:
+    """Host and port of a `tcp://` address (or of `scheme`); None for another scheme's. Raises `UsageError` on anything
+    else."""
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65_536:
         raise UsageError(
             f"expected an address such as tcp://192.168.1.7:4711 or tcp://[::1]:4711, got {address[:256]!r}."
         )
-    if match["scheme"] != SCHEME:
+    if match["scheme"] != scheme:
         return None
     return match["six"] or match["host"], int(match["port"])
 
 
-def format_address(host: str, port: int) -> str:
-    return f"{SCHEME}://[{host}]:{port}" if ":" in host else f"{SCHEME}://{host}:{port}"
+def format_address(host: str, port: int, scheme: str = SCHEME) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def relay_candidates(brokers: Sequence[str]) -> tuple[str, ...]:
+    """What a machine announces that can be met at its broker: one candidate, whichever broker address a caller uses."""
+    targets = [target for address in brokers if (target := parse_address(address)) is not None]
+    return tuple(format_address(*target, RELAY_SCHEME) for target in targets[:1])
+
+
+def way_to(host: str) -> Way:
+    """Which way a connection straight to this address goes; a name counts as far away."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return "direct"
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return "lan" if any(address in network for network in _NEAR) else "direct"
 
 
 def candidates(host: str, port: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from fusionai.transport import handshake
 from fusionai.transport.inbox import Inbox
 from fusionai.transport.interface import ChannelStats, Envelope, Remote, Role
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head
-from fusionai.wire.messages import Message, Refused, Stream
+from fusionai.wire.messages import Message, Refused, Stream, Way
 from fusionai.wire.reader import Allocate, Frame, FrameReader
 
 
@@ -37,6 +37,7 @@ class FramedChannel(ABC):
         self.remote = Remote(None, "stranger")
         self.stream: Stream = dialling.stream if dialling is not None else "control"
         self.stats = ChannelStats()
+        self.way: Way = "lan"
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the handshake is over, or failed with why it never will be."""
         # Somebody may have stopped waiting for it; an unread failure is then no news.

@@ -7,12 +7,12 @@ on both. Neighbours: `wire` gives frames and messages; `execution`, `broker`, `c
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.wire.messages import Message, Stream
+from fusionai.wire.messages import Message, Stream, Way
 
 Role = Literal["broker", "member", "stranger"]
 """Who a certificate says the other side is; a stranger showed none (it may only ask to join)."""
@@ -24,6 +24,10 @@ class Remote:
 
     peer: PeerId | None
     role: Role
+    host: str = field(default="", compare=False)
+    """Where the connection comes from or goes to, as this side sees it; empty where the transport has no such thing.
+    Whoever is identified by it is not."""
+    port: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Channel(Protocol):
     remote: Remote
     stream: Stream
     stats: ChannelStats
+    way: Way
+    """Which way it goes."""
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         """Queue a frame; returns when the buffers may be reused and the sending side is below its high-water mark.

@@ -1,30 +1,30 @@
 """The network transport: mutual TLS 1.3 over TCP. Decides which of a peer's addresses is used and what a failure means.
 
-Candidates are tried in order, each a moment after the one before it; the first whose other side proves to be the
-expected one wins. Works on any asyncio event loop, faster on uvloop.
-Neighbours: `tcp_channel` moves the bytes, `tcp_listener` lets others in, `credentials` says who we are.
+Candidates are raced in order. Works on any asyncio event loop, faster on uvloop.
+Neighbours: `racing` says who wins, `tcp_channel` moves the bytes, `tcp_listener` lets others in, `credentials` says who
+we are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Sequence
-from typing import Final
+from functools import partial
 
-from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, UsageError
+from fusionai.primitives.errors import TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.addresses import format_address, parse_address
 from fusionai.transport.credentials import Credentials, StrangerCredentials
 from fusionai.transport.framed import Dialling
 from fusionai.transport.interface import Accept, Role
+from fusionai.transport.racing import Attempt, first_to_answer
 from fusionai.transport.rate_limit import Limits
+from fusionai.transport.relay import Relay
 from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 from fusionai.transport.tcp_listener import DoorLimits, TcpListener, open_door
 from fusionai.wire.messages import Stream
-
-STAGGER_S: Final = 0.25
-"""A candidate gets this head start before the next one is tried beside it."""
 
 
 class TcpTransport:
@@ -40,67 +40,52 @@ class TcpTransport:
         self._context = credentials.dialling_context()
         self._door_limits = door_limits or DoorLimits()
 
-    async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> TcpListener:
-        """Raises `UsageError` when the port or host can't be had, `TrustError` before this machine joined a pool."""
+    async def listen(
+        self, accept: Accept, *, host: str, port: int, strangers: bool = False, relay: Relay | None = None
+    ) -> TcpListener:
+        """With `relay`, connections for it may come to the same port.
+
+        Raises `UsageError` when the port or host can't be had, `TrustError` before this machine joined a pool."""
         if isinstance(self._credentials, StrangerCredentials):
             raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
         sock = await open_door(host, port)
-        return TcpListener(sock, self._credentials, accept, strangers, self._door_limits, self._rates)
+        return TcpListener(sock, self._credentials, accept, strangers, self._door_limits, self._rates, relay)
 
     async def dial(
         self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
     ) -> TcpChannel:
-        targets = [target for address in addresses if (target := parse_address(address)) is not None]
-        if not targets:
+        attempts = self.attempts(addresses, Dialling(expect, stream), timeout_s)
+        if not attempts:
             raise UsageError(f"expected at least one tcp:// address to dial, got {list(addresses)}.")
-        dialling = Dialling(expect, stream)
-        waiting = targets[::-1]
-        running: set[asyncio.Task[TcpChannel]] = set()
-        failures: list[FusionError] = []
-        try:
-            async with asyncio.timeout(timeout_s):
-                while waiting or running:
-                    if waiting:
-                        running.add(asyncio.create_task(self._try(*waiting.pop(), dialling, timeout_s)))
-                    done, running = await asyncio.wait(
-                        running, timeout=STAGGER_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    # Two may succeed at once: the first is used, the others go the way of the losers.
-                    for task in sorted(done, key=lambda task: task.exception() is not None):
-                        match task.exception():
-                            case None:
-                                running |= done - {task}
-                                return task.result()
-                            case RefusedError() as error:
-                                raise error
-                            case FusionError() as error:
-                                failures.append(error)
-                            case error:
-                                raise error
-        except TimeoutError:
-            tried = ", ".join(format_address(*target) for target in targets)
-            failures.append(
-                TransportError(
-                    f"nobody answered at {tried} within {timeout_s:g} s.",
-                    hint="Check that the other machine is on and that its port is reachable.",
-                )
-            )
-        finally:
-            await _drop(running)
-        # Somebody else answering is the more important news than nobody answering elsewhere.
-        raise next((error for error in failures if isinstance(error, TrustError)), failures[-1])
+        return await first_to_answer(attempts, timeout_s=timeout_s)
+
+    def attempts(self, addresses: Sequence[str], dialling: Dialling, timeout_s: float) -> list[Attempt[TcpChannel]]:
+        """One for each `tcp://` address, in order. Raises `UsageError` for what is no address."""
+        targets = [target for address in addresses if (target := parse_address(address)) is not None]
+        return [
+            Attempt(format_address(*target), partial(self._try, *target, dialling, timeout_s)) for target in targets
+        ]
+
+    async def dial_over(self, sock: socket.socket, dialling: Dialling, timeout_s: float, *, where: str) -> TcpChannel:
+        """Over a relay: who answers at the other end of `sock` must prove itself as anywhere. Takes it over."""
+        channel = TcpChannel(self._credentials, self._role, dialling, self._rates, relayed=True)
+        return await self._shake_hands(channel, where, timeout_s, sock=sock, server_hostname="")
 
     async def _try(self, host: str, port: int, dialling: Dialling, timeout_s: float) -> TcpChannel:
         channel = TcpChannel(self._credentials, self._role, dialling, self._rates)
-        address = format_address(host, port)
+        return await self._shake_hands(channel, format_address(host, port), timeout_s, host=host, port=port)
+
+    async def _shake_hands(
+        self, channel: TcpChannel, address: str, timeout_s: float, **connection: object
+    ) -> TcpChannel:
+        """`connection`: what an event loop's `create_connection` takes."""
         try:
             await asyncio.get_running_loop().create_connection(
                 lambda: channel,
-                host,
-                port,
                 ssl=self._context,
                 ssl_handshake_timeout=timeout_s,
                 ssl_shutdown_timeout=GOODBYE_TIMEOUT_S,
+                **connection,  # pyright: ignore[reportArgumentType,reportCallIssue] - its overloads are many
             )
             await channel.opened
         except ssl.SSLCertVerificationError as error:
@@ -122,12 +107,3 @@ class TcpTransport:
             channel.abort()
             raise
         return channel
-
-
-async def _drop(tasks: set[asyncio.Task[TcpChannel]]) -> None:
-    """End attempts that lost the race, whatever has become of them."""
-    for task in tasks:
-        task.cancel()
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(outcome, TcpChannel):
-            outcome.abort()

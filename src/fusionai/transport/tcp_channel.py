@@ -8,6 +8,7 @@ Neighbours: `framed` decides what frames mean, `tcp` dials, `tcp_listener` accep
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ssl
 from collections.abc import Sequence
 from typing import Final, cast
@@ -16,13 +17,14 @@ import numpy as np
 
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.addresses import way_to
 from fusionai.transport.credentials import Credentials
 from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Role
 from fusionai.transport.rate_limit import Limits, RateLimit
 from fusionai.wire.frame import encode_frame_head
-from fusionai.wire.messages import Message
+from fusionai.wire.messages import Message, Way
 
 SMALL_BODY_BYTES: Final = 64 * 2**10
 SLICE_BYTES: Final = 256 * 2**10
@@ -43,9 +45,16 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     """Implements `Channel`; made by an event loop as the protocol of a TLS connection."""
 
     def __init__(
-        self, credentials: Credentials, own_role: Role, dialling: Dialling | None, limits: Limits | None = None
+        self,
+        credentials: Credentials,
+        own_role: Role,
+        dialling: Dialling | None,
+        limits: Limits | None = None,
+        *,
+        relayed: bool = False,
     ) -> None:
         super().__init__(own_role=own_role, dialling=dialling, allocate=_allocate)
+        self.way: Way = "relay" if relayed else "lan"
         self._credentials = credentials
         self._limits = limits or Limits()
         self._inbox_full = False
@@ -120,6 +129,9 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         set_options(transport.get_extra_info("socket"))
+        host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
+        if self.way != "relay":
+            self.way = way_to(host)
         self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
         tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
         try:
@@ -127,7 +139,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         except FusionError as error:
             self._fail(error)
             return
-        self._connected(remote)
+        self._connected(dataclasses.replace(remote, host=host, port=port))
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:  # noqa: ARG002 - the event loop's signature
         return _DISCARDED if self.closed else self._reader.buffer()

@@ -1,13 +1,15 @@
 """An open TCP door. Decides how many may stand in it unproven and for how long.
 
 Whoever has not finished the handshake, and every stranger, counts as half open: their number is bounded, and when it
-is reached the oldest is dropped, so that silent connections can't keep members out. Each has a deadline too.
-Neighbours: `tcp` makes listeners, `tcp_channel` is what they let in.
+is reached the oldest is dropped, so that silent connections can't keep members out. Each has a deadline too. A
+connection that begins otherwise than TLS goes to the relay, where this door has one.
+Neighbours: `tcp` makes listeners, `tcp_channel` is what they let in, `relay` joins two of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -20,11 +22,14 @@ from fusionai.transport.addresses import candidates
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.rate_limit import Limits
+from fusionai.transport.relay import Relay
+from fusionai.transport.relay_greeting import MAGIC
 from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG: Final = 256
 _RETRY_ACCEPT_S: Final = 0.2
+_POLL_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class TcpListener:
         strangers: bool,
         limits: DoorLimits,
         rates: Limits,
+        relay: Relay | None = None,
     ) -> None:
         host, port = sock.getsockname()[:2]
         self.addresses = candidates(host, port)
@@ -56,6 +62,7 @@ class TcpListener:
         self._context = credentials.listening_context(strangers=strangers)
         self._limits = limits
         self._rates = rates
+        self._relay = relay
         self._accepted = AcceptedTasks(accept, stranger_lifetime_s=limits.stranger_s)
         self._half_open: dict[asyncio.Task[None], None] = {}
         self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
@@ -77,16 +84,32 @@ class TcpListener:
                 await asyncio.sleep(_RETRY_ACCEPT_S)
                 continue
             sock.setblocking(False)
-            if len(self._half_open) >= self._limits.half_open:
-                oldest = next(iter(self._half_open))
-                del self._half_open[oldest]
-                oldest.cancel()
-            task = self._accepted.start(self._serve(sock))
-            self._half_open[task] = None
-            task.add_done_callback(lambda done: self._half_open.pop(done, None))
+            self._let_in(sock, relayed=False)
 
-    async def _serve(self, sock: socket.socket) -> None:
-        channel = TcpChannel(self._credentials, self._role, None, self._rates)
+    def admit_relayed(self, sock: socket.socket) -> None:
+        """Let in whoever is at the other end of this connection, which this machine made itself, over a relay."""
+        self._let_in(sock, relayed=True)
+
+    def _let_in(self, sock: socket.socket, *, relayed: bool) -> None:
+        if len(self._half_open) >= self._limits.half_open:
+            oldest = next(iter(self._half_open))
+            del self._half_open[oldest]
+            oldest.cancel()
+        task = self._accepted.start(self._serve(sock, relayed=relayed))
+        self._half_open[task] = None
+        task.add_done_callback(lambda done: self._half_open.pop(done, None))
+
+    async def _serve(self, sock: socket.socket, *, relayed: bool) -> None:
+        if self._relay is not None and not relayed:
+            try:
+                tls = await self._speaks_tls(sock)
+            except asyncio.CancelledError:
+                sock.close()
+                raise
+            if not tls:
+                await self._relay.serve(sock, self._proven)
+                return
+        channel = TcpChannel(self._credentials, self._role, None, self._rates, relayed=relayed)
         try:
             async with asyncio.timeout(self._limits.greeting_s):
                 await asyncio.get_running_loop().connect_accepted_socket(
@@ -108,10 +131,21 @@ class TcpListener:
                 raise
             return
         if channel.remote.role != "stranger":
-            current = asyncio.current_task()
-            assert current is not None, "a coroutine of this listener runs as a task"
-            self._half_open.pop(current, None)
+            self._proven()
         await self._accepted.run(channel)
+
+    def _proven(self) -> None:
+        """The current task's connection counts as half open no longer."""
+        current = asyncio.current_task()
+        assert current is not None, "a coroutine of this listener runs as a task"
+        self._half_open.pop(current, None)
+
+    async def _speaks_tls(self, sock: socket.socket) -> bool:
+        """By the first byte, which stays where it is. A silent caller is left to TLS, which knows how to end it."""
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(self._limits.greeting_s):
+                return await first_byte(sock) != MAGIC[:1]
+        return True
 
 
 async def open_door(host: str, port: int) -> socket.socket:
@@ -142,3 +176,21 @@ async def open_door(host: str, port: int) -> socket.socket:
                 ) from error
     sock.setblocking(False)
     return sock
+
+
+async def first_byte(sock: socket.socket) -> bytes:
+    """What comes first, left in the socket; empty when the caller ended at once."""
+    loop = asyncio.get_running_loop()
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return sock.recv(1, socket.MSG_PEEK)
+        readable = asyncio.Event()
+        try:
+            loop.add_reader(sock, readable.set)
+        except NotImplementedError:  # Windows' event loop is told of completed reads only
+            await asyncio.sleep(_POLL_S)
+            continue
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(sock)

@@ -10,17 +10,16 @@ from __future__ import annotations
 from typing import Annotated, Final, Literal
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import Meta
 
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.transport.signed import SIGNATURE_BYTES, content_of, signed
 
 Role = Literal["driver", "stage", "guard"]
 DRIVER_STAGE: Final = -1
 MAX_TICKET_BYTES: Final = 1024
-_SIGNATURE_BYTES: Final = 64
 _DOMAIN: Final = b"fusionai ticket 1\x00"
 """Signed in front of the content, so that no signature over anything else (a certificate) can pass as a ticket."""
 
@@ -47,8 +46,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(Ticket)
 def sign_ticket(ticket: Ticket, authority_key: Ed25519PrivateKey) -> bytes:
     if (ticket.stage == DRIVER_STAGE) != (ticket.role == "driver"):
         raise TrustError(f"expected stage -1 exactly for a driver, got stage {ticket.stage} for a {ticket.role}.")
-    content = msgspec.msgpack.encode(ticket)
-    return authority_key.sign(_DOMAIN + content) + content
+    return signed(msgspec.msgpack.encode(ticket), _DOMAIN, authority_key)
 
 
 def expiry_s(data: bytes) -> float:
@@ -56,7 +54,7 @@ def expiry_s(data: bytes) -> float:
 
     Raises `TrustError` for what is no ticket."""
     try:
-        return _DECODER.decode(data[_SIGNATURE_BYTES:]).expires_at_s
+        return _DECODER.decode(data[SIGNATURE_BYTES:]).expires_at_s
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TrustError(f"expected a ticket of this version, got another content: {error}.") from error
 
@@ -73,13 +71,7 @@ def verify_ticket(
 
     Raises `ExpiredTicket` for one out of date, `TrustError` for anything else.
     """
-    if not _SIGNATURE_BYTES < len(data) <= MAX_TICKET_BYTES:
-        raise TrustError(f"expected a ticket of 65 to {MAX_TICKET_BYTES} bytes, got {len(data)}.")
-    signature, content = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
-    try:
-        Ed25519PublicKey.from_public_bytes(authority_key).verify(signature, _DOMAIN + content)
-    except (InvalidSignature, ValueError) as error:
-        raise TrustError("expected a ticket signed by this pool's authority, got one that is not.") from error
+    content = content_of(data, _DOMAIN, authority_key, what="ticket", max_bytes=MAX_TICKET_BYTES)
     try:
         ticket = _DECODER.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -38,6 +38,7 @@ from fusionai.wire.base import (
     WireMessage,
 )
 from fusionai.wire.codecs import Codec, PackedTensor
+from fusionai.wire.meeting import MAX_LINKS, Introduced, LinkView, Meet, MeetNotice, Observe, Observed, Way
 from fusionai.wire.serving import (
     CacheFormat,
     Digest,
@@ -66,9 +67,11 @@ HANDED_ON: Final = (
     CacheFormat,
     Digest,
     Hop,
+    LinkView,
     Segment,
     ServeOptions,
     WeightFormat,
+    Way,
     WeightSource,
     WeightSpec,
 )
@@ -146,6 +149,8 @@ class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
 
     boot: Count
     jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
+    links: Annotated[tuple[LinkView, ...], Meta(max_length=MAX_LINKS)] = ()
+    """Its links to other members as they are now, for people."""
 
 
 class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
@@ -187,6 +192,8 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """For `resting`: seconds until it may be given work again."""
     clears: Name = ""
     """The job that has no part for it any more and of which it still holds something: nobody else is given it yet."""
+    links: Annotated[tuple[LinkView, ...], Meta(max_length=MAX_LINKS)] = ()
+    """Its links to other members, as its last heartbeat said."""
 
 
 class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):
@@ -664,6 +671,11 @@ Message = (
     | StopNotice
     | InviteRequest
     | Invited
+    | Meet
+    | Introduced
+    | MeetNotice
+    | Observe
+    | Observed
     | OpenJob
     | Enlist
     | Enlisted

@@ -32,6 +32,7 @@ from fusionai.wire.messages import (
     Fence,
     Heartbeat,
     HeartbeatAck,
+    Introduced,
     Invited,
     InviteRequest,
     JobGranted,
@@ -44,6 +45,9 @@ from fusionai.wire.messages import (
     JoinRequest,
     Leave,
     LeaveNotice,
+    LinkView,
+    Meet,
+    MeetNotice,
     Message,
     Ping,
     Pong,
@@ -235,6 +239,27 @@ def test_the_token_is_nowhere_on_disk(play, tmp_path: Path):
 
 
 # ---------------------------------------------------------------------------------------------------------- members
+
+
+def test_a_peer_is_told_who_wants_to_meet_it_and_the_pool_sees_which_way_links_go(play):
+    async def scene(bench: Bench) -> None:
+        peer, owner = await bench.member(2), await bench.member(1)
+        register = msgspec.structs.replace(registration(A), addresses=("relay://10.0.0.1:4711",))
+        assert isinstance(await peer.ask(register), Registered)
+        introduced = await owner.ask(Meet(peer=A, addresses=("quic://10.0.0.9:1",)))
+        assert isinstance(introduced, Introduced)
+        assert introduced.addresses == ("relay://10.0.0.1:4711",)
+        notice = await peer.hear()
+        assert isinstance(notice, MeetNotice)
+        assert (notice.peer, notice.addresses) == (OWNER, ("quic://10.0.0.9:1",))
+        assert await owner.refused(Meet(peer=B)) == "unknown_peer"
+        links = (LinkView(OWNER, "relay", 2, 0.0),)
+        assert isinstance(await peer.ask(Heartbeat(boot=1, links=links)), HeartbeatAck)
+        view = await owner.ask(PoolQuery())
+        assert isinstance(view, PoolView)
+        assert view.members[0].links == links
+
+    play(scene)
 
 
 def test_a_certificate_the_journal_does_not_know_opens_nothing(play):

@@ -1,0 +1,220 @@
+"""A blind relay: joins the connections of two peers that the broker has paired, and copies bytes between them.
+
+Decides who may be joined: exactly the two peers a pairing token of the pool names, each proving its key, each token
+once; how many, and how fast. The peers' own TLS runs inside, so what is copied is ciphertext to the relay, which keeps
+none of it and never looks. It has no other power: a peer checks the other's certificate as on any connection.
+
+Neighbours: `tcp_listener` hands over connections that begin with the relay's greeting, `splice` copies, `pairing` has
+the tokens, `relay_dialling` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fusionai.primitives.clock import Clock
+from fusionai.primitives.errors import TrustError, WireError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.transport import relay_greeting
+from fusionai.transport.dead_paths import set_options
+from fusionai.transport.identity import public_key_of
+from fusionai.transport.pairing import PairingToken, check_holder, verify_pairing
+from fusionai.transport.rate_limit import RateLimit
+from fusionai.transport.relay_greeting import ALONE, BAD_GREETING, BAD_TOKEN, FULL, HEADER_BYTES, JOINED
+from fusionai.transport.signed import SIGNATURE_BYTES
+from fusionai.transport.splice import Flow, hang_up, splice
+
+_LOG: Final = logging.getLogger(__name__)
+PAIR_BYTES_PER_S: Final = 12.5e6
+"""100 Mbit/s: more than most homes send."""
+MAX_REMEMBERED: Final = 10_000
+"""Tokens that were shown and are not out of date yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """`pair_bytes_per_s`: between two peers each way, over all their connections. `connections`: joined ones at a time,
+    `peer_connections`: those of one peer. `waiting_s`: for the other side to come. `idle_s`: without a byte; peers of a
+    job say something four times a second."""
+
+    pair_bytes_per_s: float = PAIR_BYTES_PER_S
+    connections: int = 512
+    peer_connections: int = 64
+    greeting_s: float = 5.0
+    waiting_s: float = 10.0
+    idle_s: float = 120.0
+
+
+@dataclass(slots=True)
+class RelayStats:
+    """Since the start."""
+
+    joined: int = 0
+    copied_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    token: PairingToken
+    sock: socket.socket
+    joined: asyncio.Future[asyncio.Future[None]]
+    """Resolved by the other side with what is done when the splice is over."""
+
+
+class Relay:
+    """Give `serve` to a listener. `authority_key`: 32 raw bytes of the key that signs pairing tokens."""
+
+    def __init__(self, authority_key: bytes, clock: Clock, limits: RelayLimits | None = None) -> None:
+        self.limits = limits or RelayLimits()
+        self.stats = RelayStats()
+        self._authority_key = authority_key
+        self._clock = clock
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._shown: dict[tuple[bytes, str], float] = {}
+        """(meeting, side) -> when its token is out of date."""
+        self._connections: Counter[str] = Counter()
+        """Joined ones and those that wait, by peer."""
+        self._rates: dict[tuple[str, str], tuple[RateLimit, int]] = {}
+        """(sender, receiver) -> the limit and how many connections share it."""
+
+    async def serve(self, sock: socket.socket, greeted: Callable[[], None] = lambda: None) -> None:
+        """One connection, from its greeting to its end; closes it. `greeted` is called once it has proven itself."""
+        set_options(sock)
+        try:
+            async with asyncio.timeout(self.limits.greeting_s):
+                token = await self._greeting(sock)
+            if token is None:
+                return
+            greeted()
+            self._connections[token.peer] += 1
+            try:
+                await self._meet(token, sock)
+            finally:
+                self._connections[token.peer] -= 1
+                if not self._connections[token.peer]:
+                    del self._connections[token.peer]
+        except (OSError, TimeoutError) as error:
+            _LOG.debug("a caller of the relay went: %r", error)
+        finally:
+            sock.close()
+
+    async def _greeting(self, sock: socket.socket) -> PairingToken | None:
+        """The token it showed, if it is good and there is room; else it has been refused."""
+        try:
+            rest = await _exactly(sock, relay_greeting.bytes_to_come(await _exactly(sock, HEADER_BYTES)))
+        except WireError as error:
+            return await _refuse(sock, BAD_GREETING, str(error))
+        data, proof = rest[:-SIGNATURE_BYTES], rest[-SIGNATURE_BYTES:]
+        now_s = self._clock.wall_s()
+        try:
+            token = verify_pairing(data, self._authority_key, now_wall_s=now_s)
+            check_holder(data, proof, public_key_of(token.peer))
+        except TrustError as error:
+            return await _refuse(sock, BAD_TOKEN, str(error))
+        self._shown = {key: until_s for key, until_s in self._shown.items() if until_s > now_s}
+        if (token.meeting, token.side) in self._shown:
+            return await _refuse(sock, BAD_TOKEN, "the token was shown before")
+        if (
+            self._connections.total() >= 2 * self.limits.connections
+            or self._connections[token.peer] >= self.limits.peer_connections
+            or len(self._shown) >= MAX_REMEMBERED
+        ):
+            return await _refuse(sock, FULL, f"{short(PeerId(token.peer))} finds no room")
+        self._shown[token.meeting, token.side] = token.expires_at_s
+        return token
+
+    async def _meet(self, token: PairingToken, sock: socket.socket) -> None:
+        other = self._waiting.pop(token.meeting, None)
+        if other is None:
+            await self._wait(token, sock)
+        elif (other.token.peer, other.token.other) != (token.other, token.peer):
+            # The broker draws a meeting for two; with anything else it would have made a mistake.
+            self._waiting[token.meeting] = other
+            await _refuse(sock, BAD_TOKEN, "the two tokens of a meeting name other peers")
+        else:
+            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            other.joined.set_result(over)
+            try:
+                await self._join(other, _Waiting(token, sock, other.joined))
+            finally:
+                over.set_result(None)
+
+    async def _wait(self, token: PairingToken, sock: socket.socket) -> None:
+        """For the other side; whoever comes second copies for both."""
+        waiting = _Waiting(token, sock, asyncio.get_running_loop().create_future())
+        self._waiting[token.meeting] = waiting
+        try:
+            async with asyncio.timeout(self.limits.waiting_s):
+                over = await asyncio.shield(waiting.joined)
+        except TimeoutError:
+            if not waiting.joined.done():
+                await _refuse(sock, ALONE, f"{short(PeerId(token.other))} did not come")
+                return
+            over = waiting.joined.result()
+        finally:
+            if self._waiting.get(token.meeting) is waiting:
+                del self._waiting[token.meeting]
+        await asyncio.shield(over)
+
+    async def _join(self, one: _Waiting, two: _Waiting) -> None:
+        """Copy until it is over, and close both."""
+        names = (one.token.peer, two.token.peer)
+        try:
+            loop = asyncio.get_running_loop()
+            for side in (one, two):
+                await loop.sock_sendall(side.sock, bytes([JOINED]))
+            flows = (
+                Flow(one.sock, two.sock, self._rate(names[0], names[1])),
+                Flow(two.sock, one.sock, self._rate(names[1], names[0])),
+            )
+            self.stats.joined += 1
+            try:
+                why = await splice(flows, idle_s=self.limits.idle_s)
+            finally:
+                self.stats.copied_bytes += sum(flow.copied_bytes for flow in flows)
+                self._done_with(names[0], names[1])
+                self._done_with(names[1], names[0])
+        except BaseException:
+            hang_up(one.sock)
+            hang_up(two.sock)
+            raise
+        if why:
+            _LOG.info("relaying between %s and %s ended: %s", *(short(PeerId(name)) for name in names), why)
+            hang_up(one.sock)
+            hang_up(two.sock)
+        else:
+            one.sock.close()
+            two.sock.close()
+
+    def _rate(self, sender: str, receiver: str) -> RateLimit:
+        limit, users = self._rates.get((sender, receiver), (RateLimit(self.limits.pair_bytes_per_s), 0))
+        self._rates[sender, receiver] = (limit, users + 1)
+        return limit
+
+    def _done_with(self, sender: str, receiver: str) -> None:
+        limit, users = self._rates.pop((sender, receiver))
+        if users > 1:
+            self._rates[sender, receiver] = (limit, users - 1)
+
+
+async def _exactly(sock: socket.socket, count: int) -> bytes:
+    """Raises `ConnectionError` when the other side ends before."""
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < count:
+        piece = await loop.sock_recv(sock, count - len(data))
+        if not piece:
+            raise ConnectionError("the caller ended in the middle of its greeting")
+        data += piece
+    return data
+
+
+async def _refuse(sock: socket.socket, code: int, why: str) -> None:
+    _LOG.debug("the relay refused a caller: %s", why)
+    await asyncio.get_running_loop().sock_sendall(sock, bytes([code]))

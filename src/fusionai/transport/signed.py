@@ -1,0 +1,40 @@
+"""Statements signed by the pool's authority: the signature, then the content. Decides how they are made and opened.
+
+A domain stands in front of the content when it is signed, so that no signature over one kind of statement (or over a
+certificate) can pass as another's. Never says what a statement means.
+Neighbours: `tickets` (a part in a job) and `pairing` (a meeting at a relay) are statements.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fusionai.primitives.errors import TrustError
+
+SIGNATURE_BYTES: Final = 64
+
+
+def signed(content: bytes, domain: bytes, key: Ed25519PrivateKey) -> bytes:
+    return key.sign(domain + content) + content
+
+
+def content_of(data: bytes, domain: bytes, public_key: bytes, *, what: str, max_bytes: int) -> bytes:
+    """The content, if the holder of `public_key` (32 raw bytes) signed it in this domain. Raises `TrustError`."""
+    if not SIGNATURE_BYTES < len(data) <= max_bytes:
+        raise TrustError(f"expected a {what} of {SIGNATURE_BYTES + 1} to {max_bytes} bytes, got {len(data)}.")
+    signature, content = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
+    if not holds(signature, domain + content, public_key):
+        raise TrustError(f"expected a {what} signed by this pool's authority, got one that is not.")
+    return content
+
+
+def holds(signature: bytes, data: bytes, public_key: bytes) -> bool:
+    """Whether the holder of `public_key` signed `data`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

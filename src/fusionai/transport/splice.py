@@ -1,0 +1,100 @@
+"""Copies bytes between two sockets, both ways, and nothing else. Decides when that ends.
+
+Each direction has one buffer: what the receiving side does not take is not read from the sending side either. Ends when
+both sides have said all, when one breaks, when nothing has moved for too long, or when a side has silently gone; what
+one side broke is broken for the other too, at once. Never looks at a byte.
+Neighbours: `relay` decides who is spliced, `dead_paths` finds those who have gone, `rate_limit` how much may pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Final
+
+from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, silent_s
+from fusionai.transport.rate_limit import RateLimit
+
+BUFFER_BYTES: Final = 128 * 2**10
+LAST_WORDS_S: Final = 10.0
+"""For the one side to end, too, once the other has."""
+_HANG_UP: Final = struct.pack("ii", 1, 0)
+"""SO_LINGER of zero seconds: closing tells the other side at once that the connection is broken."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """One direction."""
+
+    source: socket.socket
+    sink: socket.socket
+    limit: RateLimit
+    copied_bytes: int = 0
+    moved_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    ended: bool = False
+
+    async def run(self) -> None:
+        """Until the source has said all. Raises `OSError` when either side breaks."""
+        loop = asyncio.get_running_loop()
+        buffer = memoryview(bytearray(self.limit.slice_bytes(BUFFER_BYTES)))
+        while count := await loop.sock_recv_into(self.source, buffer):
+            await loop.sock_sendall(self.sink, buffer[:count])
+            self.copied_bytes += count
+            self.moved_at_s = loop.time()
+            due_s = self.limit.take(count, self.moved_at_s)
+            if due_s > 0:
+                await asyncio.sleep(due_s)
+        self.ended = True
+        self.sink.shutdown(socket.SHUT_WR)
+
+
+async def splice(flows: tuple[Flow, Flow], *, idle_s: float) -> str:
+    """Copy both ways until it ends; why it did. Closes nothing; after a break call `hang_up` on both sides."""
+    tasks = [asyncio.create_task(flow.run()) for flow in flows]
+    watch = asyncio.create_task(_watch(flows, idle_s))
+    try:
+        pending: set[asyncio.Task[None] | asyncio.Task[str]] = {*tasks, watch}
+        while not all(flow.ended for flow in flows):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if watch in done:
+                return watch.result()
+            for task in done:
+                if (error := task.exception()) is not None:
+                    return f"a side broke ({error})"
+        return ""
+    finally:
+        watch.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+async def _watch(flows: tuple[Flow, Flow], idle_s: float) -> str:
+    """Why it must end."""
+    loop = asyncio.get_running_loop()
+    half_ended_at_s: float | None = None
+    while True:
+        await asyncio.sleep(CHECK_EVERY_S)
+        now_s = loop.time()
+        if any(flow.ended for flow in flows):
+            half_ended_at_s = now_s if half_ended_at_s is None else half_ended_at_s
+            if now_s - half_ended_at_s > LAST_WORDS_S:
+                return "one side ended and the other did not"
+        if now_s - max(flow.moved_at_s for flow in flows) > idle_s:
+            return f"nothing has moved for {idle_s:g} s"
+        try:
+            if any(silent_s(flow.source) > DEAD_AFTER_S for flow in flows):
+                return f"a side has acknowledged nothing for {DEAD_AFTER_S:g} s"
+        except OSError as error:
+            return f"a side broke ({error})"
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Close so that the other side learns at once that nothing more comes and nothing was whole."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HANG_UP)
+    sock.close()

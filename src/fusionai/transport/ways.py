@@ -1,0 +1,87 @@
+"""Which way each link of this machine goes, and which worked last. Decides in what order candidates are tried.
+
+Addresses within this machine's own networks first, then others that can be dialled, the relay last; what worked last
+time goes before all of them. Remembers links for people to look at; an order is advice and never a promise.
+Neighbours: `peer_transport` asks and tells; `peer` reports the links to the broker.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import psutil
+
+from fusionai.primitives.ids import PeerId
+from fusionai.transport.addresses import RELAY_SCHEME, parse_address
+from fusionai.transport.framed import FramedChannel
+from fusionai.wire.messages import MAX_LINKS, LinkView, Way
+
+_BEST_FIRST: Final[tuple[Way, ...]] = ("lan", "direct", "quic", "relay")
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Ways:
+    """Of one machine, in this process."""
+
+    def __init__(self) -> None:
+        self._worked: dict[PeerId, str] = {}
+        """The address that answered last."""
+        self._channels: weakref.WeakSet[FramedChannel] = weakref.WeakSet()
+
+    def worked(self, peer: PeerId, address: str) -> None:
+        self._worked[peer] = address
+
+    def opened(self, channel: FramedChannel) -> None:
+        self._channels.add(channel)
+
+    def in_order(self, peer: PeerId, addresses: Sequence[str]) -> list[str]:
+        """Candidates as they should be tried."""
+        networks = own_networks()
+        ordered = sorted(addresses, key=lambda address: _rank(address, networks))
+        last = self._worked.get(peer)
+        return sorted(ordered, key=lambda address: address != last)
+
+    def links(self) -> tuple[LinkView, ...]:
+        """Every open connection to a member, summed up by peer and way, the best way first."""
+        count: Counter[tuple[str, Way]] = Counter()
+        for channel in self._channels:
+            if not channel.closed and channel.remote.role == "member" and channel.remote.peer is not None:
+                count[channel.remote.peer, channel.way] += 1
+        views = [LinkView(peer, way, channels, 0.0) for (peer, way), channels in count.items()]
+        return tuple(sorted(views, key=lambda view: (view.peer, _BEST_FIRST.index(view.way))))[:MAX_LINKS]
+
+
+def better_than_relay(addresses: Iterable[str]) -> list[str]:
+    return [address for address in addresses if parse_address(address, RELAY_SCHEME) is None]
+
+
+def own_networks() -> tuple[Network, ...]:
+    """The networks this machine's interfaces are in, loopback left out: everybody has one of its own."""
+    networks = {
+        ipaddress.ip_network(f"{entry.address.partition('%')[0]}/{entry.netmask}", strict=False)
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET and entry.netmask
+    }
+    return tuple(network for network in networks if not network.is_loopback)
+
+
+def _rank(address: str, networks: Sequence[Network]) -> int:
+    """Low ones are tried first."""
+    if parse_address(address, RELAY_SCHEME) is not None:
+        return 4
+    target = parse_address(address)
+    if target is None:
+        return 3
+    try:
+        host = ipaddress.ip_address(target[0])
+    except ValueError:
+        return 1
+    if host.is_loopback:
+        return 2
+    return 0 if any(host in network for network in networks) else 1

@@ -1,0 +1,68 @@
+"""In which order candidates are tried, which way each leads, and what is said of links."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+
+from fusionai.primitives.ids import PeerId
+from fusionai.transport import ways
+from fusionai.transport.addresses import way_to
+
+PEER = PeerId("a" * 52)
+LOOPBACK, OWN, OTHER, PUBLIC, NAME, RELAY = (
+    "tcp://127.0.0.1:1",
+    "tcp://192.168.7.9:1",
+    "tcp://192.168.1.9:1",
+    "tcp://203.0.113.5:1",
+    "tcp://home.example:1",
+    "relay://203.0.113.1:4711",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "own_networks", lambda: (ipaddress.ip_network("192.168.7.0/24"),))
+
+
+def test_near_ones_first_and_the_relay_last():
+    given = [RELAY, LOOPBACK, PUBLIC, OTHER, NAME, OWN]
+    assert ways.Ways().in_order(PEER, given) == [OWN, PUBLIC, OTHER, NAME, LOOPBACK, RELAY]
+
+
+def test_what_worked_last_goes_first_for_that_peer_only():
+    known = ways.Ways()
+    known.worked(PEER, RELAY)
+    assert known.in_order(PEER, [PUBLIC, RELAY]) == [RELAY, PUBLIC]
+    assert known.in_order(PEER, [PUBLIC]) == [PUBLIC]
+    assert known.in_order(PeerId("b" * 52), [PUBLIC, RELAY]) == [PUBLIC, RELAY]
+
+
+def test_only_the_relay_is_not_better_than_the_relay():
+    assert ways.better_than_relay([PUBLIC, RELAY, OWN]) == [PUBLIC, OWN]
+
+
+@pytest.mark.parametrize(
+    ("host", "way"),
+    [
+        ("127.0.0.1", "lan"),
+        ("10.1.2.3", "lan"),
+        ("172.31.0.1", "lan"),
+        ("172.32.0.1", "direct"),
+        ("192.168.1.1", "lan"),
+        ("100.100.0.1", "lan"),
+        ("203.0.113.1", "direct"),
+        ("fe80::1%eth0", "lan"),
+        ("fd00::1", "lan"),
+        ("2001:db8::1", "direct"),
+        ("::ffff:192.168.1.1", "lan"),
+        ("home.example", "direct"),
+    ],
+)
+def test_which_way_an_address_leads(host: str, way: str):
+    assert way_to(host) == way
+
+
+def test_own_networks_leave_loopback_out():
+    assert not any(network.is_loopback for network in ways.own_networks())
