@@ -16,6 +16,7 @@ from typing import Final
 
 from fusionai.broker.home import BrokerHome
 from fusionai.broker.introductions import Introducer
+from fusionai.broker.observer import Observer
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService
 from fusionai.coordination.desk import DeskRules
@@ -103,8 +104,8 @@ async def run_broker(
             ticket_lifetime_s=options.ticket_lifetime_s,
             introducer=Introducer(home.authority, relays=relay is not None),
         )
-        server = BrokerServer(service, clock)
         transport = TcpTransport(home.credentials)
+        server = BrokerServer(service, clock, Observer(transport))
         listener = await transport.listen(
             server.accept, host=options.host, port=options.port, strangers=True, relay=relay
         )

@@ -15,12 +15,13 @@ import logging
 from typing import Final
 
 from fusionai.broker.journal import Superseded
+from fusionai.broker.observer import Observer
 from fusionai.broker.service import BrokerService, Outcome
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, WireError
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe
-from fusionai.wire.messages import Message, Refused
+from fusionai.wire.messages import Message, Observe, Observed, Refused
 
 NOTICE_TIMEOUT_S: Final = 10.0
 RETRY_S: Final = 1.0
@@ -30,9 +31,10 @@ _LOG: Final = logging.getLogger(__name__)
 class BrokerServer:
     """Give `accept` to a transport's `listen` and run `keep` beside it."""
 
-    def __init__(self, service: BrokerService, clock: Clock) -> None:
+    def __init__(self, service: BrokerService, clock: Clock, observer: Observer | None = None) -> None:
         self._service = service
         self._clock = clock
+        self._observer = observer
         self._channels: dict[int, Channel] = {}
         self._numbers = itertools.count(1)
         self._sending: set[asyncio.Task[None]] = set()
@@ -54,6 +56,9 @@ class BrokerServer:
                 if channel.remote.role != "stranger" and await answer_probe(channel, envelope):
                     # A member measures its link; nothing of a job is in it.
                     continue
+                if (observed := await self._observed(channel, envelope.message)) is not None:
+                    await channel.send(observed)
+                    continue
                 outcome = self._receive(channel, number, envelope.message, carries=bool(envelope.tensors))
                 await _answer(channel, outcome)
                 self._dispatch(outcome)
@@ -62,6 +67,13 @@ class BrokerServer:
         finally:
             del self._channels[number]
             self._dispatch(self._service.disconnected(number))
+
+    async def _observed(self, channel: Channel, message: Message) -> Observed | None:
+        """How a member is seen from here; None for any other message and for whoever is no member."""
+        peer = channel.remote.peer
+        if self._observer is None or peer is None or not isinstance(message, Observe):
+            return None
+        return await self._observer.answer(channel.remote, message) if self._service.desk.knows(peer) else None
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Watch over leases until `stop`. Raises `Superseded` when another broker has taken the journal over."""

@@ -23,11 +23,14 @@ _MARKS = {"good": "ok", "note": "note", "bad": "MEND"}
     "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", help="Which one to measure."
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Measure with so many threads.  [default: all cores]")
+@click.option(
+    "--port", type=click.IntRange(0, 65_535), default=0, help="Let the broker try this port.  [default: a free one]"
+)
 @home_option
 @json_option
-def doctor(device: str, threads: int | None, home: Path, json_file: Path | None) -> int:
+def doctor(device: str, threads: int | None, port: int, home: Path, json_file: Path | None) -> int:
     """What this machine can do: devices, speed, memory, network, versions, and what to do about each."""
-    found = findings.everything(device=device, threads=threads, home=home)
+    found = findings.everything(device=device, threads=threads, home=home, port=port)
     console.table(
         ("", "what", "found"), [(_MARKS[finding.state], finding.area, finding.what) for finding in found.findings]
     )

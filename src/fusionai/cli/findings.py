@@ -26,13 +26,13 @@ import psutil
 from fusionai import __version__
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.torch.survey import Survey
+from fusionai.cli.reach import Reach, look
 from fusionai.client.owner import OWNER_DIRECTORY, any_membership
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.enrolment import MEMBERSHIP_FILE
 
 _SURVEY_TIMEOUT_S: Final = 180.0
 _COMMAND_TIMEOUT_S: Final = 10.0
@@ -60,8 +60,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
 
 
-def everything(*, device: str, threads: int | None, home: Path) -> Report:
-    """Look at all areas; a few seconds, most of them for the speed."""
+def everything(*, device: str, threads: int | None, home: Path, port: int = 0) -> Report:
+    """Look at all areas; a few seconds, most of them for the speed. The broker tries `port`; 0: any."""
     versions = {name: version for name in _LIBRARIES if (version := _installed(name)) is not None}
     looked, problem = _look_at_torch(device, threads) if "torch" in versions else (None, "torch is not installed")
     addresses = tuple(_addresses())
@@ -73,7 +73,7 @@ def everything(*, device: str, threads: int | None, home: Path) -> Report:
         *_of_network(addresses),
         *_of_clock(),
         *_of_limits(),
-        *_of_membership(home),
+        *_of_membership(home, port),
     ]
     return Report(
         version=__version__,
@@ -300,8 +300,8 @@ def _of_limits() -> Iterator[Finding]:
         )
 
 
-def _of_membership(home: Path) -> Iterator[Finding]:
-    """Which pool this machine is in, and whether its broker answers."""
+def _of_membership(home: Path, port: int) -> Iterator[Finding]:
+    """Which pool this machine is in, whether its broker answers, and how others reach it."""
     if not any((place / MEMBERSHIP_FILE).exists() for place in (home, home / OWNER_DIRECTORY)):
         yield Finding(
             area="pool",
@@ -317,7 +317,7 @@ def _of_membership(home: Path) -> Iterator[Finding]:
         return
     who = f"{membership.pool}, as {membership.purpose} {short(membership.peer)}"
     try:
-        took_s = asyncio.run(_greet_broker(membership))
+        reach = asyncio.run(look(membership, port, timeout_s=_COMMAND_TIMEOUT_S))
     except FusionError as wrong:
         yield Finding(
             area="pool",
@@ -326,19 +326,40 @@ def _of_membership(home: Path) -> Iterator[Finding]:
             remedy=wrong.hint or "",
         )
         return
-    yield Finding(area="pool", state="good", what=f"{who}; its broker answered in {format_seconds(took_s)}")
+    yield Finding(area="pool", state="good", what=f"{who}; its broker answered in {format_seconds(reach.answered_s)}")
+    yield from _of_reach(reach)
 
 
-async def _greet_broker(membership: Membership) -> float:
-    """Seconds from dialling the broker until it has proved itself."""
-    started_s = time.monotonic()
-    transport = TcpTransport(membership.credentials)
-    channel = await transport.dial(
-        membership.broker_addresses, expect=None, stream="control", timeout_s=_COMMAND_TIMEOUT_S
-    )
-    took_s = time.monotonic() - started_s
-    await channel.close()
-    return took_s
+def _of_reach(reach: Reach) -> Iterator[Finding]:
+    """Whether others can dial this machine, and which way its links go."""
+    seen = reach.observed
+    if seen is None or not seen.host:
+        yield Finding(area="way in", state="note", what="the broker can't say how it sees this machine")
+    elif seen.reachable:
+        yield Finding(
+            area="way in", state="good", what=f"the broker reaches this machine at {seen.host}, port {reach.port}"
+        )
+    else:
+        own = seen.host in _addresses()
+        where = f"{seen.host}, port {reach.port}"
+        yield Finding(
+            area="way in",
+            state="note",
+            what=f"the broker can't dial this machine ({where}): "
+            + ("a firewall is in the way" if own else "it is behind a router, which the broker sees instead"),
+            remedy=(
+                "It can take part: such links go over the broker's relay, at its pace. For direct ones "
+                + (
+                    "allow connections to Python in this machine's firewall."
+                    if own
+                    else "forward a TCP port of the router to this machine, try it with `fusion doctor --port PORT`, "
+                    "and lend with `fusion join --port PORT`."
+                )
+            ),
+        )
+    if reach.ways:
+        links = ", ".join(f"{short(peer)} {way}" for peer, way in sorted(reach.ways.items()))
+        yield Finding(area="links", state="good", what=f"now: {links}")
 
 
 def _output(command: list[str]) -> str:

@@ -18,6 +18,7 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.types import PeerProfile
+from fusionai.transport.ways import best_ways
 from fusionai.wire.messages import JobView, MemberView
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _part(member: MemberView) -> str:
 
 def _links(member: MemberView) -> str:
     """How many other machines it reaches which way."""
-    ways = Counter(way for way in {link.peer: link.way for link in reversed(member.links)}.values())
+    ways = Counter[str](best_ways(member.links).values())
     return ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
 
 

@@ -79,7 +79,7 @@ async def run_peer(
     )
     door = Door(host, membership.credentials.authority_key)
     listener = await transport.listen(door.accept, host=options.host, port=options.port)
-    addresses = options.advertise or listener.addresses
+    addresses = options.advertise or (*listener.addresses, *await transport.seen_at(listener))
     if not options.advertise if options.relay is None else options.relay:
         addresses = (*addresses, *relay_candidates(membership.broker_addresses))
     lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)

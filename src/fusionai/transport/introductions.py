@@ -1,8 +1,8 @@
-"""Asks the pool's broker to introduce this machine to a peer it can't dial. Decides when the connection for it is kept.
+"""Asks the pool's broker for an introduction to a peer that can't be dialled, and how this machine is seen from there.
 
-One conversation with the broker for all questions, opened at the first and closed when it has been idle for a while:
-most machines never need it.
-Neighbours: the broker answers `Meet`; `peer_transport` goes where the introduction says.
+Decides when the connection for it is kept: one for all questions, opened at the first and closed when it has been idle
+for a while, as most machines never need it.
+Neighbours: the broker answers `Meet` and `Observe`; `peer_transport` goes where an introduction says.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from fusionai.primitives.errors import TransportError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.interface import Transport
-from fusionai.wire.messages import Introduced, Meet
+from fusionai.transport.interface import Remote, Transport
+from fusionai.wire.messages import Introduced, Meet, Message, Observe, Observed
+
+M = TypeVar("M", bound=Message)
 
 IDLE_S: Final = 30.0
 _ANSWER_S: Final = 5.0
@@ -45,24 +47,32 @@ class Introductions:
 
     async def ask(self, peer: PeerId, addresses: tuple[str, ...] = ()) -> Introduction:
         """Raises `TransportError` (no broker, no answer), `TrustError`, `RefusedError` (the peer is not there)."""
+        answer, broker = await self._ask(Meet(peer=peer, addresses=addresses), Introduced)
+        return Introduction(answer.token, ((broker.host, broker.port),) if broker.host else (), answer.addresses)
+
+    async def observed(self, port: int) -> Observed:
+        """How the broker sees this machine, and whether it can dial `port` of it. Raises as `ask` does."""
+        return (await self._ask(Observe(port=port), Observed))[0]
+
+    async def _ask(self, question: Message, expected: type[M]) -> tuple[M, Remote]:
+        """The answer and who gave it."""
         self._asking += 1
         if self._idle is not None:
             self._idle.cancel()
         try:
             async with asyncio.timeout(_ANSWER_S):
                 conversation = await self._connected()
-                answer = await conversation.ask(Meet(peer=peer, addresses=addresses))
+                answer = await conversation.ask(question)
         except TimeoutError:
-            raise TransportError(f"the broker did not introduce the peer within {_ANSWER_S:g} s.") from None
+            raise TransportError(f"the broker did not answer within {_ANSWER_S:g} s.") from None
         finally:
             self._asking -= 1
             if not self._asking:
                 self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end)
-        if not isinstance(answer, Introduced):
-            raise WireError(f"expected an introduction, got {answer.__struct_config__.tag}.")
-        remote = conversation.channel.remote
-        relays = ((remote.host, remote.port),) if remote.host else ()
-        return Introduction(answer.token, relays, answer.addresses)
+        if not isinstance(answer, expected):
+            tags = expected.__struct_config__.tag, answer.__struct_config__.tag
+            raise WireError(f"expected the broker to answer {tags[0]}, got {tags[1]}.")
+        return answer, conversation.channel.remote
 
     async def close(self) -> None:
         if self._idle is not None:

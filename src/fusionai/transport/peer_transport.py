@@ -17,7 +17,7 @@ from typing import Final
 
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, UsageError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.transport.addresses import RELAY_SCHEME, parse_address
+from fusionai.transport.addresses import RELAY_SCHEME, format_address, parse_address
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.framed import Dialling
 from fusionai.transport.interface import Accept, Channel
@@ -83,6 +83,20 @@ class PeerTransport:
         if channel.way == "relay":
             self._look_for_better(expect, addresses)
         return channel
+
+    async def seen_at(self, listener: TcpListener) -> tuple[str, ...]:
+        """Where this listener can be dialled from outside, if the broker could: a public address, or one whose router
+        forwards the same port. Nothing where that can't be found out."""
+        targets = [target for address in listener.addresses if (target := parse_address(address)) is not None]
+        if not targets:
+            return ()
+        try:
+            observed = await self._introductions.observed(targets[0][1])
+        except FusionError as error:
+            _LOG.info("the broker could not say how it sees this machine: %s", error)
+            return ()
+        address = format_address(observed.host, targets[0][1]) if observed.reachable else ""
+        return (address,) if address and address not in listener.addresses else ()
 
     def answer(self, notice: MeetNotice, relay: tuple[str, int]) -> None:
         """Another member can't dial this one: meet it at the relay, and let it in as if it had come to the door.

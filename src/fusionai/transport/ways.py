@@ -56,6 +56,12 @@ class Ways:
         return tuple(sorted(views, key=lambda view: (view.peer, _BEST_FIRST.index(view.way))))[:MAX_LINKS]
 
 
+def best_ways(links: Iterable[LinkView]) -> dict[PeerId, Way]:
+    """To each peer the best way of those its links go."""
+    ordered = sorted(links, key=lambda link: -_BEST_FIRST.index(link.way))
+    return {PeerId(link.peer): link.way for link in ordered}
+
+
 def better_than_relay(addresses: Iterable[str]) -> list[str]:
     return [address for address in addresses if parse_address(address, RELAY_SCHEME) is None]
 

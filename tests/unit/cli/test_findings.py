@@ -10,6 +10,9 @@ import pytest
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.torch.survey import Survey
 from fusionai.cli import findings
+from fusionai.cli.reach import Reach
+from fusionai.primitives.ids import PeerId
+from fusionai.wire.messages import Observed
 
 REPORT = DeviceReport(
     backend="torch",
@@ -96,3 +99,43 @@ def test_a_clock_that_is_not_synchronised_is_noted(monkeypatch: pytest.MonkeyPat
 def test_disk_is_measured_where_the_home_will_be(tmp_path: Path):
     (finding,) = findings._of_disk(tmp_path / "not" / "there" / "yet")
     assert "free for" in finding.what
+
+
+SEEN = "203.0.113.7"
+
+
+def way_in(observed: Observed | None, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...] = ()) -> findings.Finding:
+    monkeypatch.setattr(findings, "_addresses", lambda: iter(own))
+    (finding,) = findings._of_reach(Reach(0.1, 4712, observed, {}))
+    assert finding.area == "way in"
+    return finding
+
+
+def test_a_port_that_can_be_dialled_needs_nothing(monkeypatch: pytest.MonkeyPatch):
+    finding = way_in(Observed(host=SEEN, port=50_000, reachable=True), monkeypatch)
+    assert (finding.state, finding.remedy) == ("good", "")
+    assert f"{SEEN}, port 4712" in finding.what
+
+
+def test_behind_a_router_a_port_is_to_be_forwarded_or_the_relay_serves(monkeypatch: pytest.MonkeyPatch):
+    finding = way_in(Observed(host=SEEN, port=50_000), monkeypatch, own=("192.168.1.2",))
+    assert finding.state == "note"
+    assert "router" in finding.what
+    for words in ("relay", "forward a TCP port", "fusion doctor --port", "fusion join --port"):
+        assert words in finding.remedy
+
+
+def test_with_a_public_address_it_is_the_firewall(monkeypatch: pytest.MonkeyPatch):
+    finding = way_in(Observed(host=SEEN, port=50_000), monkeypatch, own=(SEEN,))
+    assert "firewall" in finding.what
+    assert "firewall" in finding.remedy
+
+
+def test_a_broker_that_cannot_say(monkeypatch: pytest.MonkeyPatch):
+    assert way_in(None, monkeypatch).state == "note"
+
+
+def test_doctor_says_which_way_each_link_goes():
+    reach = Reach(0.1, 4712, None, {PeerId("b" * 52): "relay", PeerId("a" * 52): "lan"})
+    finding = list(findings._of_reach(reach))[-1]
+    assert (finding.area, finding.what) == ("links", "now: aaaaaaaa lan, bbbbbbbb relay")

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.cli import pool
 from fusionai.scheduling.types import PeerProfile
-from fusionai.wire.messages import MemberView
+from fusionai.wire.messages import LinkView, MemberView
 
 PROFILE = PeerProfile(peer="a" * 52, name="attic", flops_per_s=1e9, memory_bytes=2**30)
 
@@ -38,3 +38,15 @@ def test_a_row_says_what_a_member_does(view: MemberView, state: str, part: str):
 def test_figures_have_guards_and_rest():
     figures = pool._figures(member(guards=(1,), rests_s=3.0), PROFILE)
     assert (figures["guards"], figures["rests_s"]) == ([1], 3.0)
+
+
+def test_each_link_counts_by_its_best_way():
+    links = (
+        LinkView("b" * 52, "relay", 2, 0.0),
+        LinkView("b" * 52, "lan", 1, 0.0),
+        LinkView("c" * 52, "relay", 1, 0.0),
+    )
+    view = member(links=links)
+    assert "1 lan, 1 relay" in pool._row(view, PROFILE)
+    ways = pool._figures(view, PROFILE)["links"]
+    assert ways == [{"peer": link.peer, "way": link.way, "channels": link.channels} for link in links]
