@@ -1,4 +1,4 @@
-"""What holds for every folder of tests: what is not imported, and what the collector passes over."""
+"""What holds for every folder of tests: what is not imported, how much is tried, what the collector passes over."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Final
 
 import pytest
 
+from harness.examples import set_quick
+
 QUICK: Final = "not slow and not long"
 """What `make quick` selects by."""
 COLLECTED_EVERY: Final = (20_000, 5, 5)
 """Objects until the collector looks at the youngest, and so on. With Python's 700 a tenth of the tests' time is its."""
 ALL_SLOW: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|long)\b", re.MULTILINE)
 """A whole file's mark; first in its list if it has more than one."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == QUICK:
+        set_quick()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fusionai.broker.journal import Journal, Remembered, mirror_path
 from fusionai.coordination.events import Fact, JobNoted
 from fusionai.primitives.errors import StorageError, UsageError
+from harness.examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +153,7 @@ class Life:
         return self.path, self.path.with_name(self.path.name + "-wal"), mirror_path(self.path)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=st.lists(STEPS, max_size=8),
     killed=st.booleans(),
@@ -179,7 +180,7 @@ def test_damage_of_one_copy_is_mended_and_nothing_acknowledged_is_missing(
         life.journal.close()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=st.lists(STEPS, min_size=1, max_size=8),
     damages=st.lists(DAMAGES.filter(lambda damage: damage.kind in ("flip", "zero")), min_size=2, max_size=4),

@@ -26,6 +26,7 @@ from fusionai.coordination.requests import Answer, IssueTickets, Request
 from fusionai.coordination.views import pool_view
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Refused
+from harness.examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -341,7 +342,7 @@ class BrokerHistory(RuleBasedStateMachine):
 
 
 BrokerHistory.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=examples(80),
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

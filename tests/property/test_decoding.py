@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Engine
 from fusionai.serving.decoding import Decoder
 from fusionai.serving.stops import StopScanner
 from fusionai.serving.text import Tokenizer
+from harness.examples import examples
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. 42 times!",
@@ -94,7 +95,7 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(data=st.data())
 def test_pieces_together_are_the_whole(kind: str, data: st.DataObject) -> None:
     model = tokenizer(kind)
@@ -110,7 +111,7 @@ def test_pieces_together_are_the_whole(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=st.text(max_size=30))
 def test_text_comes_back(kind: str, text: str) -> None:
     model = tokenizer(kind)
@@ -126,7 +127,7 @@ def test_text_comes_back(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_an_answer_goes_on_where_the_prompt_ends(kind: str, data: st.DataObject) -> None:
     model = tokenizer(kind)
@@ -138,7 +139,7 @@ def test_an_answer_goes_on_where_the_prompt_ends(kind: str, data: st.DataObject)
     assert model.decode(prompt) + text == model.decode(prompt + answer)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     text=st.text(alphabet="abc", max_size=40),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=3),

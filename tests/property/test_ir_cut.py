@@ -13,6 +13,7 @@ from fusionai.ir.graph import cheap_nodes, reads
 from fusionai.ir.partition import FEED, Partition, cut, holders
 from fusionai.ir.schema import Dim, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec, decode, encode
 from fusionai.ir.validate import parse, validate
+from harness.examples import examples
 
 FULL: tuple[Dim, ...] = ("b", 4)
 HALF: tuple[Dim, ...] = ("b", 2)
@@ -259,7 +260,7 @@ def run_stages(graph: Graph, partition: Partition, batch: int) -> tuple[dict[str
     return outputs, state
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=examples(150))
 @given(cuts(), st.integers(1, 5))
 def test_stages_compute_what_the_whole_computes(case: tuple[Graph, list[frozenset[int]]], batch: int) -> None:
     graph, assignment = case
@@ -273,7 +274,7 @@ def test_stages_compute_what_the_whole_computes(case: tuple[Graph, list[frozense
         assert np.array_equal(state[key], whole[value])
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=examples(150))
 @given(cuts())
 def test_structure_of_a_cut(case: tuple[Graph, list[frozenset[int]]]) -> None:
     graph, assignment = case
@@ -316,7 +317,7 @@ def _check_routes(graph: Graph, partition: Partition) -> None:
             assert (route.value in partition.stages[consumer].grad_inputs) == route.needs_grad
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=examples(100))
 @given(graphs())
 def test_json_round_trip(graph: Graph) -> None:
     data = encode(graph)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fusionai.coordination import stage as staging
 from fusionai.coordination.stage import StageMachine, StageShape
 from fusionai.wire.messages import CommitRecord, Fence
+from harness.examples import examples
 from harness.topology import Layout, Topology
 from harness.world import World
 
@@ -50,7 +51,7 @@ def layouts(draw: st.DrawFn, stages: int) -> Layout:
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=examples(100))
 @given(
     topology=topologies(),
     data=st.data(),

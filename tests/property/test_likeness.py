@@ -18,6 +18,7 @@ from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.search import Limits
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
 
 
@@ -77,7 +78,7 @@ def limits_of(problem: Problem, pipeline: Pipeline) -> Limits:
     return limits_among(problem, pipeline, whole)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(alike_problems())
 def test_nothing_is_lost_without_surplus_machines(problem: Problem) -> None:
     pipeline = Pipeline(problem, problem.peers, at_owner(problem))
@@ -88,7 +89,7 @@ def test_nothing_is_lost_without_surplus_machines(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(alike_problems())
 def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> None:
     """As in large pools: what small ones are searched with for certain is out of the way."""
@@ -103,7 +104,7 @@ def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> Non
     assert found.certificate.exact
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(alike_problems(spread=0.02))
 def test_bound_and_plan_of_nearly_equal_machines_hold_the_best_between_them(problem: Problem) -> None:
     real = Pipeline(problem, problem.peers, at_owner(problem))

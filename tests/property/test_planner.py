@@ -19,6 +19,7 @@ from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.search import Limits, search
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem
+from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
 
 
@@ -129,7 +130,7 @@ def planned(problem: Problem) -> Plan | None:
         return None
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(problems())
 def test_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
     found, best_s = planned(problem), brute_force_step_s(problem)
@@ -143,7 +144,7 @@ def test_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=5, most_blocks=6))
 def test_search_needs_no_good_start(problem: Problem) -> None:
     """Local search usually finds the optimum of a small pool and would hide a branch cut wrongly."""
@@ -173,7 +174,7 @@ def test_search_weighs_period_against_transit() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(most_peers=5, most_blocks=8))
 def test_larger_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
     found, best_s = planned(problem), brute_force_step_s(problem)
@@ -181,7 +182,7 @@ def test_larger_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
 def test_plan_keeps_its_promises(problem: Problem) -> None:
     found = planned(problem)
@@ -204,7 +205,7 @@ def test_plan_keeps_its_promises(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
 def test_bound_and_heuristic_enclose_the_optimum(problem: Problem) -> None:
     """What large pools rely on, where the optimum is known."""
@@ -286,7 +287,7 @@ def ordinary_problem(seed: int, peers: int = 6, layers: int = 14) -> Problem:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(), st.randoms(use_true_random=False))
 def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: object) -> None:
     shuffled = list(problem.peers)
@@ -295,7 +296,7 @@ def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: 
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems())
 def test_more_resources_never_slow_a_plan(problem: Problem) -> None:
     before = planned(problem)

@@ -13,6 +13,7 @@ from fusionai.scheduling.compiled import available
 from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.search import Limits, search
 from fusionai.scheduling.types import Problem
+from harness.examples import examples
 from harness.problems import problems
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="numba is not installed")
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
 def test_compiled_search_takes_the_same_steps(problem: Problem) -> None:
     pipeline = Pipeline(problem, problem.peers, loss_at_owner=problem.roles[1].place == "owner")

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fusionai.coordination.batching import PROBE_SESSION, Batcher, BatchLimits, QueueFull
 from fusionai.coordination.passes import PassPlan
 from fusionai.coordination.sessions import SessionSpec
+from harness.examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -281,5 +282,5 @@ class Batches(RuleBasedStateMachine):
         del self.tokens[number]
 
 
-Batches.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
+Batches.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None, derandomize=True)
 TestBatches = Batches.TestCase

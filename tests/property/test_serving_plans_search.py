@@ -18,6 +18,7 @@ from fusionai.scheduling.serving_evening import SLACK
 from fusionai.scheduling.serving_line import ServingLine
 from fusionai.scheduling.serving_search import LineLimits, fastest_line
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
+from harness.examples import examples
 from harness.problems import problems
 
 pytestmark = pytest.mark.slow
@@ -120,7 +121,7 @@ def token_s(problem: Problem, needs: ServingNeeds, order: list[PeerProfile], ran
     return seconds
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(serving_problems())
 def test_the_plan_is_the_fastest_there_is(posed: Problem) -> None:
     if len(posed.blocks) < 3:
@@ -149,7 +150,7 @@ def test_the_plan_is_the_fastest_there_is(posed: Problem) -> None:
     assert plan(backwards).step_time_s == found.step_time_s
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(serving_problems(), st.integers(0, 40))
 def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int) -> None:
     if len(posed.blocks) < 3:
@@ -173,7 +174,7 @@ def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int)
 
 
 @pytest.mark.skipif(not available(), reason="numba is not installed")
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(serving_problems())
 def test_what_is_left_open_is_settled_exactly(posed: Problem) -> None:
     """Without a budget the best-first search gives up at once: the compiled one has to find the optimum by itself."""

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.coordination.silence import DEADLINE_S, FACTOR, LEARNING_S, MEMORY_S, SHORTEST_S, Silence
+from harness.examples import examples
 
 # Exact in binary, so that sums can be compared.
 gaps = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.5, 0.5, 1.0, 1.5, 8.0, 3600.0]), min_size=1, max_size=80)
@@ -20,7 +21,7 @@ def deadline_s(heard_s: list[float], watched_s: float) -> float:
     return min(DEADLINE_S, max(SHORTEST_S, FACTOR * longest_s))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(gaps, st.data())
 def test_silence_is_the_waking_time_since_the_last_word(pauses: list[float], data: st.DataObject) -> None:
     """Suspected at the deadline that the definition gives, so never before the shortest nor after the longest."""
@@ -48,7 +49,7 @@ def test_silence_is_the_waking_time_since_the_last_word(pauses: list[float], dat
         assert following_s == now_s + min(silence.ping_s, allowed_s - silent_s)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.floats(0.5, 3.9), st.lists(st.floats(0.0, 1.0), max_size=100), st.floats(0.1, 0.9))
 def test_who_stays_within_its_longest_gap_is_never_suspected(
     longest_s: float, shares: list[float], tick_s: float
@@ -69,7 +70,7 @@ def test_who_stays_within_its_longest_gap_is_never_suspected(
         silence.heard("ada", now_s)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(gaps)
 def test_who_answers_every_ping_is_never_suspected(pauses: list[float]) -> None:
     """The answer lies unread while the watcher sleeps, and is read only after the tick."""
@@ -82,7 +83,7 @@ def test_who_answers_every_ping_is_never_suspected(pauses: list[float]) -> None:
         silence.heard("ada", now_s)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from([0.5, 0.75, 1.0, 2.0, 3600.0]), min_size=8, max_size=20))
 def test_who_is_dead_is_found_within_eight_ticks(pauses: list[float]) -> None:
     silence = Silence()

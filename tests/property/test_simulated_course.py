@@ -13,6 +13,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.course import simulate_course
 from fusionai.simulator.scenario import Churn, Scenario, Timings
+from harness.examples import examples
 
 LINK = Link(bandwidth_bytes_per_s=12.5e6, latency_s=0.01)
 
@@ -71,7 +72,7 @@ def problem(machines: int, memory_bytes: int) -> Problem:
     patience_s=st.sampled_from([20.0, 600.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
 def test_whatever_happens_nothing_official_is_lost(
     churn: Churn, machines: int, memory_bytes: int, checkpoint_every: int, patience_s: float, seed: int
 ) -> None:

@@ -27,6 +27,7 @@ from fusionai.scheduling.types import (
     StagePlacement,
 )
 from fusionai.simulator.step import BARE, Rules, simulate_steps
+from harness.examples import examples
 
 POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 
@@ -78,7 +79,7 @@ def block(number: int, forward: float, backward: float, output: int, gradient: i
     backward=st.integers(1, 9),
     latency_s=st.sampled_from([0.0, 0.01, 0.5]),
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 def test_equal_stages_take_exactly_what_the_closed_form_says(
     stages: int, microbatches: int, forward: int, backward: int, latency_s: float
 ) -> None:
@@ -127,7 +128,7 @@ def unequal(draw: st.DrawFn) -> tuple[Plan, Problem]:
 
 
 @given(unequal())
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 def test_unequal_stages_agree_within_five_per_cent_where_no_credit_binds(case: tuple[Plan, Problem]) -> None:
     plan, problem = case
     costs = StageCosts(problem)
@@ -144,7 +145,7 @@ def test_unequal_stages_agree_within_five_per_cent_where_no_credit_binds(case: t
 
 @pytest.mark.slow
 @given(unequal(), st.integers(1, 6), st.booleans())
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
 def test_scarce_credit_never_deadlocks_and_never_helps_the_busiest(
     case: tuple[Plan, Problem], credit: int, lag: bool
 ) -> None:
@@ -183,7 +184,7 @@ def busiest_s(plan: Plan, problem: Problem) -> float:
     period_s=st.sampled_from([0.1, 0.3, 0.9]),
     latency_s=st.sampled_from([0.005, 0.05]),
 )
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=examples(12), deadline=None, derandomize=True)
 def test_eight_stages_far_apart_reach_the_closed_form_with_the_planners_credit(
     crossing: int, period_s: float, latency_s: float
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.straggling import COOL_DOWN, STEPS, better_plan, observed, watching
 from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from harness.examples import examples
 
 POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 
@@ -78,13 +79,13 @@ speeds = st.lists(st.sampled_from([1e10, 1.5e10, 3e10]), min_size=3, max_size=4)
 noises = st.integers(0, 10**6).map(Random)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(speeds, noises, st.sampled_from([0.0, 0.1, 0.19]))
 def test_steady_machines_move_nothing(flops: list[float], noise: Random, spread: float) -> None:
     assert lived(pool(flops, 12, 3), [{}] * (4 * COOL_DOWN), noise, spread) == []
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(speeds, noises, st.integers(0, 3), st.sampled_from([1.3, 2.0, 4.0, 20.0]), st.sampled_from([None, 3]))
 def test_one_change_of_speed_moves_at_most_once(
     flops: list[float], noise: Random, peer: int, factor: float, stages: int | None
@@ -103,7 +104,7 @@ def test_a_slow_machine_does_move_something() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(speeds, noises, st.integers(1, STEPS - 1), st.integers(1, 20))
 def test_slowness_that_passes_soon_moves_nothing(flops: list[float], noise: Random, slow: int, pause: int) -> None:
     rhythm = ([{"p0": 5.0}] * slow + [{}] * pause) * (6 * COOL_DOWN // (slow + pause))
@@ -111,7 +112,7 @@ def test_slowness_that_passes_soon_moves_nothing(flops: list[float], noise: Rand
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(speeds, noises, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), min_size=4, max_size=12))
 def test_no_rhythm_moves_stages_more_often_than_the_cool_down(
     flops: list[float], noise: Random, periods: list[tuple[int, int]]

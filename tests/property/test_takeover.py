@@ -18,6 +18,7 @@ from fusionai.scheduling.snapshots import MOST_STEPS
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.takeover import Waiting, reinforced, replaced
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
+from harness.examples import examples
 from harness.problems import problems
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ takeovers = st.sampled_from(["exact", "tolerant"])
 factors = st.sampled_from([1, 3, 20])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=5), takeovers, factors)
 def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int) -> None:
     problem = msgspec.structs.replace(roomy(problem, factor), takeover=takeover)
@@ -85,7 +86,7 @@ def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int
     assert not set(guarded) & unguarded
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=5), factors)
 def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem, factor: int) -> None:
     problem = roomy(problem, factor)
@@ -120,7 +121,7 @@ def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem
         assert {reason.peer for reason in entry.reasons} >= idle
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(most_peers=5), st.randoms(use_true_random=False))
 def test_neither_guards_nor_takeovers_depend_on_the_order_of_listing(problem: Problem, random: Random) -> None:
     problem = roomy(problem, 20)
@@ -135,7 +136,7 @@ def test_neither_guards_nor_takeovers_depend_on_the_order_of_listing(problem: Pr
     assert replaced(found, again, lost, newcomers[::-1]) == forwards
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=5), takeovers, factors, st.data())
 def test_takeovers_keep_their_promises(problem: Problem, takeover: str, factor: int, data: st.DataObject) -> None:
     problem = msgspec.structs.replace(roomy(problem, factor), takeover=takeover)
@@ -189,7 +190,7 @@ def test_takeovers_keep_their_promises(problem: Problem, takeover: str, factor: 
     assert after.tokens_per_s <= after.certificate.bound_tokens_per_s
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(most_peers=5), takeovers)
 def test_reinforcing_only_ever_adds_and_comes_to_an_end(problem: Problem, takeover: str) -> None:
     problem = msgspec.structs.replace(roomy(problem, 3), takeover=takeover)
@@ -204,7 +205,7 @@ def test_reinforcing_only_ever_adds_and_comes_to_an_end(problem: Problem, takeov
     assert reinforced(better, problem, newcomers) is None
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=5))
 def test_the_prediction_of_a_plan_is_the_planners_own(problem: Problem) -> None:
     found = planned(problem)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.execution.weight_board import Board, Share
+from harness.examples import examples
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")
 PEER, OWNER = 0, 1
@@ -96,7 +97,7 @@ def test_the_first_answer_to_what_two_were_asked_for_counts() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_no_piece_is_lost_or_counted_twice(data: st.DataObject) -> None:
     missing = {digest: tuple(sorted(data.draw(st.sets(st.integers(0, 20), max_size=12)))) for digest in (A, B, C)}

@@ -49,6 +49,7 @@ from fusionai.wire.frame import (
 )
 from fusionai.wire.messages import Hello, Ping
 from fusionai.wire.reader import FrameReader
+from harness.examples import examples
 
 MIB = 2**20
 LIMITS = [GREETING_LIMITS, STRANGER_LIMITS, *STREAM_LIMITS.values()]
@@ -214,7 +215,7 @@ def test_the_reader_survives_a_hundred_thousand_hostile_inputs():
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_any_bytes_as_header_or_message(data: bytes):
     for limits in LIMITS:
         try:
@@ -233,7 +234,7 @@ DTYPES = st.sampled_from([*ITEMSIZE_BYTES, "object", "float8", ""])
 
 
 @given(st.lists(st.tuples(NAMES, DTYPES, SHAPES), max_size=4), st.integers(min_value=0, max_value=2**64 - 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_layout_adds_up_or_is_refused(tensors: list[tuple[str, str, tuple[int, ...]]], body_bytes: int):
     headers = tuple(messages.TensorHeader(*tensor) for tensor in tensors)
     chunk = messages.StateChunk(fence=FENCE, stage=0, step=0, last=True, tensors=headers)

@@ -17,6 +17,7 @@ from fusionai.backends.torch.packed_graph import products
 from fusionai.backends.torch.row_code import LINE, Field, Op
 from fusionai.backends.torch.row_plan import Plan, Unplanned, _Room, plan_rows
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+from harness.examples import examples
 
 Shape = tuple[int | str, ...]
 SEED = 5
@@ -164,7 +165,7 @@ def assert_equal(sketch: Sketch, *outputs: str) -> Plan:
     return plan
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.data())
 def test_any_graph_of_rows_equals_operators(data: st.DataObject) -> None:
     """Values live as long as somebody reads them, whoever they share memory with."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fusionai.coordination.restoring import Restoration, StagePosition, decide, is_fine
 from fusionai.coordination.roles import Roles
+from harness.examples import examples
 
 HELD = dict[str, set[tuple[int, int]]]
 C = 9
@@ -222,7 +223,7 @@ def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int, 
     return plan, at, held, checkpoint, max(0, checkpoint - draw(st.integers(0, 2)))
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=examples(200), deadline=None)
 @given(case=cases())
 def test_the_newest_step_and_the_fewest_stages_of_all_that_would_do(
     case: tuple[Roles, dict[int, StagePosition], HELD, int, int],

@@ -9,6 +9,7 @@ from fusionai.corpus.masking import IGNORED, mask_rows
 from fusionai.corpus.order import SampleOrder, evaluation_samples
 from fusionai.corpus.permutation import Permutation, derived_key, mix
 from fusionai.corpus.split import Split
+from harness.examples import examples
 
 
 def order(samples: int, *, batch: int = 6, microbatches: int = 3, seed: int = 1, shuffle: bool = True) -> SampleOrder:
@@ -16,7 +17,7 @@ def order(samples: int, *, batch: int = 6, microbatches: int = 3, seed: int = 1,
 
 
 @given(size=st.integers(1, 2000), seed=st.integers(0, 2**62))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_permutation_takes_every_element_once(size: int, seed: int) -> None:
     permutation = Permutation(size, seed)
     assert sorted(permutation.at(index) for index in range(size)) == list(range(size))
@@ -43,7 +44,7 @@ def test_a_permutation_is_shuffled_and_depends_on_its_key() -> None:
 
 
 @given(samples=st.integers(1, 50), batch=st.integers(1, 12), shuffle=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_data_epoch_takes_every_sample_once(samples: int, batch: int, shuffle: bool) -> None:
     feed = order(samples, batch=batch, microbatches=1, shuffle=shuffle)
     epochs = 3
@@ -76,7 +77,7 @@ def test_evaluation_samples_are_disjoint_and_end() -> None:
 
 
 @given(fraction=st.floats(0, 0.99), seed=st.integers(0, 1000), start=st.integers(0, 10**9), count=st.integers(1, 300))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_run_of_pieces_gives_its_share_to_evaluation(fraction: float, seed: int, start: int, count: int) -> None:
     split = Split(fraction, seed)
     kept = sum(split.is_evaluation(index) for index in range(start, start + count))

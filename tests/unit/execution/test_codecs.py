@@ -13,6 +13,7 @@ from fusionai.execution.codecs import Packed, joined, pack, split, unpack, unpac
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.codecs import FEWEST, LADDER, Codec, PackedTensor, bytes_on_link, group_of, packed_bytes, packs
+from harness.examples import examples
 
 LOSSY: tuple[Codec, ...] = LADDER[1:]
 LOSS = {"int8": 2e-4, "int4": 0.02, "int2": 0.13, "ternary": 0.21}
@@ -97,7 +98,7 @@ def test_a_row_s_bits_are_its_own(codec: Codec, width: int) -> None:
     assert np.array_equal(there_and_back(values, codec)[4], alone)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     arrays.arrays(
         np.float32,

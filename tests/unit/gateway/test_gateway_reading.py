@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fusionai.gateway.errors import ApiError
 from fusionai.gateway.reading import decode
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest, plain
+from harness.examples import examples
 
 SMALL = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
@@ -110,7 +111,7 @@ _JSON = st.recursive(
 _NAMES = st.sampled_from([field.name for field in msgspec.structs.fields(ChatRequest)]) | st.text(max_size=6)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(st.dictionaries(_NAMES, _JSON, max_size=6))
 def test_any_object_is_taken_or_refused_and_nothing_else_happens(fields: dict[str, object]):
     raw = msgspec.json.encode({**SMALL, **fields})

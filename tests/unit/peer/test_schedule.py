@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fusionai.peer.schedule import DAYS, parse_schedule
 from fusionai.primitives.errors import UsageError
+from harness.examples import examples
 
 MONDAY = datetime(2024, 1, 1)
 
@@ -61,7 +62,7 @@ def test_always_never_changes(entries: list[str]) -> None:
     assert schedule.next_change(at("thu 03:00")) is None
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(
     st.lists(
         st.builds(

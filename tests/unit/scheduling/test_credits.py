@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.scheduling.credits import SPARE, TARGET, credits_needed
+from harness.examples import examples
 
 
 def test_without_links_it_is_one_more_than_stages_from_there_on_and_one_at_the_last() -> None:
@@ -44,7 +45,7 @@ def lines(draw: st.DrawFn) -> tuple[list[float], list[float], float]:
 
 @pytest.mark.slow
 @given(lines(), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_enough_for_1f1b_and_little_and_never_fewer_for_longer_trips(
     line: tuple[list[float], list[float], float], data: st.DataObject
 ) -> None:
@@ -66,7 +67,7 @@ def test_enough_for_1f1b_and_little_and_never_fewer_for_longer_trips(
 
 
 @given(lines())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_a_timetable_with_these_credits_exists(line: tuple[list[float], list[float], float]) -> None:
     """Every stage's forward and backward have their own part of each turn, and no more are in flight than allowed."""
     compute_s, trip_s, period_s = line

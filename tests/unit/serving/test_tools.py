@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fusionai.serving.tool_reading import Read, ToolReader
 from fusionai.serving.tools import CallPiece, Tool, ToolForm, calls_of, for_template, tool_form
+from harness.examples import examples
 
 Told = tuple[str, list[tuple[str, Any]]]
 TOOLS = [
@@ -150,14 +151,14 @@ def test_answers_in_every_form(form: ToolForm, answer: str, told: Told) -> None:
     assert read(form, answer, tuple(range(len(answer)))) == told, "character by character"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=st.sampled_from(ANSWERS), cuts=st.lists(st.integers(0, 120), max_size=8))
 def test_how_an_answer_is_cut_makes_no_difference(case: tuple[ToolForm, str, Told], cuts: list[int]) -> None:
     form, answer, told = case
     assert read(form, answer, tuple(cuts)) == told
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     form=st.sampled_from(list(ToolForm)),
     parts=st.lists(

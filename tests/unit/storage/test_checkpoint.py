@@ -18,6 +18,7 @@ from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import complete_checkpoints, latest, open_latest, prune, sweep
 from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
 from fusionai.storage.weights import ModelDirectory
+from harness.examples import examples
 
 HEADER = CheckpointHeader(
     graph_hash="g" * 64,
@@ -301,7 +302,7 @@ def tensors(draw: st.DrawFn) -> dict[str, HostTensor]:
 
 
 @given(content=tensors())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_safetensors_round_trip_and_the_reference_reads_it(
     tmp_path_factory: pytest.TempPathFactory, content: dict[str, HostTensor]
 ) -> None:

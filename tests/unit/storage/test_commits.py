@@ -14,6 +14,7 @@ from fusionai.storage.commits import AdoptedPlan, CommitJournal
 from fusionai.storage.lock import JobLock
 from fusionai.storage.rundir import RunDirectory
 from fusionai.wire.messages import CommitRecord, Fence
+from harness.examples import examples
 
 
 def commit(step: int, loss: float = 2.5, scale: float = 1.0) -> CommitRecord:
@@ -46,7 +47,7 @@ def test_commits_survive_reopening(tmp_path: Path) -> None:
 
 
 @given(value=st.floats(width=64))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_floats_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("j") / "journal.sqlite"
     with CommitJournal(path) as journal:
