@@ -12,7 +12,7 @@ from fusionai.primitives.errors import ChannelClosed
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import ChannelStats, Envelope, Remote
-from fusionai.wire.messages import Message, Stream
+from fusionai.wire.messages import Message, Stream, Way
 
 
 class LocalChannel:
@@ -21,6 +21,7 @@ class LocalChannel:
     def __init__(self, peer: PeerId, stream: Stream) -> None:
         self.remote = Remote(peer, "member")
         self.stream: Stream = stream
+        self.way: Way = "lan"
         self.stats = ChannelStats()
         self._inbox: asyncio.Queue[Envelope | None] = asyncio.Queue()
         self._other: LocalChannel | None = None
