@@ -26,7 +26,7 @@ from fusionai.primitives.errors import ChannelClosed, ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Stream
+from fusionai.wire.messages import Stream, Way
 
 MAX_UNREAD: Final = 64
 """Answers that nobody waits for any more, and those in flight."""
@@ -38,6 +38,7 @@ class WeightInlet:
     def __init__(self, channel: Channel) -> None:
         self.remote = channel.remote
         self.stream: Stream = channel.stream
+        self.way: Way = channel.way
         self.stats = channel.stats
         self._line = Line(channel)
         self._answers: asyncio.Queue[Envelope | None] = asyncio.Queue()
