@@ -321,6 +321,8 @@ class Job:
     """Whether the plan knows of memory to spare, so that weight gradients may be put off."""
     recompute: bool = False
     """Whether the stages make activations again in backward."""
+    offload: bool = False
+    """Whether the stages keep optimizer state in files."""
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
     version: int = 1
@@ -340,6 +342,7 @@ class Job:
                 memory_limit_bytes=2**30 if self.room else 0,
                 in_flight_bytes=1 if self.room else 0,
                 recompute=self.recompute,
+                offload=self.offload,
                 fingerprint=self.pool.owner.fingerprint,
             )
             for number, blocks in enumerate(self.ranges)

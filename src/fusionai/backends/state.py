@@ -7,6 +7,7 @@ Neighbours: backends check imports against this, `storage` writes the entries in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from fusionai.backends.binding import nearest
@@ -15,8 +16,12 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, tensor_bytes
 from fusionai.wire.messages import OptimizerSpec
 
-ADAMW_SLOTS: Final = ("exp_avg", "exp_avg_sq", "step")
-SGD_SLOTS: Final = ("momentum_buffer",)
+EIGHT_BIT_BLOCK: Final = 256
+"""Numbers of 8-bit state that share a scale."""
+SMALLEST_EIGHT_BIT: Final = 4096
+"""Parameters of fewer elements (norms, biases) keep their state in their own precision: it is worth nothing there."""
+SCALE: Final = "_scale"
+"""A slot of 8-bit codes has its scales in the slot of this name behind its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +38,36 @@ class StateEntry:
         return tensor_bytes(self.dtype, self.shape)
 
 
-def optimizer_slots(optimizer: OptimizerSpec | None) -> tuple[str, ...]:
-    """Slots per trainable parameter, sorted."""
+def optimizer_slots(
+    optimizer: OptimizerSpec | None, dtype: str, shape: tuple[int, ...]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Slot -> (dtype, shape) of what an optimizer keeps for a trainable parameter, sorted."""
     if optimizer is None:
-        return ()
+        return {}
     match optimizer.kind:
         case "adamw":
-            return ADAMW_SLOTS
+            found = {"step": ("float32", ())}
+            for slot in ("exp_avg", "exp_avg_sq"):
+                found |= _moment(slot, optimizer, dtype, shape)
+            return dict(sorted(found.items()))
         case "sgd":
-            return SGD_SLOTS if optimizer.momentum else ()
+            return {"momentum_buffer": (dtype, shape)} if optimizer.momentum else {}
+
+
+def state_bytes_ratio(optimizer: OptimizerSpec) -> float:
+    """Bytes of state per byte of a large float32 parameter."""
+    shape = (1 << 20,)
+    slots = optimizer_slots(optimizer, "float32", shape).values()
+    return sum(tensor_bytes(*slot) for slot in slots if slot[1]) / tensor_bytes("float32", shape)
+
+
+def _moment(
+    slot: str, optimizer: OptimizerSpec, dtype: str, shape: tuple[int, ...]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    count = prod(shape)
+    if optimizer.state_bits == 32 or count < SMALLEST_EIGHT_BIT or dtype != "float32":
+        return {slot: (dtype, shape)}
+    return {slot: ("uint8", shape), slot + SCALE: ("float32", (-(-count // EIGHT_BIT_BLOCK),))}
 
 
 def state_entries(graph: Graph, optimizer: OptimizerSpec | None) -> dict[str, StateEntry]:
@@ -51,11 +77,8 @@ def state_entries(graph: Graph, optimizer: OptimizerSpec | None) -> dict[str, St
     for key in sorted(specs):
         if not specs[key].trainable:
             continue
-        for slot in optimizer_slots(optimizer):
-            counter = slot == "step"
-            entries[f"optimizer/{key}/{slot}"] = StateEntry(
-                key, slot, "float32" if counter else specs[key].dtype, () if counter else tuple(specs[key].shape)
-            )
+        for slot, (dtype, shape) in optimizer_slots(optimizer, specs[key].dtype, tuple(specs[key].shape)).items():
+            entries[f"optimizer/{key}/{slot}"] = StateEntry(key, slot, dtype, shape)
     return entries
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from fusionai.backends.state import state_bytes_ratio
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
 from fusionai.capture.self_check import checkable, self_check
@@ -185,7 +186,6 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
     """The same without the recipe's word on single peers: a job goes on when one it required is lost."""
     recipe = prepared.recipe
     costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
-    slots = 2.0 if recipe.train.optimizer.kind == "adamw" else (1.0 if recipe.train.optimizer.momentum else 0.0)
     return Problem(
         graph_hash=prepared.graph_hash,
         blocks=tuple(BlockCost(**{name: getattr(cost, name) for name in cost.__struct_fields__}) for cost in costs),
@@ -195,7 +195,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         stages=recipe.placement.stages,
         microbatches=recipe.train.microbatches,
         microbatch_tokens=prepared.tokens_per_microbatch,
-        optimizer_bytes_per_trainable_byte=slots,
+        optimizer_bytes_per_trainable_byte=state_bytes_ratio(recipe.train.optimizer),
         takeover=recipe.faults.numerics,
         compression=recipe.train.compression,
         recompute=recipe.train.recompute,

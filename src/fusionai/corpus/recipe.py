@@ -276,7 +276,7 @@ class _Checker:
 
     def _optimizer(self, optimizer: OptimizerSpec, written: Mapping[str, object]) -> None:
         table = "train.optimizer"
-        foreign = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps")}[optimizer.kind]
+        foreign = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps", "state_bits")}[optimizer.kind]
         for key in foreign:
             self.no_effect(table, key, written.get(key), f"with kind = {optimizer.kind!r}")
         for beta in optimizer.betas:

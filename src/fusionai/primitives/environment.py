@@ -2,6 +2,7 @@
 
 FUSION_HOME    where this machine keeps its key, pool membership and runs (default: the platform's data directory)
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
+TMPDIR         where large temporary files go (default: /var/tmp where there is one, else the system's)
 
 One variable of a library is set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from
 run to run.
@@ -10,6 +11,7 @@ run to run.
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import platformdirs
@@ -24,6 +26,14 @@ def fusion_home() -> Path:
 def log_level() -> str:
     """Level name for the process log."""
     return os.environ.get("FUSION_LOG", "warning").upper()
+
+
+def scratch_directory() -> Path:
+    """For large temporary files: `TMPDIR` if it is set, else a place that is on a disk, as `/tmp` need not be."""
+    lasting = Path("/var/tmp")
+    if "TMPDIR" not in os.environ and os.access(lasting, os.W_OK):
+        return lasting
+    return Path(tempfile.gettempdir())
 
 
 def fix_cublas_workspace() -> None:

@@ -166,6 +166,11 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     """Of `compute_s`, what running them again takes."""
     recompute_saves_bytes: int = 0
     """What the stage would hold besides, were they kept."""
+    offload: bool = False
+    """Training: optimizer state lies in a file of the peer's and is read and written by every update."""
+    offload_s: float = 0.0
+    """What that takes of every step."""
+    offload_saves_bytes: int = 0
     fingerprint: str = ""
     """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""
     weight_bytes: int = 0

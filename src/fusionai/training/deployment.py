@@ -105,6 +105,7 @@ def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions
         in_flight=placement.in_flight,
         weight_lag=_weight_lag(placement, options.microbatches),
         recompute=placement.recompute,
+        offload=placement.offload,
         codecs=plan.codecs,
     )
 

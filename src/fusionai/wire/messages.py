@@ -302,6 +302,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Whether weight decay also touches parameters of rank below two (norms, biases)."""
     momentum: float = 0.0
     nesterov: bool = False
+    state_bits: Literal[8, 32] = 32
+    """Of AdamW's moments: 8 are an eighth of the bits, in blocks of 256 numbers with a scale each."""
 
 
 class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -318,6 +320,8 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Microbatches whose weight gradients a stage may leave for later, when it would otherwise wait (zero bubble)."""
     recompute: bool = False
     """The stage keeps what enters its blocks and runs each of them again in backward: the same bits, less memory."""
+    offload: bool = False
+    """Optimizer state lies in a file between updates, which read and write it piece by piece: the same bits."""
     takeover: Literal["exact", "tolerant"] = "exact"
     codecs: Annotated[tuple[Codec, ...], Meta(max_length=1024)] = ()
     """How what a stage gets from those before it, and gives back, is packed: for the second stage, the third and so on;

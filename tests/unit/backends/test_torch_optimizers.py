@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from fusionai.backends.torch.optimizers import StageOptimizer, make_optimizer
+from fusionai.backends.state import optimizer_slots, state_bytes_ratio
+from fusionai.backends.torch import optimizers
+from fusionai.backends.torch.optimizers import StageOptimizer, make_optimizer, slot_shapes
+from fusionai.backends.torch.slots import DiskSlots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
@@ -46,7 +51,7 @@ def test_equals_the_optimizer_classes_bit_for_bit(spec: OptimizerSpec) -> None:
         if step == 4:  # as after a takeover: the state goes through its entries into a fresh optimizer
             moved = StageOptimizer(spec, ours)
             for key in ours:
-                for slot in stage.slots:
+                for slot in stage.slots(key):
                     moved.write(key, slot, stage.read(key, slot).clone())
             stage = moved
         for name, gradient in gradients(step).items():
@@ -61,6 +66,89 @@ def test_equals_the_optimizer_classes_bit_for_bit(spec: OptimizerSpec) -> None:
         for slot, value in plain.state.get(parameter, {}).items():
             if value is not None:
                 assert torch.equal(stage.read(name, slot), value), (name, slot)
+
+
+LARGE = {"matrix": (90, 70), "norm": (33,), "odd": (5001,)}
+"""Of which the first and the last are worth coding."""
+
+
+def large() -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(4)
+    return {name: torch.randn(shape, generator=made).requires_grad_() for name, shape in LARGE.items()}
+
+
+def moved(stage: StageOptimizer, parameters: dict[str, torch.Tensor], steps: range) -> StageOptimizer:
+    for step in steps:
+        made = torch.Generator().manual_seed(200 + step)
+        for name, shape in LARGE.items():
+            parameters[name].grad = torch.randn(shape, generator=made)
+        stage.step(learning_rate(step))
+    return stage
+
+
+def state_of(stage: StageOptimizer) -> dict[tuple[str, str], list[float]]:
+    return {(key, slot): stage.read(key, slot).view(-1).tolist() for key in LARGE for slot in stage.slots(key)}
+
+
+def on_disk(spec: OptimizerSpec, parameters: dict[str, torch.Tensor], directory: Path) -> StageOptimizer:
+    layout = {(key, slot): one for key, slots in slot_shapes(spec, parameters).items() for slot, one in slots.items()}
+    return StageOptimizer(spec, parameters, DiskSlots(layout, directory, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("spec", [*SPECS, OptimizerSpec(state_bits=8, weight_decay=0.1)])
+def test_state_in_a_file_changes_no_bit(spec: OptimizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "PIECE", 512)
+    one, other = large(), large()
+    kept, away = moved(StageOptimizer(spec, one), one, range(5)), moved(on_disk(spec, other, tmp_path), other, range(5))
+    for name, parameter in one.items():
+        assert torch.equal(parameter, other[name]), name
+    assert state_of(kept) == state_of(away)
+    counters = 4 * len(LARGE) if spec.kind == "adamw" else 0
+    assert away.resident_bytes == counters < kept.resident_bytes or spec.kind == "sgd"
+
+
+def test_state_in_8_bits_is_what_the_next_step_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that got the state entries goes on with the same bits, wherever pieces end."""
+    spec = OptimizerSpec(state_bits=8, weight_decay=0.1)
+    one, other = large(), large()
+    original = moved(StageOptimizer(spec, one), one, range(3))
+    moved(StageOptimizer(spec, other), other, range(3))
+    stand_in = StageOptimizer(spec, other)
+    for key in LARGE:
+        for slot in original.slots(key):
+            stand_in.write(key, slot, original.read(key, slot).clone())
+    moved(original, one, range(3, 6))
+    monkeypatch.setattr(optimizers, "PIECE", 256)
+    moved(stand_in, other, range(3, 6))
+    assert state_of(original) == state_of(stand_in)
+    for name, parameter in one.items():
+        assert torch.equal(parameter, other[name]), name
+
+
+def test_state_in_8_bits_takes_a_quarter_and_goes_nearly_the_same_way() -> None:
+    one, other = large(), large()
+    start = large()
+    full = moved(StageOptimizer(OptimizerSpec(), one), one, range(8))
+    coded = moved(StageOptimizer(OptimizerSpec(state_bits=8), other), other, range(8))
+    assert coded.slots("matrix") == ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "step")
+    assert coded.slots("norm") == full.slots("norm") == ("exp_avg", "exp_avg_sq", "step")
+    assert coded.resident_bytes < 0.28 * full.resident_bytes
+    way, apart = one["matrix"] - start["matrix"], one["matrix"] - other["matrix"]
+    assert float(apart.detach().norm()) < 0.05 * float(way.detach().norm())
+    assert torch.equal(one["norm"], other["norm"])
+
+
+def test_state_entries_are_those_the_backend_declares() -> None:
+    spec = OptimizerSpec(state_bits=8)
+    parameters = large()
+    stage = StageOptimizer(spec, parameters)
+    for key, shape in LARGE.items():
+        for slot, (dtype, declared) in optimizer_slots(spec, "float32", shape).items():
+            value = stage.read(key, slot)
+            assert (str(value.dtype), tuple(value.shape)) == (f"torch.{dtype}", declared)
+    assert state_bytes_ratio(spec) == pytest.approx(2 * (1 + 4 / 256) / 4)
+    assert state_bytes_ratio(OptimizerSpec()) == 2.0
+    assert state_bytes_ratio(OptimizerSpec(kind="sgd")) == 0.0
 
 
 def test_grad_mode_is_as_it_was() -> None:
@@ -87,6 +175,7 @@ def test_a_state_with_a_slot_missing_takes_no_step() -> None:
         (OptimizerSpec(weight_decay=-0.1), "weight_decay"),
         (OptimizerSpec(kind="sgd", momentum=-0.5), "momentum"),
         (OptimizerSpec(kind="sgd", nesterov=True), "nesterov"),
+        (OptimizerSpec(kind="sgd", state_bits=8), "state_bits"),
     ],
 )
 def test_settings_that_can_not_be_are_refused(spec: OptimizerSpec, name: str) -> None:

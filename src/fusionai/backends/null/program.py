@@ -181,7 +181,8 @@ class NullStageProgram:
     def _check_memory(self, limit_bytes: int | None) -> None:
         training = self._options.optimizer is not None
         symbols = largest(self._graph)
-        needed_bytes = sum(entry.nbytes for entry in self._entries.values())
+        away = self._options.offload
+        needed_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
         if training:
             needed_bytes += gradient_bytes(self._graph)
         records = block_costs(self._graph, symbols, training=training)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -33,7 +34,9 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, device: str = "auto", threads: int | None = None) -> None:
+    def __init__(self, device: str = "auto", threads: int | None = None, scratch: Path | None = None) -> None:
+        """`scratch`: directory for what does not fit into memory; None: the system's for large temporary files."""
+        self._scratch = scratch
         if threads is not None:
             if threads < 1:
                 raise UsageError(f"expected at least one thread, got {threads}.")
@@ -77,6 +80,7 @@ class TorchBackend:
             options=options,
             device=self._device,
             memory_limit_bytes=memory_limit_bytes,
+            scratch=self._scratch,
         )
 
     def serve(

@@ -3,60 +3,121 @@
 State entries are complete at every time: before the first step they hold values from which the first step comes out
 with the same bits as from no state at all, so a checkpoint of step 0 needs no special case. Stages call the functions
 behind torch's optimizer classes: the classes import torch's compiler, a second of work that a machine which takes over
-a stage should not spend. Neighbours: `program` owns the parameters and calls `step` once per commit.
+a stage should not spend. State in 8 bits is decoded, moved by the same functions and coded again, a piece at a time:
+what is kept is what the next step starts from, so a state that went through a checkpoint gives the same bits.
+
+Neighbours: `eight_bit` codes, `slots` is where state lies; `program` owns the parameters and calls `step` per commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from fusionai.backends.state import optimizer_slots
+from fusionai.backends.state import EIGHT_BIT_BLOCK, SCALE, optimizer_slots
+from fusionai.backends.torch.eight_bit import decode, encode, zero_code
+from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
+from fusionai.backends.torch.slots import MemorySlots, Slots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
-State = dict[str, torch.Tensor]
+PIECE: Final = 1 << 20
+"""Elements of a parameter that are updated at a time where its state is coded or lies in a file: whole blocks, and
+whole vectors of whatever processor."""
+SIGNED: Final = frozenset({"exp_avg"})
+"""8-bit slots whose numbers may be negative."""
 
 
 class StageOptimizer:
-    """One optimizer over a stage's trainable parameters (key -> leaf tensor). Raises `ValueError` for settings that
-    torch would not take."""
+    """One optimizer over a stage's trainable parameters (key -> leaf tensor). `slots`: where its state lies. Raises
+    `ValueError` for settings that torch would not take."""
 
-    def __init__(self, spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor], slots: Slots | None = None) -> None:
         _check(spec)
-        self.slots = optimizer_slots(spec)
         self._spec = spec
         self._parameters = dict(parameters)
-        self._state: dict[str, State] = {}
-        """Key -> slot -> tensor, of parameters that have any."""
+        self._shapes = slot_shapes(spec, parameters)
+        self._whole = slots is None
+        """Whether a parameter's state may be taken in one go: it is in memory as it is."""
+        self._slots: Slots = MemorySlots() if slots is None else slots
+        self._counters: dict[str, torch.Tensor] = {}
+        """Key -> steps taken, on the host, as torch keeps them."""
+
+    def slots(self, key: str) -> tuple[str, ...]:
+        """Of the parameter, sorted."""
+        return tuple(self._shapes[key])
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update from the parameters' `.grad`, those without one left alone."""
-        for key, held in self._state.items():
-            if len(held) != len(self.slots):
-                missing = sorted(set(self.slots) - held.keys())
+        for key in self._parameters:
+            missing = [slot for slot in self._shapes[key] if not self._there(key, slot)]
+            if missing and len(missing) != len(self._shapes[key]):
                 raise ExecutionError(f"optimizer state of {key!r} lacks {', '.join(missing)}; import all slots.")
         for keys, weight_decay in _groups(self._spec, self._parameters):
-            if moving := [key for key in keys if self._parameters[key].grad is not None]:
-                self._update(moving, weight_decay, learning_rate)
+            moving = [key for key in keys if self._parameters[key].grad is not None]
+            whole = [key for key in moving if self._whole and not self._coded(key)]
+            if whole:
+                self._update(whole, weight_decay, learning_rate)
+            for key in moving:
+                if key not in whole:
+                    self._update_in_pieces(key, weight_decay, learning_rate)
 
     def _update(self, keys: list[str], weight_decay: float, learning_rate: float) -> None:
-        spec, parameters = self._spec, [self._parameters[key] for key in keys]
+        parameters = [self._parameters[key] for key in keys]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for key in keys:
+            self._begin(key)
+        state = [{slot: self.read(key, slot) for slot in self._shapes[key]} for key in keys]
+        self._advance(parameters, gradients, state, weight_decay, learning_rate)
+
+    def _update_in_pieces(self, key: str, weight_decay: float, learning_rate: float) -> None:
+        """The same arithmetic on `PIECE` elements at a time, to the bit: every element is computed by itself."""
+        parameter = self._parameters[key]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        self._begin(key)
+        values, gradients = parameter.view(-1), gradient.reshape(-1)
+        moments = [slot for slot in self._shapes[key] if slot != "step" and not slot.endswith(SCALE)]
+        counter = self._counters.get(key)
+        for start in range(0, values.numel(), PIECE):
+            stop = min(start + PIECE, values.numel())
+            state = {slot: self._piece(key, slot, start, stop) for slot in moments}
+            if counter is not None:
+                state["step"] = counter.clone()
+            self._advance([values[start:stop]], [gradients[start:stop]], [state], weight_decay, learning_rate)
+            for slot in moments:
+                self._keep(key, slot, start, state[slot])
+        if counter is not None:
+            counter += 1
+
+    def _advance(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        state: Sequence[Mapping[str, torch.Tensor]],
+        weight_decay: float,
+        learning_rate: float,
+    ) -> None:
+        spec = self._spec
+
+        def slot(name: str) -> list[torch.Tensor]:
+            return [one[name] for one in state if name in one]
+
         match spec.kind:
             case "adamw":
-                state = [self._begun(key) for key in keys]
                 adamw(
                     parameters,
                     gradients,
-                    [one["exp_avg"] for one in state],
-                    [one["exp_avg_sq"] for one in state],
+                    slot("exp_avg"),
+                    slot("exp_avg_sq"),
                     [],
-                    [one["step"] for one in state],
+                    slot("step"),
                     amsgrad=False,
                     beta1=spec.betas[0],
                     beta2=spec.betas[1],
@@ -66,7 +127,7 @@ class StageOptimizer:
                     maximize=False,
                 )
             case "sgd":
-                buffers = [self._state.get(key, {}).get("momentum_buffer") for key in keys]
+                buffers: list[torch.Tensor | None] = [one.get("momentum_buffer") for one in state]
                 sgd(
                     parameters,
                     gradients,
@@ -78,40 +139,75 @@ class StageOptimizer:
                     nesterov=spec.nesterov,
                     maximize=False,
                 )
-                # torch makes the first buffers itself.
-                self._state |= {
-                    key: {"momentum_buffer": buffer}
-                    for key, buffer in zip(keys, buffers, strict=True)
-                    if buffer is not None
-                }
 
-    def _begun(self, key: str) -> State:
-        return self._state.setdefault(key, {slot: self.empty_slot(key, slot) for slot in self.slots})
+    # ------------------------------------------------------------------------------------------------------- state
 
     def reset(self) -> None:
         """Forget all state, as before the first step."""
-        self._state.clear()
+        self._slots.clear()
+        self._counters.clear()
 
     def read(self, key: str, slot: str) -> torch.Tensor:
         """A slot as it is, or as it stands for "no step yet"."""
-        held = self._state.get(key, {}).get(slot)
+        held = self._counters.get(key) if slot == "step" else self._slots.read(key, slot)
         return self.empty_slot(key, slot) if held is None else held
 
     def empty_slot(self, key: str, slot: str) -> torch.Tensor:
-        parameter = self._parameters[key]
+        dtype, shape = self._shapes[key][slot]
         if slot == "step":
             return torch.zeros((), dtype=torch.float32)
         # The first momentum buffer is the gradient itself; only -0.0 added to it changes no bit (0.0 + -0.0 is 0.0).
         initial = -0.0 if slot == "momentum_buffer" else 0.0
-        return torch.full_like(parameter, initial, requires_grad=False)
+        if dtype == "uint8":
+            initial = zero_code(signed=slot in SIGNED)
+        return torch.full(shape, initial, dtype=DTYPES[dtype], device=self._parameters[key].device)
 
     def write(self, key: str, slot: str, value: torch.Tensor) -> None:
-        """Overwrite a slot with a tensor nobody else holds. The step counter stays on the host, as torch keeps it."""
-        self._state.setdefault(key, {})[slot] = value.cpu() if slot == "step" else value
+        """Overwrite a slot with a tensor nobody else holds."""
+        if slot == "step":
+            self._counters[key] = value.cpu()
+        else:
+            self._slots.write(key, slot, value)
 
     @property
     def resident_bytes(self) -> int:
-        return sum(slot.untyped_storage().nbytes() for held in self._state.values() for slot in held.values())
+        return self._slots.resident_bytes + sum(counter.nbytes for counter in self._counters.values())
+
+    def _begin(self, key: str) -> None:
+        for slot in self._shapes[key]:
+            if not self._there(key, slot):
+                self.write(key, slot, self.empty_slot(key, slot))
+
+    def _there(self, key: str, slot: str) -> bool:
+        return key in self._counters if slot == "step" else self._slots.holds(key, slot)
+
+    def _coded(self, key: str) -> bool:
+        return any(slot.endswith(SCALE) for slot in self._shapes[key])
+
+    def _piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
+        found = self._slots.piece(key, slot, start, stop)
+        if slot + SCALE not in self._shapes[key]:
+            return found
+        scales = self._slots.piece(key, slot + SCALE, start // EIGHT_BIT_BLOCK, -(-stop // EIGHT_BIT_BLOCK))
+        return decode(found, scales, signed=slot in SIGNED)
+
+    def _keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None:
+        if slot + SCALE not in self._shapes[key]:
+            self._slots.keep(key, slot, start, value)
+            return
+        codes, scales = encode(value, signed=slot in SIGNED)
+        self._slots.keep(key, slot, start, codes)
+        self._slots.keep(key, slot + SCALE, start // EIGHT_BIT_BLOCK, scales)
+
+
+def slot_shapes(
+    spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Key -> slot -> (dtype, shape)."""
+    return {
+        key: optimizer_slots(spec, DTYPE_NAMES[parameter.dtype], tuple(parameter.shape))
+        for key, parameter in parameters.items()
+    }
 
 
 def _groups(spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]) -> list[tuple[list[str], float]]:
@@ -129,6 +225,8 @@ def _check(spec: OptimizerSpec) -> None:
         "momentum": (spec.momentum, spec.momentum >= 0.0),
         "nesterov": (spec.nesterov, not spec.nesterov or spec.momentum > 0),
     }
+    if spec.kind == "sgd" and spec.state_bits != 32:
+        raise ValueError(f"state_bits can't be {spec.state_bits} with SGD")
     used = {"adamw": ("eps", "weight_decay", "betas"), "sgd": ("weight_decay", "momentum", "nesterov")}[spec.kind]
     for name in used:
         value, holds = limits[name]
@@ -139,7 +237,10 @@ def _check(spec: OptimizerSpec) -> None:
 def make_optimizer(
     spec: OptimizerSpec, parameters: list[torch.Tensor], learning_rate: float = 0.0
 ) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD with its defaults for the device, for plain training that stages are compared with."""
+    """torch's AdamW or SGD with its defaults for the device, for plain training that stages are compared with. Raises
+    `ValueError` for state in 8 bits, which torch has not."""
+    if spec.state_bits != 32:
+        raise ValueError(f"torch's optimizers keep no state of {spec.state_bits} bits")
     named = {str(place): parameter for place, parameter in enumerate(parameters)}
     groups = [{"params": [named[key] for key in keys], "weight_decay": decay} for keys, decay in _groups(spec, named)]
     match spec.kind:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
@@ -25,18 +27,21 @@ from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.optimizers import StageOptimizer
+from fusionai.backends.torch.optimizers import PIECE, StageOptimizer, slot_shapes
 from fusionai.backends.torch.recomputation import Segment, run_in_segments, segments
 from fusionai.backends.torch.sizes import META, input_shapes, measure
+from fusionai.backends.torch.slots import DiskSlots, Slots
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
-from fusionai.wire.messages import StageOptions
+from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 ContextKey = tuple[int, int, int]
 """(step, replica, microbatch)."""
 MAX_CHECKED_SHAPES: Final = 64
+PIECES_AT_ONCE: Final = 6
+"""Of an update in pieces: two moments, what torch makes on the way, what coding them again takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,15 @@ class TorchStageProgram:
         options: StageOptions,
         device: torch.device,
         memory_limit_bytes: int | None,
+        scratch: Path | None = None,
     ) -> None:
+        """`scratch`: where optimizer state lies that is not kept in memory; None: that of `primitives.environment`."""
         self._graph = graph
         self._grad_inputs = frozenset(grad_inputs)
         self._options = options
         self._device = device
         self._memory_limit_bytes = memory_limit_bytes
+        self._scratch = scratch
         self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
         self._segments: dict[frozenset[str], tuple[Segment, ...]] = {}
@@ -88,9 +96,18 @@ class TorchStageProgram:
         self._optimizer: StageOptimizer | None = None
         if options.optimizer is not None and self._trainable:
             try:
-                self._optimizer = StageOptimizer(options.optimizer, self._trainable)
+                self._optimizer = StageOptimizer(options.optimizer, self._trainable, self._slots(options.optimizer))
             except ValueError as error:
                 raise ExecutionError(f"the optimizer's settings do not hold: {error}.") from error
+
+    def _slots(self, optimizer: OptimizerSpec) -> Slots | None:
+        if not self._options.offload:
+            return None
+        shapes = slot_shapes(optimizer, self._trainable)
+        layout = {
+            (key, slot): shape for key, slots in shapes.items() for slot, shape in slots.items() if slot != "step"
+        }
+        return DiskSlots(layout, self._scratch, self._device)
 
     # ------------------------------------------------------------------------------------------------------ running
 
@@ -304,7 +321,8 @@ class TorchStageProgram:
     def _check_memory(self) -> None:
         """At the symbols' largest values: parameters, gradients, optimizer slots, contexts and the forward's peak."""
         training = self._options.optimizer is not None
-        held_bytes = sum(entry.nbytes for entry in self._entries.values())
+        away = self._options.offload
+        held_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
         if training:
             held_bytes += gradient_bytes(self._graph)
         limit_bytes = self._memory_limit_bytes
@@ -328,12 +346,21 @@ class TorchStageProgram:
         )
         needed_bytes = held_bytes + footprint.peak_bytes + footprint.again_bytes
         needed_bytes += footprint.saved_bytes * self._microbatches_held
+        needed_bytes = max(needed_bytes, held_bytes + self._update_bytes())
         if limit_bytes is not None and needed_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage needs {needed_bytes} bytes with {self._microbatches_held} microbatches in flight, "
                 f"the limit is {limit_bytes}.",
                 hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
             )
+
+    def _update_bytes(self) -> int:
+        """What an update takes besides, where it is made in pieces: activations are gone by then."""
+        optimizer = self._options.optimizer
+        if optimizer is None or (optimizer.state_bits == 32 and not self._options.offload):
+            return 0
+        largest_elements = max((prod(spec.shape) for spec in self._specs.values() if spec.trainable), default=0)
+        return PIECES_AT_ONCE * 4 * min(PIECE, largest_elements)
 
     def _check_sizes(
         self, names: frozenset[str], context: Context, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
