@@ -2,12 +2,17 @@
 
     python benchmarks/credits.py [--part both|simulated|real] [--rounds 2] [--steps 8] [--json FILE]
 
-Simulated: eight equal stages, 50 ms, 100 Mbit/s, several periods and sizes of what crosses a cut, 64 microbatches, with
-whole backwards and with weight gradients put off. For each rule: the closed form's step over the simulated one, and
-microbatches in flight, all stages together, over 1F1B's. `fewest`: with as few as were found to reach `GOAL` (one
-after the other taken away where the step stays short enough). `least`: what no schedule can go below at `GOAL`, since
-a microbatch is in flight at a stage for its trip below and back (Little). Microbatches between forward and backward
-count, not those whose weight gradients are put off.
+Simulated: eight equal stages of three blocks, 50 ms, 100 Mbit/s, several periods and sizes of what crosses a cut, 64
+microbatches, with whole backwards and with weight gradients put off. For each rule: the closed form's step over the
+simulated one, and microbatches in flight, all stages together, over 1F1B's. `fewest`: with as few as were found to
+reach `GOAL` (one after the other taken away where the step stays short enough). `least`: what no schedule can go below
+at `GOAL`, since a microbatch is in flight at a stage for its trip below and back (Little). Microbatches between forward
+and backward count, not those whose weight gradients are put off.
+
+Beside microbatches stands activation memory, over that of textbook 1F1B (all is kept until its backward): a block keeps
+so many times what crosses a cut as a Llama block does, and a microbatch has buffers on both sides. `again`: the
+planner's rule with activations made again in backward (`recompute = "always"`), a third more work; its closed form
+counts that, `reached_of_kept` is to the closed form of the line that keeps all.
 
 Real: four `fusion join` on loopback behind the proxies of `truth`, each with a part of a core,
 the same job under each rule in turn. Speeds are ratios to the planner's rule within a round.
@@ -23,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +57,9 @@ MICROBATCHES: Final = 64
 LATENCY_S: Final = 0.05
 BANDWIDTH_BYTES_PER_S: Final = 12.5e6
 FLOPS_PER_S: Final = 1e10
+BLOCKS_PER_STAGE: Final = 3
+KEPT_TO_CROSSING: Final = 25.1
+"""Of a Llama block of hidden size 1024 with 512 tokens, by `ir.cost`: activations for backward to what it puts out."""
 CASES: Final = (
     (0.1, 200_000),
     (0.15, 500_000),
@@ -119,9 +128,9 @@ def ruled(rule: Rule) -> Iterator[None]:
 class Line:
     """Equal stages on equal machines with memory for everything."""
 
-    def __init__(self, compute_s: float, crossing_bytes: int, lag: bool) -> None:
+    def __init__(self, compute_s: float, crossing_bytes: int, lag: bool, *, again: bool = False) -> None:
         link = Link(bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S, latency_s=LATENCY_S / 2)
-        flops = compute_s * FLOPS_PER_S
+        flops = compute_s * FLOPS_PER_S / BLOCKS_PER_STAGE
         self.problem = Problem(
             graph_hash="g",
             blocks=tuple(
@@ -131,12 +140,13 @@ class Line:
                     backward_flops=flops * 2 / 3,
                     parameter_bytes=1000,
                     trainable_bytes=1000,
-                    activation_bytes=10,
+                    activation_bytes=round(KEPT_TO_CROSSING * crossing_bytes),
                     output_bytes=crossing_bytes,
                     gradient_bytes=crossing_bytes,
                 )
-                for number in range(STAGES)
+                for number in range(STAGES * BLOCKS_PER_STAGE)
             ),
+            recompute="always" if again else "never",
             peers=tuple(
                 PeerProfile(peer=f"p{n}", flops_per_s=FLOPS_PER_S, memory_bytes=10**12, uplink=link, downlink=link)
                 for n in range(STAGES)
@@ -147,13 +157,15 @@ class Line:
         )
         self._rules = Rules(steps=1, bare=True, weight_lag=lag)
         self._pipeline = Pipeline(self.problem, self.problem.peers, loss_at_owner=False)
-        found = self._pipeline.fold(range(STAGES), range(STAGES + 1))
+        self._cuts = range(0, STAGES * BLOCKS_PER_STAGE + 1, BLOCKS_PER_STAGE)
+        found = self._pipeline.fold(range(STAGES), self._cuts)
         assert found is not None, "memory for everything"
         self._found = found
         self.closed_s = self._pipeline.step_s(found)
         self.period_s = found.period_s
         # Nobody waits for weight gradients that are put off.
-        needless_s = 2 / 3 * self._rules.weight_part * compute_s if lag else 0.0
+        backward_s = 2 / 3 * compute_s
+        needless_s = self._rules.weight_part * backward_s if lag else 0.0
         self.trips_s = [
             stage.transit_s - needless_s * (STAGES - number)
             for number, stage in enumerate(self._pipeline.pool_stages(found))
@@ -170,7 +182,8 @@ class Line:
                 StagePlacement(
                     stage=n,
                     peer=f"p{n}",
-                    blocks=(n, n + 1),
+                    blocks=(self._cuts[n], self._cuts[n + 1]),
+                    recompute=self.problem.recompute == "always",
                     in_flight=count,
                     memory_limit_bytes=10**12,
                     in_flight_bytes=1,
@@ -184,6 +197,15 @@ class Line:
             certificate=Certificate(method="", exact=True, bound_tokens_per_s=1.0, optimality_gap=0.0),
         )
         return simulate_steps(plan, self.problem, self._rules)
+
+    def activation_bytes(self, credit: Sequence[int]) -> float:
+        """Of all stages: what is kept and buffered in flight, and the block that is being made again."""
+        chain = self._pipeline.chain
+        again_bytes = KEPT_TO_CROSSING * self.problem.blocks[0].output_bytes if chain.levers.recompute else 0.0
+        return sum(
+            count * chain.in_flight_bytes(start, end) + again_bytes
+            for count, (start, end) in zip(credit, pairwise(self._cuts), strict=True)
+        )
 
     def reached(self, credit: Sequence[int]) -> float:
         return self.closed_s / self.run(credit).step_s
@@ -215,7 +237,8 @@ def simulated() -> list[dict[str, Any]]:
     plain = sum(range(1, STAGES + 1))
     for lag in (False, True):
         for compute_s, crossing_bytes in CASES:
-            line = Line(compute_s, crossing_bytes, lag)
+            line, lighter = (Line(compute_s, crossing_bytes, lag, again=again) for again in (False, True))
+            textbook_bytes = line.activation_bytes(RULES["1f1b"]([compute_s] * STAGES, (), 0.0))
             given = {name: line.credit(rule) for name, rule in RULES.items()}
             if line.reached(given["planner"]) >= GOAL:
                 given["fewest"] = line.fewest()
@@ -227,8 +250,23 @@ def simulated() -> list[dict[str, Any]]:
                 "least_over_1f1b": line.least() / plain,
             }
             row["rules"] = {
-                name: {"reached": line.reached(credit), "over_1f1b": sum(credit) / plain, "in_flight": credit}
+                name: {
+                    "reached": line.reached(credit),
+                    "over_1f1b": sum(credit) / plain,
+                    "activations_over_1f1b": line.activation_bytes(credit) / textbook_bytes,
+                    "in_flight": credit,
+                }
                 for name, credit in given.items()
+            }
+            credit = lighter.credit(credits_needed)
+            row["again"] = {
+                "reached": lighter.reached(credit),
+                "reached_of_kept": line.closed_s / lighter.run(credit).step_s,
+                "over_1f1b": sum(credit) / plain,
+                "activations_over_1f1b": lighter.activation_bytes(credit) / textbook_bytes,
+                "activations_over_1f1b_again": lighter.activation_bytes(credit)
+                / lighter.activation_bytes(RULES["1f1b"]([compute_s] * STAGES, (), 0.0)),
+                "in_flight": credit,
             }
             found.append(row)
             told = ", ".join(
@@ -237,7 +275,9 @@ def simulated() -> list[dict[str, Any]]:
             print(
                 f"{'put off' if lag else 'whole  '} compute {compute_s:.2f} s, transfer "
                 f"{crossing_bytes / BANDWIDTH_BYTES_PER_S:.3f} s: {told}; "
-                f"no schedule below x{row['least_over_1f1b']:.2f}",
+                f"no schedule below x{row['least_over_1f1b']:.2f}; again {row['again']['reached']:.1%} "
+                f"(of the closed form that keeps all {row['again']['reached_of_kept']:.1%}; activations "
+                f"x{row['again']['activations_over_1f1b']:.2f})",
                 flush=True,
             )
     return found

@@ -322,7 +322,8 @@ class _Job:
 
 
 def _predicted(placement: StagePlacement, costs: StageCosts, rules: Rules, lag: int) -> Durations:
-    whole_s = costs.compute_s(placement, placement.peer)
+    again_s = costs.recompute_s(placement, placement.peer)
+    whole_s = costs.compute_s(placement, placement.peer) - again_s
     first = costs.problem.blocks[0].block
     blocks = costs.problem.blocks[placement.blocks[0] - first : placement.blocks[1] - first]
     forward_flops = sum(block.forward_flops for block in blocks)
@@ -331,7 +332,7 @@ def _predicted(placement: StagePlacement, costs: StageCosts, rules: Rules, lag: 
     weights_s = (whole_s - forward_s) * rules.weight_part if lag else 0.0
     return Durations(
         forward_s=forward_s,
-        backward_s=whole_s - forward_s - weights_s,
+        backward_s=again_s + whole_s - forward_s - weights_s,
         weights_s=weights_s,
         update_s=_update_s(placement, costs),
     )

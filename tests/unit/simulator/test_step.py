@@ -11,7 +11,7 @@ import pytest
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.types import BlockCost, Lever, Link, PeerProfile, Plan, Problem
 from fusionai.simulator.network import Weather
 from fusionai.simulator.step import BARE, Rules, simulate_steps
 
@@ -165,3 +165,15 @@ def test_one_stage_alone_needs_no_simulation(posed: Problem) -> None:
     single = plan(alone)
     run = simulate_steps(single, alone, BARE)
     assert run.step_s == pytest.approx(predict(single.stages, StageCosts(alone)).step_s, rel=0.05)
+
+
+def test_activations_made_again_lengthen_backwards_by_a_forward_and_nothing_else() -> None:
+    def lengths(recompute: Lever) -> dict[tuple[int, str], float]:
+        posed = problem(recompute=recompute)
+        run = simulate_steps(plan(posed), posed, Rules(steps=1, weight_lag=False))
+        return {(span.stage, span.kind): span.end_s - span.start_s for span in run.spans}
+
+    kept, again = lengths("never"), lengths("always")
+    for stage in range(4):
+        assert again[stage, "forward"] == pytest.approx(kept[stage, "forward"])
+        assert again[stage, "backward"] == pytest.approx(kept[stage, "backward"] + kept[stage, "forward"])
