@@ -38,6 +38,7 @@ class Asked:
     served: ServingOptions
     compression: Compression = "none"
     recompute: Lever = "auto"
+    offload: Lever = "auto"
 
     @property
     def rows(self) -> int:
@@ -76,6 +77,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             takeover=asked.takeover,
             compression=asked.compression,
             recompute=asked.recompute,
+            offload=asked.offload,
         )
     places = {role.role: role.place for role in roles}
     numbers = [block.block for block in problem.blocks]

@@ -73,6 +73,13 @@ FASTER: Final = 1.01
     show_default=True,
     help="Whether stages of a training job make activations again in backward instead of keeping them.",
 )
+@click.option(
+    "--offload",
+    type=click.Choice(get_args(Lever)),
+    default="auto",
+    show_default=True,
+    help="Whether optimizer state lies in files of the stages' machines.",
+)
 @click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
 @click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
 @click.option("--require", multiple=True, metavar="PEER", help="Use this peer; may be given again.")
@@ -108,6 +115,7 @@ def plan(
     sequence: int,
     compression: Compression,
     recompute: Lever,
+    offload: Lever,
     stages: int | None,
     spares: int | None,
     require: tuple[str, ...],
@@ -132,8 +140,9 @@ def plan(
         raise UsageError("--catalogue is for the machines of a --pool file; those of a live pool are measured.")
     if task == "serve" and compression != "none":
         raise UsageError("--compression is for --task train.")
-    if task == "serve" and recompute != "auto":
-        raise UsageError("--recompute is for --task train.")
+    for flag, value in (("--recompute", recompute), ("--offload", offload)):
+        if task == "serve" and value != "auto":
+            raise UsageError(f"{flag} is for --task train.")
     catalogue = read_catalogue(catalogue_file)
     pool = read_pool(pool_file, catalogue) if pool_file is not None else _live_pool(home)
     asked = Asked(
@@ -146,6 +155,7 @@ def plan(
         served=served,
         compression=compression,
         recompute=recompute,
+        offload=offload,
     )
     graph = captured(model, asked)
     problem = problem_of(graph, pool, asked)
@@ -229,6 +239,8 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
         return
     if asked.recompute == "never":
         yield changed("with --recompute auto", replace(asked, recompute="auto"))
+    if asked.offload == "never":
+        yield changed("with --offload auto", replace(asked, offload="auto"))
     if asked.rows > 1:
         yield changed(f"with --microbatches {asked.batch}", replace(asked, microbatches=asked.batch))
     if asked.sequence > 1:

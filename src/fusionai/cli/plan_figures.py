@@ -35,7 +35,7 @@ def figures(
                 "send_s": stage.send_s,
                 "memory_bytes": stage.memory_bytes,
                 "memory_limit_bytes": stage.memory_limit_bytes,
-                **_recomputation(stage),
+                **_saving(stage),
                 **_serving_part(found, stage),
             }
             for stage in found.stages
@@ -75,11 +75,14 @@ def figures(
     }
 
 
-def _recomputation(stage: StagePlacement) -> dict[str, object]:
-    """Keys of a stage that makes activations again in backward."""
-    if not stage.recompute:
-        return {}
-    return {"recompute_s": stage.recompute_s, "recompute_saves_bytes": stage.recompute_saves_bytes}
+def _saving(stage: StagePlacement) -> dict[str, object]:
+    """Keys of a stage that makes activations again in backward, or has optimizer state in a file."""
+    found: dict[str, object] = {}
+    if stage.recompute:
+        found |= {"recompute_s": stage.recompute_s, "recompute_saves_bytes": stage.recompute_saves_bytes}
+    if stage.offload:
+        found |= {"offload_s": stage.offload_s, "offload_saves_bytes": stage.offload_saves_bytes}
+    return found
 
 
 def _replicas(

@@ -46,7 +46,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     _show_speed(found)
     if found.codecs:
         console.line(f"Between stages, activations and gradients travel packed: {shown(found.codecs)}.")
-    for sentence in _recomputations(found):
+    for sentence in _savings(found):
         console.line(sentence)
     certificate = found.certificate
     if certificate.exact:
@@ -140,14 +140,19 @@ def show_expense(found: Expense, names: Mapping[str, str]) -> None:
             console.line(f"{what}: not known; no {word} is given for {_list([names.get(p, p) for p in missing])}.")
 
 
-def _recomputations(found: Plan) -> Iterator[str]:
-    """Which stages make activations again in backward, what it saves and what it costs."""
+def _savings(found: Plan) -> Iterator[str]:
+    """What stages do to fit their memory, what it saves and what it costs."""
     for stage in found.stages:
         if stage.recompute:
             times = stage.compute_s / (stage.compute_s - stage.recompute_s) - 1 if stage.recompute_s else 0.0
             yield (
                 f"Stage {stage.stage} makes activations again in backward: saves "
                 f"{format_bytes(stage.recompute_saves_bytes)}, costs {times:.0%} more compute."
+            )
+        if stage.offload:
+            yield (
+                f"Stage {stage.stage} has its optimizer's state in a file: saves "
+                f"{format_bytes(stage.offload_saves_bytes)}, costs {format_seconds(stage.offload_s)} a step."
             )
 
 

@@ -199,6 +199,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         takeover=recipe.faults.numerics,
         compression=recipe.train.compression,
         recompute=recipe.train.recompute,
+        offload=recipe.train.offload,
     )
 
 

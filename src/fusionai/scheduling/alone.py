@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.levers import Levers
+from fusionai.scheduling.levers import DISK_BYTES_PER_S, Levers, choices_of_problem
 from fusionai.scheduling.types import PeerProfile, Problem
 
 
@@ -25,10 +25,7 @@ class Alone:
 def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | None:
     """Over `peers` (those that may be used, and the owner). None if the model fits none of them."""
     chain = Chain(problem, problem.blocks)
-    ways = [
-        Levers(recompute=again)
-        for again in {"never": (False,), "always": (True,)}.get(problem.recompute, (False, True))
-    ]
+    ways = choices_of_problem(problem)
     ops = {op for block in problem.blocks for op in block.ops}
     best: Alone | None = None
     for peer in sorted(peers, key=lambda p: p.peer):
@@ -37,7 +34,9 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
         levers = next((one for one in ways if _needed_bytes(chain, one) <= peer.memory_bytes), None)
         if levers is None:
             continue
-        tokens_per_s = problem.microbatch_tokens / compute_alone_s(chain, peer, levers)
+        update_s = 2 * chain.slot_bytes(0, chain.length) / DISK_BYTES_PER_S if levers.offload else 0.0
+        step_s = problem.microbatches * compute_alone_s(chain, peer, levers) + update_s
+        tokens_per_s = problem.microbatches * problem.microbatch_tokens / step_s
         if best is None or tokens_per_s > best.tokens_per_s:
             best = Alone(peer, tokens_per_s)
     return best

@@ -11,7 +11,7 @@ from copy import copy
 from itertools import accumulate, pairwise
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.levers import Levers, levers_of_problem
+from fusionai.scheduling.levers import UPDATE_BYTES, Levers, levers_of_problem
 from fusionai.scheduling.types import BlockCost, Plan, Problem
 from fusionai.wire.codecs import LADDER, Codec, bytes_on_link
 
@@ -39,6 +39,8 @@ class Chain:
         self._again = _sums([b.forward_flops if training else 0.0 for b in blocks])
         self._activations = [float(b.activation_bytes) if training else 0.0 for b in blocks]
         self._kept = _sums(self._activations)
+        self._slots = _sums([(slots - 1.0) * b.trainable_bytes if training else 0.0 for b in blocks])
+        self._updates = [min(6.0 * b.trainable_bytes, float(UPDATE_BYTES)) for b in blocks]
         # What enters the first block of all are inputs of the model, such as token ids: too small to count.
         self._entering = _sums([0.0, *(float(b.output_bytes) if training else 0.0 for b in blocks[:-1])])
         self._workspace = [float(b.workspace_bytes) for b in blocks]
@@ -74,9 +76,16 @@ class Chain:
 
     def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
         """Parameters, their gradients and optimizer slots, the largest workspace, and the activations of the block
-        that is made again, if any is: there whatever is in flight."""
+        that is made again, if any is: there whatever is in flight. Slots in a file leave the pieces of an update."""
+        levers = levers or self.levers
         held = self._state[end] - self._state[start] + max(self._workspace[start:end])
-        return held + max(self._activations[start:end]) if (levers or self.levers).recompute else held
+        if levers.recompute:
+            held += max(self._activations[start:end])
+        return held - self.slot_bytes(start, end) + max(self._updates[start:end]) if levers.offload else held
+
+    def slot_bytes(self, start: int, end: int) -> float:
+        """Optimizer state."""
+        return self._slots[end] - self._slots[start]
 
     def in_flight_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
         """What one microbatch in flight takes: activations kept for backward (or what enters the blocks, where they are

@@ -29,7 +29,8 @@ def eligible(
         if reason is None and peer.memory_bytes < smallest_stage_bytes:
             reason = (
                 f"it lends {format_bytes(peer.memory_bytes)}, "
-                f"the smallest stage takes {format_bytes(smallest_stage_bytes)}."
+                f"the smallest stage takes {format_bytes(smallest_stage_bytes)}: "
+                f"{format_bytes(smallest_stage_bytes - peer.memory_bytes)} are missing."
             )
         if reason is None:
             usable.append(peer)

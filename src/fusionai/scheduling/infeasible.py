@@ -69,7 +69,7 @@ def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool
 
 
 def _however(pipeline: Pipeline) -> str:
-    return ", its activations made again in backward" if pipeline.chain.levers.recompute else ""
+    return pipeline.chain.levers.words()
 
 
 def _least_bytes(pipeline: Pipeline, start: int, end: int) -> float:

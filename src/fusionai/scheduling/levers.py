@@ -14,18 +14,46 @@ from fusionai.scheduling.types import Problem, StagePlacement
 
 @dataclass(frozen=True, slots=True)
 class Levers:
-    """`recompute`: what enters a block is kept, the rest is made again in backward, for one more forward pass."""
+    """`recompute`: what enters a block is kept, the rest is made again in backward, for one more forward pass.
+    `offload`: optimizer state lies in a file, which every update reads and writes."""
 
     recompute: bool = False
+    offload: bool = False
+
+    def words(self) -> str:
+        """For a sentence on what something needs: `, its activations made again in backward`, or nothing."""
+        done = [
+            *(["activations made again in backward"] if self.recompute else []),
+            *(["optimizer state in a file"] if self.offload else []),
+        ]
+        return f", its {' and '.join(done)}" if done else ""
 
 
 NO_LEVERS: Final = Levers()
+DISK_BYTES_PER_S: Final = 500e6
+"""What reading and writing optimizer state is counted with: a SATA SSD's. Nobody measures the peers' disks."""
+UPDATE_BYTES: Final = 24 * 2**20
+"""The pieces of an update whose state lies in a file."""
+_CHOICES: Final = {"never": (False,), "always": (True,), "auto": (False, True)}
 
 
 def levers_of_problem(problem: Problem) -> Levers:
     """What all stages do. What is left to the plan counts as not done."""
-    return Levers(recompute=problem.task == "train" and problem.recompute == "always")
+    if problem.task != "train":
+        return NO_LEVERS
+    return Levers(recompute=problem.recompute == "always", offload=problem.offload == "always")
+
+
+def choices_of_problem(problem: Problem) -> tuple[Levers, ...]:
+    """What a stage may do, what costs least first: where it depends on the disk, a file comes last."""
+    if problem.task != "train":
+        return (NO_LEVERS,)
+    return tuple(
+        Levers(recompute=again, offload=away)
+        for away in _CHOICES[problem.offload]
+        for again in _CHOICES[problem.recompute]
+    )
 
 
 def levers_of_stage(stage: StagePlacement) -> Levers:
-    return Levers(recompute=stage.recompute)
+    return Levers(recompute=stage.recompute, offload=stage.offload)

@@ -6,10 +6,8 @@ Neighbours: `planner` calls it last, `pipeline` has the formulas.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from fusionai.primitives.units import format_seconds
-from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
 from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
 from fusionai.wire.codecs import Codec
@@ -80,7 +78,6 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
             memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
             in_flight_bytes=_whole(pipeline.flight[stage.start][end]),
             fingerprint=pipeline.peers[stage.head].fingerprint,
-            **_levers(pipeline, stage, end, in_flight),
         )
     if pipeline.loss is not None:
         tail = pipeline.tail
@@ -95,20 +92,6 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
             memory_bytes=_whole(pipeline.loss_bytes(in_flight)),
             memory_limit_bytes=pipeline.owner_memory_bytes,
         )
-
-
-def _levers(pipeline: Pipeline, stage: Suffix, end: int, in_flight: int) -> dict[str, Any]:
-    """What the stage does about its memory, and what that saves and costs."""
-    chain, start = pipeline.chain, stage.start
-    if not chain.levers.recompute:
-        return {}
-    plain = chain.resident_bytes(start, end, NO_LEVERS) + in_flight * chain.in_flight_bytes(start, end, NO_LEVERS)
-    held = pipeline.resident[start][end] + in_flight * pipeline.flight[start][end]
-    return {
-        "recompute": True,
-        "recompute_s": chain.again_flops(start, end) / pipeline.speed[stage.head],
-        "recompute_saves_bytes": max(0, _whole(plain - held)),
-    }
 
 
 def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:

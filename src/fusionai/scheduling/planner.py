@@ -40,7 +40,7 @@ from fusionai.scheduling.placement import pool_name, written_out
 from fusionai.scheduling.search import MOST_PEERS, Limits, search
 from fusionai.scheduling.serving import serving_plan
 from fusionai.scheduling.shortlist import shortlist
-from fusionai.scheduling.small_memory import fitted
+from fusionai.scheduling.small_memory import fitted, saving
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
 from fusionai.wire.codecs import Codec
 
@@ -62,7 +62,7 @@ def plan(problem: Problem) -> Plan:
     """The plan with the shortest predicted step. Raises `PlanError` naming the tightest constraint if there is none."""
     if problem.task == "serve":
         return serving_plan(problem)
-    found = fitted(problem, _chain_plan) if problem.recompute == "auto" else _chain_plan(problem)
+    found = fitted(problem, _chain_plan)
     return with_guards(_against_one(problem, found), problem)
 
 
@@ -92,7 +92,7 @@ def _chain_plan(problem: Problem) -> Plan:
     if problem.compression == "adaptive":
         pipeline, best, codecs = lightened(pipeline, best)
         solved = _with_codecs(solved, problem, pipeline, best)
-    return written_out(
+    placed = written_out(
         problem,
         pipeline,
         best,
@@ -103,6 +103,7 @@ def _chain_plan(problem: Problem) -> Plan:
         warnings=tuple(warnings),
         usable=usable,
     )
+    return saving(problem, placed)
 
 
 def _against_one(problem: Problem, found: Plan) -> Plan:

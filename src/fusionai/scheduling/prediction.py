@@ -59,5 +59,5 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
             held = f"round trip of stage {stage.stage} with {stage.in_flight} microbatches in flight"
             causes.append((transit_s / stage.in_flight, held))
     period_s, cause = max(causes, key=lambda entry: entry[0])
-    step_s = (costs.problem.microbatches - 1) * period_s + transit_s
+    step_s = (costs.problem.microbatches - 1) * period_s + transit_s + max(stage.offload_s for stage in stages)
     return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)")

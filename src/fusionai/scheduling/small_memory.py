@@ -1,48 +1,90 @@
-"""Which stages make activations again in backward, where that is left to the plan. Decides that, and no placement.
+"""What stages do to fit a small memory, where that is left to the plan. Decides that, and no placement.
 
-First everybody keeps activations. Only where no such plan exists, or where memory keeps a stage from having as many
-microbatches in flight as would hide its links, all stages are planned without; then each that has room after all
-keeps them. A plan with recomputation must be faster to be taken without need. The method of T. Chen et al., 2016
+First nobody does anything. Only where no such plan exists are all stages planned with what costs least and suffices:
+activations made again in backward, then optimizer state in a file, then both. Then each stage does as little of it as
+its own memory asks for. Where memory keeps a stage from having as many microbatches in flight as would hide its links,
+making activations again may also give the faster plan, and is then taken.
+
+The bound of such a plan: no block takes less than what it takes with all kept, so no plan beats the bound of those that
+make everything again by more than the largest such ratio of a block. Making activations again is T. Chen et al., 2016
 (arXiv 1604.06174), whole blocks as segments; which stages do it follows from the peers' memory.
-
-The bound of a mixed plan: its blocks take at least the time they take without recomputation, so no mixed plan beats
-the bound of the plans that recompute everywhere by more than the largest such ratio of a block.
 
 Neighbours: `planner` asks; `levers` and `stage_costs` price.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.levers import NO_LEVERS, levers_of_stage
+from fusionai.scheduling.levers import NO_LEVERS, Levers, choices_of_problem, levers_of_problem, levers_of_stage
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import BlockCost, Certificate, Plan, Problem, StagePlacement
 
 WORTH_IT: Final = 1.01
-"""By so much a plan with recomputation must be faster to replace one without."""
+"""By so much a plan that saves memory must be faster to replace one that need not."""
 
 
 def fitted(problem: Problem, solved: Callable[[Problem], Plan]) -> Plan:
-    """The plan of a problem that leaves recomputation to it. `solved` plans with it everywhere or nowhere. Raises the
-    `PlanError` of stages that take as little memory as they can."""
-    everywhere = msgspec.structs.replace(problem, recompute="always")
+    """The plan of a training problem. `solved` plans with the same levers everywhere. Raises the `PlanError` of stages
+    that take as little memory as they may."""
+    choices = choices_of_problem(problem)
+    found = _first(problem, solved, choices)
+    least = levers_of_stage(found.stages[0])
+    if least != choices[0]:
+        return _lightened(problem, found, choices)
+    more = choices[1] if len(choices) > 1 and not choices[1].offload else None
+    if more is None or not any(_starved(stage, found) for stage in found.stages):
+        return found
     try:
-        kept = solved(msgspec.structs.replace(problem, recompute="never"))
+        other = _lightened(problem, solved(_everywhere(problem, more)), choices)
     except PlanError:
-        return _kept_where_there_is_room(problem, solved(everywhere))
-    if not any(_starved(stage, kept) for stage in kept.stages):
-        return kept
+        return found
+    return other if other.tokens_per_s > found.tokens_per_s * WORTH_IT else found
+
+
+def _first(problem: Problem, solved: Callable[[Problem], Plan], choices: Sequence[Levers]) -> Plan:
+    """With the first of `choices` that there is a plan with."""
     try:
-        mixed = _kept_where_there_is_room(problem, solved(everywhere))
+        return solved(_everywhere(problem, choices[0]))
     except PlanError:
-        return kept
-    return mixed if mixed.tokens_per_s > kept.tokens_per_s * WORTH_IT else kept
+        if len(choices) == 1:
+            raise
+        return _first(problem, solved, choices[1:])
+
+
+def saving(problem: Problem, plan: Plan) -> Plan:
+    """`plan` saying what its stages do everywhere, and what that saves and costs."""
+    levers = levers_of_problem(problem)
+    if levers == NO_LEVERS:
+        return plan
+    costs = StageCosts(problem, plan)
+    stages = tuple(costs.with_levers(stage, levers) if "stage" in stage.roles else stage for stage in plan.stages)
+    if not levers.offload:
+        return msgspec.structs.replace(plan, stages=stages)
+    # The search counts no updates: its bound stays one, its proof does not.
+    step_s = plan.step_time_s + max(stage.offload_s for stage in stages)
+    speed = problem.microbatches * problem.microbatch_tokens / step_s
+    gap = plan.certificate.bound_tokens_per_s / speed - 1
+    return msgspec.structs.replace(
+        plan,
+        stages=stages,
+        step_time_s=step_s,
+        tokens_per_s=speed,
+        certificate=msgspec.structs.replace(plan.certificate, exact=False, optimality_gap=gap),
+    )
+
+
+def _everywhere(problem: Problem, levers: Levers) -> Problem:
+    return msgspec.structs.replace(
+        problem,
+        recompute="always" if levers.recompute else "never",
+        offload="always" if levers.offload else "never",
+    )
 
 
 def _starved(stage: StagePlacement, plan: Plan) -> bool:
@@ -51,13 +93,18 @@ def _starved(stage: StagePlacement, plan: Plan) -> bool:
     return stage.in_flight < plan.microbatches and more_bytes > stage.memory_limit_bytes
 
 
-def _kept_where_there_is_room(problem: Problem, plan: Plan) -> Plan:
+def _lightened(problem: Problem, plan: Plan, choices: Sequence[Levers]) -> Plan:
+    """Every stage with the first of `choices` that fits its peer."""
     costs = StageCosts(problem, plan)
-    taken = {
-        stage.peer: sum(other.memory_bytes for other in plan.stages if other.peer == stage.peer) - stage.memory_bytes
+    others = {
+        stage.stage: sum(other.memory_bytes for other in plan.stages if other.peer == stage.peer) - stage.memory_bytes
         for stage in plan.stages
     }
-    stages = tuple(_lightest(stage, costs, stage.memory_limit_bytes - taken[stage.peer]) for stage in plan.stages)
+    stages = tuple(
+        _lightest(stage, costs, stage.memory_limit_bytes - others[stage.stage], choices) for stage in plan.stages
+    )
+    if stages == plan.stages and not any(stage.recompute for stage in stages):
+        return plan
     prediction = predict(stages, costs)
     speed = plan.microbatches * problem.microbatch_tokens / prediction.step_s
     bound = max(plan.certificate.bound_tokens_per_s * max(map(_times_faster, problem.blocks)), speed)
@@ -68,7 +115,7 @@ def _kept_where_there_is_room(problem: Problem, plan: Plan) -> Plan:
         tokens_per_s=speed,
         bottleneck=prediction.bottleneck if stages != plan.stages else plan.bottleneck,
         certificate=Certificate(
-            method=f"{plan.certificate.method}; activations kept where there is room",
+            method=f"{plan.certificate.method}; memory saved where it must be",
             exact=False,
             bound_tokens_per_s=bound,
             optimality_gap=bound / speed - 1,
@@ -77,22 +124,13 @@ def _kept_where_there_is_room(problem: Problem, plan: Plan) -> Plan:
     )
 
 
-def _lightest(stage: StagePlacement, costs: StageCosts, room_bytes: int) -> StagePlacement:
-    """As it is, or with activations kept if they fit into `room_bytes`."""
-    if levers_of_stage(stage) == NO_LEVERS:
+def _lightest(stage: StagePlacement, costs: StageCosts, room_bytes: int, choices: Sequence[Levers]) -> StagePlacement:
+    own = levers_of_stage(stage)
+    if own == NO_LEVERS:
         return stage
-    needed_bytes, flight_bytes = costs.held_bytes(stage, NO_LEVERS, stage.in_flight)
-    if needed_bytes > room_bytes:
-        return stage
-    return msgspec.structs.replace(
-        stage,
-        compute_s=stage.compute_s - stage.recompute_s,
-        memory_bytes=needed_bytes,
-        in_flight_bytes=flight_bytes,
-        recompute=False,
-        recompute_s=0.0,
-        recompute_saves_bytes=0,
-    )
+    cheaper = choices[: choices.index(own)]
+    better = next((levers for levers in cheaper if costs.held_bytes(stage, levers) <= room_bytes), None)
+    return stage if better is None else costs.with_levers(stage, better)
 
 
 def _times_faster(block: BlockCost) -> float:

@@ -9,10 +9,13 @@ Neighbours: `chain` has the sums; `guards`, `snapshots`, `takeover`, `prediction
 
 from __future__ import annotations
 
+import dataclasses
 from math import inf
 
+import msgspec
+
 from fusionai.scheduling.chain import Chain, codecs_of
-from fusionai.scheduling.levers import Levers, levers_of_stage
+from fusionai.scheduling.levers import DISK_BYTES_PER_S, Levers, levers_of_stage
 from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
@@ -57,11 +60,31 @@ class StageCosts:
         start, end = self._positions(stage)
         return self._chain.flops(start, end, levers_of_stage(stage)) / profile.effective_flops_per_s
 
-    def held_bytes(self, stage: StagePlacement, levers: Levers, in_flight: int) -> tuple[int, int]:
-        """Of the stage if it worked with `levers`: with so many microbatches in flight, and of one of them."""
+    def held_bytes(self, stage: StagePlacement, levers: Levers) -> int:
+        """Of the stage if it worked with `levers`, with its microbatches in flight."""
         start, end = self._positions(stage)
-        flight = self._chain.in_flight_bytes(start, end, levers)
-        return round(self._chain.resident_bytes(start, end, levers) + in_flight * flight), round(flight)
+        flight_bytes = self._chain.in_flight_bytes(start, end, levers)
+        return round(self._chain.resident_bytes(start, end, levers) + stage.in_flight * flight_bytes)
+
+    def with_levers(self, stage: StagePlacement, levers: Levers) -> StagePlacement:
+        """The stage working with `levers`: what it takes then, and what each of them saves and costs."""
+        start, end = self._positions(stage)
+        held_bytes = self.held_bytes(stage, levers)
+        kept = msgspec.structs.replace(stage, recompute=levers.recompute, offload=levers.offload)
+        saved = {
+            name: max(0, self.held_bytes(stage, dataclasses.replace(levers, **{name: False})) - held_bytes)
+            for name in ("recompute", "offload")
+        }
+        return msgspec.structs.replace(
+            kept,
+            compute_s=self.compute_s(kept, stage.peer),
+            memory_bytes=held_bytes,
+            in_flight_bytes=round(self._chain.in_flight_bytes(start, end, levers)),
+            recompute_s=self.recompute_s(kept, stage.peer),
+            recompute_saves_bytes=saved["recompute"],
+            offload_s=2 * self._chain.slot_bytes(start, end) / DISK_BYTES_PER_S if levers.offload else 0.0,
+            offload_saves_bytes=saved["offload"],
+        )
 
     def decode_s(self, stage: StagePlacement, peer: str, rows: int) -> float:
         """Serving: a pass of `rows` positions on `peer`."""

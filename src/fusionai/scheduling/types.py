@@ -139,6 +139,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     """How activations and gradients between stages are packed in training. Costs count float32."""
     recompute: Lever = "never"
     """Training: whether stages make activations again in backward instead of keeping them; `auto`: those that must."""
+    offload: Lever = "never"
+    """Training: whether optimizer state lies in a file of the peer's between updates."""
     serving: ServingNeeds | None = None
     """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
 
@@ -171,6 +173,7 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     offload_s: float = 0.0
     """What that takes of every step."""
     offload_saves_bytes: int = 0
+    """What it leaves free of `memory_limit_bytes`."""
     fingerprint: str = ""
     """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""
     weight_bytes: int = 0

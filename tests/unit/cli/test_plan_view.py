@@ -75,14 +75,22 @@ def test_peers_left_out_for_one_reason_share_a_line(capsys: pytest.CaptureFixtur
     assert "Left out: p0, p1, p2, p3, p4, p5, p6, p7 and 4 more: it is not connected." in capsys.readouterr().out
 
 
-def test_a_stage_that_makes_activations_again_says_what_that_saves_and_costs(capsys: pytest.CaptureFixture[str]):
+def test_a_stage_that_saves_memory_says_what_that_saves_and_costs(capsys: pytest.CaptureFixture[str]):
     found, _ = planned(1e9)
     again = msgspec.structs.replace(
-        found.stages[0], recompute=True, compute_s=4.0, recompute_s=1.0, recompute_saves_bytes=3 * 10**9
+        found.stages[0],
+        recompute=True,
+        compute_s=4.0,
+        recompute_s=1.0,
+        recompute_saves_bytes=3 * 10**9,
+        offload=True,
+        offload_s=2.5,
+        offload_saves_bytes=10**9,
     )
     show_plan(msgspec.structs.replace(found, stages=(again, *found.stages[1:])), NAMES)
     shown = capsys.readouterr().out
     assert "Stage 0 makes activations again in backward: saves 3 GB, costs 33% more compute." in shown
+    assert "Stage 0 has its optimizer's state in a file: saves 1 GB, costs 2.5 s a step." in shown
     assert "Stage 1 makes" not in shown
 
 

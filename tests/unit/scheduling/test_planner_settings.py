@@ -224,7 +224,7 @@ def test_what_cannot_be_obeyed_is_refused(changes: dict[str, object], sentence: 
 
 def test_missing_memory_is_named_in_bytes() -> None:
     tiny = tuple(peer(name, memory_bytes=4_000_000) for name in ("ada", "bob"))
-    with pytest.raises(PlanError, match=r"ada: it lends 4 MB, the smallest stage takes 4\.1 MB;"):
+    with pytest.raises(PlanError, match=r"ada: it lends 4 MB, the smallest stage takes 4\.1 MB: 102 kB are missing;"):
         plan(problem(peers=tiny))
     one_large = (*(block(n) for n in range(5)), block(5, activation_bytes=9_000_000), block(6))
     small = tuple(peer(name, memory_bytes=8_000_000) for name in ("ada", "bob"))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.levers import DISK_BYTES_PER_S
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.takeover import replaced
@@ -106,6 +107,31 @@ def test_too_little_even_so_is_refused_with_what_is_missing() -> None:
     with pytest.raises(PlanError) as refused:
         plan(problem(16_000_000, 16_000_000, recompute="never"))
     assert "made again" not in refused.value.message
+
+
+def test_state_goes_to_a_file_only_where_nothing_else_is_enough() -> None:
+    # A block's state without its two slots is 2 MB; four of them and their activations made again fit into 18 MB.
+    tight = problem(18_000_000, 22_000_000, stages=2, offload="auto")
+    with pytest.raises(PlanError, match="made again in backward"):
+        plan(msgspec.structs.replace(tight, offload="never"))
+    found = plan(tight)
+    assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in found.stages)
+    small = next(stage for stage in found.stages if stage.peer == "a")
+    assert small.offload
+    assert small.offload_s == pytest.approx(2 * (small.blocks[1] - small.blocks[0]) * STATE / 2 / DISK_BYTES_PER_S)
+    assert small.offload_saves_bytes > 0
+    without = plan(msgspec.structs.replace(tight, peers=(peer("a", 10**9), peer("b", 10**9))))
+    assert not any(stage.offload or stage.recompute for stage in without.stages)
+    assert found.step_time_s > without.step_time_s + small.offload_s
+
+
+def test_a_file_asked_for_everywhere_costs_its_time_in_every_step() -> None:
+    kept, away = (plan(problem(10**9, 10**9, offload=word)) for word in ("never", "always"))
+    assert [stage.offload for stage in away.stages] == [True, True]
+    slowest = max(stage.offload_s for stage in away.stages)
+    assert away.step_time_s == pytest.approx(kept.step_time_s + slowest)
+    assert not away.certificate.exact
+    assert away.certificate.bound_tokens_per_s == pytest.approx(kept.tokens_per_s)
 
 
 def test_one_machine_alone_may_do_so_too() -> None:
