@@ -16,7 +16,7 @@ import pytest
 from fusionai.primitives.errors import ChannelClosed, RefusedError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.transport import handshake
+from fusionai.transport import handshake, quic_binding
 from fusionai.transport.addresses import parse_address
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
@@ -24,6 +24,7 @@ from fusionai.transport.event_loop import loop_factory
 from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel, Listener, Remote, Role, Transport
 from fusionai.transport.memory import MemoryNetwork
+from fusionai.transport.quic import QuicTransport
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.frame import (
     GREETING_LIMITS,
@@ -106,20 +107,38 @@ class TcpWorld:
             pass  # The listener has hung up already, as it should.
 
 
-@pytest.fixture(params=["memory", "tcp", "tcp-uvloop"])
+class QuicWorld(TcpWorld):
+    def member(self, name: str, role: Role = "member") -> Transport:
+        return QuicTransport(self.credentials(name, role))
+
+    def stranger(self) -> Transport:
+        return QuicTransport(StrangerCredentials(self._authority.public_key))
+
+    async def send_raw(self, listener: Listener, data: bytes) -> None:
+        channel = await QuicTransport(self.credentials("raw")).dial(
+            listener.addresses, expect=self.peer("server"), stream="state"
+        )
+        channel._write(data)
+        await channel.close()
+
+
+@pytest.fixture(params=["memory", "tcp", "tcp-uvloop", "quic", "quic-uvloop"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def world(kind: str, tmp_path: Path) -> World:
-    return MemoryWorld(tmp_path) if kind == "memory" else TcpWorld(tmp_path)
+    if kind.startswith("quic") and not quic_binding.available():
+        pytest.skip("the library for QUIC, iroh, is not installed here")
+    worlds = {"memory": MemoryWorld, "tcp": TcpWorld, "quic": QuicWorld}
+    return worlds[kind.partition("-")[0]](tmp_path)
 
 
 @pytest.fixture
 def run(kind: str) -> Callable[[Coroutine[Any, Any, None]], None]:
-    factory = loop_factory() if kind == "tcp-uvloop" else None
-    if kind == "tcp-uvloop" and factory is None:
+    factory = loop_factory() if kind.endswith("-uvloop") else None
+    if kind.endswith("-uvloop") and factory is None:
         pytest.skip("uvloop is not installed here")
 
     async def bounded(main: Coroutine[Any, Any, None]) -> None:
@@ -128,7 +147,7 @@ def run(kind: str) -> Callable[[Coroutine[Any, Any, None]], None]:
         # Nothing may be left running behind a test's back.
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
-            await asyncio.wait(left, timeout=3.0)
+            await asyncio.wait(left, timeout=8.0)
         assert not [task for task in left if not task.done()]
 
     def runner(main: Coroutine[Any, Any, None]) -> None:

@@ -19,13 +19,14 @@ from fusionai.broker.introductions import Introducer
 from fusionai.broker.observer import Observer
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService
+from fusionai.broker.udp_port import UdpPort
 from fusionai.coordination.desk import DeskRules
 from fusionai.coordination.membership import REMEMBERED_LOSSES
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.addresses import parse_address
+from fusionai.transport.addresses import parse_address, port_of
 from fusionai.transport.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
 from fusionai.transport.tcp import TcpTransport
 
@@ -105,10 +106,12 @@ async def run_broker(
             introducer=Introducer(home.authority, relays=relay is not None),
         )
         transport = TcpTransport(home.credentials)
-        server = BrokerServer(service, clock, Observer(transport))
+        server = BrokerServer(service, clock)
         listener = await transport.listen(
             server.accept, host=options.host, port=options.port, strangers=True, relay=relay
         )
+        udp = UdpPort(home.credentials, server.accept, options.host, port_of(listener.addresses))
+        server.observer = Observer(transport, udp.opened)
         try:
             service.addresses = options.advertise or listener.addresses
             home.keep_own_membership(tuple(dict.fromkeys((*listener.addresses, *service.addresses))))
@@ -128,6 +131,7 @@ async def run_broker(
             set_aside_what_stays()
             await server.keep(stop)
         finally:
+            await udp.close()
             await listener.close()
     finally:
         home.close()

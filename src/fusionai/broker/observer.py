@@ -9,6 +9,7 @@ Neighbours: `server` passes questions on; `peer` and `fusion doctor` ask.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from fusionai.primitives.errors import FusionError
@@ -22,8 +23,11 @@ AT_A_TIME: Final = 8
 
 
 class Observer:
-    def __init__(self, transport: Transport) -> None:
+    """`open_udp` opens this machine's UDP port once somebody needs it; it gives the port, 0 for none."""
+
+    def __init__(self, transport: Transport, open_udp: Callable[[], Awaitable[int]] | None = None) -> None:
         self._transport = transport
+        self._open_udp = open_udp
         self._turn = asyncio.Semaphore(AT_A_TIME)
 
     async def answer(self, remote: Remote, message: Observe) -> Observed:
@@ -32,7 +36,8 @@ class Observer:
         if remote.host and message.port:
             async with self._turn:
                 reachable = await self._reaches(remote, message.port)
-        return Observed(host=remote.host, port=remote.port, reachable=reachable)
+        udp_port = 0 if reachable or self._open_udp is None else await self._open_udp()
+        return Observed(host=remote.host, port=remote.port, reachable=reachable, udp_port=udp_port)
 
     async def _reaches(self, remote: Remote, port: int) -> bool:
         address = format_address(remote.host, port)

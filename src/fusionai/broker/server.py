@@ -31,10 +31,11 @@ _LOG: Final = logging.getLogger(__name__)
 class BrokerServer:
     """Give `accept` to a transport's `listen` and run `keep` beside it."""
 
-    def __init__(self, service: BrokerService, clock: Clock, observer: Observer | None = None) -> None:
+    def __init__(self, service: BrokerService, clock: Clock) -> None:
         self._service = service
         self._clock = clock
-        self._observer = observer
+        self.observer: Observer | None = None
+        """Answers who asks how it is seen."""
         self._channels: dict[int, Channel] = {}
         self._numbers = itertools.count(1)
         self._sending: set[asyncio.Task[None]] = set()
@@ -71,9 +72,9 @@ class BrokerServer:
     async def _observed(self, channel: Channel, message: Message) -> Observed | None:
         """How a member is seen from here; None for any other message and for whoever is no member."""
         peer = channel.remote.peer
-        if self._observer is None or peer is None or not isinstance(message, Observe):
+        if self.observer is None or peer is None or not isinstance(message, Observe):
             return None
-        return await self._observer.answer(channel.remote, message) if self._service.desk.knows(peer) else None
+        return await self.observer.answer(channel.remote, message) if self._service.desk.knows(peer) else None
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Watch over leases until `stop`. Raises `Superseded` when another broker has taken the journal over."""

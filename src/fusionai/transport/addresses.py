@@ -53,6 +53,11 @@ def format_address(host: str, port: int, scheme: str = SCHEME) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def port_of(addresses: Sequence[str]) -> int:
+    """The port of the first `tcp://` address; 0 where there is none."""
+    return next((target[1] for address in addresses if (target := parse_address(address)) is not None), 0)
+
+
 def relay_candidates(brokers: Sequence[str]) -> tuple[str, ...]:
     """What a machine announces that can be met at its broker: one candidate, whichever broker address a caller uses."""
     targets = [target for address in brokers if (target := parse_address(address)) is not None]

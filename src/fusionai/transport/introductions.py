@@ -54,6 +54,11 @@ class Introductions:
         """How the broker sees this machine, and whether it can dial `port` of it. Raises as `ask` does."""
         return (await self._ask(Observe(port=port), Observed))[0]
 
+    async def observed_by(self, port: int) -> tuple[Remote, Observed]:
+        """`observed`, and the broker that said so."""
+        answer, broker = await self._ask(Observe(port=port), Observed)
+        return broker, answer
+
     async def _ask(self, question: Message, expected: type[M]) -> tuple[M, Remote]:
         """The answer and who gave it."""
         self._asking += 1

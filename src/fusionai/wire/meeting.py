@@ -68,6 +68,8 @@ class Observed(WireMessage, frozen=True, kw_only=True, tag="observed"):
     """The port it comes from: another than the own where a router translates."""
     reachable: bool = False
     """Whether the asking peer itself answered at that address and the port it named."""
+    udp_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Where the broker's machine can be asked the same by QUIC, to learn how a UDP port is seen; 0: nowhere."""
 
 
 class LinkView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -1,0 +1,284 @@
+"""QUIC by iroh: connections by UDP that get through routers when both sides send at once. Decides how a key is reached.
+
+The machine's Ed25519 key is its name in QUIC too, so the connection itself proves who is at the other end. Nobody
+else's service is asked for anything: no discovery, no foreign relay. A channel is a connection of its own; all share
+one UDP port, which stays open as long as something uses it.
+
+Addresses are `quic://peer@host:port`. Neighbours: `quic_channel` moves bytes, `quic_binding` loads the library,
+`peer_transport` decides when it is worth a try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from fusionai.primitives.errors import FusionError, TransportError, TrustError, UsageError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.transport import quic_binding
+from fusionai.transport.accepting import AcceptedTasks
+from fusionai.transport.addresses import candidates, format_address, parse_address
+from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
+from fusionai.transport.framed import Dialling
+from fusionai.transport.identity import public_key_of
+from fusionai.transport.interface import Accept, Role
+from fusionai.transport.quic_channel import QuicChannel
+from fusionai.transport.racing import Attempt, first_to_answer
+from fusionai.transport.rate_limit import Limits
+from fusionai.transport.tcp_listener import DoorLimits
+from fusionai.wire.messages import Stream
+
+SCHEME: Final = "quic"
+ALPN: Final = b"fusionai/1"
+_LOG: Final = logging.getLogger(__name__)
+
+
+def parse_quic(address: str) -> tuple[PeerId, str, int] | None:
+    """Whom, host and port of a `quic://` address; None for another scheme's. Raises `UsageError`, `TrustError`."""
+    target = parse_address(address, SCHEME)
+    if target is None:
+        return None
+    peer, _, host = target[0].rpartition("@")
+    public_key_of(peer)
+    return PeerId(peer), host, target[1]
+
+
+def format_quic(peer: PeerId, host: str, port: int) -> str:
+    return format_address(f"{peer}@{host}", port, SCHEME)
+
+
+class QuicTransport:
+    """Implements `Transport`. Raises `TransportError` at once where the library is missing."""
+
+    def __init__(
+        self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
+    ) -> None:
+        self._library: Any = quic_binding.load()
+        self._credentials = credentials
+        self._role: Role = credentials.role
+        self._rates = rates or Limits()
+        self._door_limits = door_limits or DoorLimits()
+        self._endpoint: Any = None
+        self._opening = asyncio.Lock()
+        self._users = 0
+        self._listener: QuicListener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> QuicListener:
+        if isinstance(self._credentials, StrangerCredentials):
+            raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
+        if self._endpoint is not None:
+            raise UsageError("expected to listen before anything is dialled: there is one UDP port for both.")
+        endpoint = await self._enter(f"{host}:{port}")
+        self._listener = QuicListener(self, endpoint, self._credentials, accept, host, strangers, self._door_limits)
+        return self._listener
+
+    async def dial(
+        self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
+    ) -> QuicChannel:
+        attempts = self.attempts(addresses, Dialling(expect, stream), timeout_s)
+        if not attempts:
+            raise UsageError(f"expected at least one quic:// address to dial, got {list(addresses)}.")
+        return await first_to_answer(attempts, timeout_s=timeout_s)
+
+    def attempts(self, addresses: Sequence[str], dialling: Dialling, timeout_s: float) -> list[Attempt[QuicChannel]]:
+        targets = [target for address in addresses if (target := parse_quic(address)) is not None]
+        return [Attempt(format_quic(*target), partial(self._try, *target, dialling, timeout_s)) for target in targets]
+
+    async def knock(self, peer: PeerId, places: Sequence[tuple[str, int]], timeout_s: float) -> None:
+        """Send towards a peer that dials this machine at the same time, so that this side's router lets it in."""
+        endpoint = await self._enter()
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await endpoint.connect(self._addr(peer, places), ALPN)
+                connection.close(0, b"")
+        except (TimeoutError, self._library.IrohError) as error:
+            # That side's own attempt is the one that counts.
+            _LOG.debug("knocking at %s: %r", short(peer), error)
+        finally:
+            self._leave()
+
+    def channel(
+        self, connection: Any, dialling: Dialling | None, host: str, port: int, *, strangers: bool = False
+    ) -> QuicChannel:
+        return QuicChannel(
+            *(connection, self._credentials, self._role, dialling, self._rates, self._library.IrohError, host, port),
+            strangers=strangers,
+        )
+
+    @property
+    def errors(self) -> type[Exception]:
+        return self._library.IrohError
+
+    async def _try(self, peer: PeerId, host: str, port: int, dialling: Dialling, timeout_s: float) -> QuicChannel:
+        if dialling.expect is not None and dialling.expect != peer:
+            raise TrustError(f"expected peer {short(dialling.expect)}, got an address of {short(peer)}.")
+        endpoint = await self._enter()
+        channel: QuicChannel | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await endpoint.connect(self._addr(peer, [(host, port)]), ALPN)
+                channel = self.channel(connection, dialling, host, port)
+                channel.start(await connection.open_bi())
+                await channel.opened
+        except self._library.IrohError as error:
+            self._leave()
+            raise TransportError(
+                f"nobody answered at {format_quic(peer, host, port)} ({str(error.message()).splitlines()[0]})."
+            ) from error
+        except BaseException as error:
+            if channel is not None:
+                channel.abort()
+            self._leave()
+            if isinstance(error, TimeoutError):
+                raise TransportError(
+                    f"nobody answered at {format_quic(peer, host, port)} within {timeout_s:g} s."
+                ) from None
+            raise
+        self._watch(channel)
+        return channel
+
+    def _addr(self, peer: PeerId, places: Sequence[tuple[str, int]]) -> Any:
+        library = self._library
+        hosts = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in places]
+        return library.EndpointAddr(library.EndpointId.from_bytes(public_key_of(peer)), None, hosts)
+
+    def _watch(self, channel: QuicChannel) -> None:
+        """The port stays open for it."""
+        task = asyncio.get_running_loop().create_task(self._until_gone(channel))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until_gone(self, channel: QuicChannel) -> None:
+        await channel.gone()
+        self._leave()
+
+    async def _enter(self, bind: str = "0.0.0.0:0") -> Any:
+        """The endpoint, opened for the first that needs it. Each call is answered by one of `_leave`."""
+        async with self._opening:
+            if self._endpoint is None:
+                self._endpoint = await self._bound(bind)
+            self._users += 1
+            return self._endpoint
+
+    async def _bound(self, bind: str) -> Any:
+        library = self._library
+        key = (
+            self._credentials.identity.key.private_bytes_raw()
+            if isinstance(self._credentials, MemberCredentials)
+            else secrets.token_bytes(32)
+        )
+        options = library.EndpointOptions(
+            preset=library.preset_minimal(),
+            bind_addr=bind,
+            secret_key=key,
+            alpns=[ALPN],
+            relay_mode=library.RelayMode.disabled(),
+        )
+        try:
+            return await library.Endpoint.bind(options)
+        except library.IrohError as error:
+            host, _, port = bind.rpartition(":")
+            reason = str(error.message())
+            raise UsageError(
+                f"port {port} on {host} is already in use by another program."
+                if "in use" in reason
+                else f"can't listen on {host} port {port}: {reason.splitlines()[-1].strip()}.",
+                hint="Choose another port (0 takes any free one).",
+            ) from error
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            endpoint, self._endpoint = self._endpoint, None
+            task = asyncio.get_running_loop().create_task(endpoint.close())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def left(self) -> None:
+        """The listener is closed."""
+        self._listener = None
+        self._leave()
+        closing = [task for task in self._tasks if task is not asyncio.current_task()]
+        if self._users == 0:
+            await asyncio.gather(*closing, return_exceptions=True)
+
+
+class QuicListener:
+    """Implements `Listener`. Closing it ends the channels it accepted."""
+
+    def __init__(
+        self,
+        transport: QuicTransport,
+        endpoint: Any,
+        credentials: MemberCredentials,
+        accept: Accept,
+        host: str,
+        strangers: bool,
+        limits: DoorLimits,
+    ) -> None:
+        port = int(endpoint.bound_sockets()[0].rpartition(":")[2])
+        self.port = port
+        peer = credentials.identity.peer
+        places = [parse_address(address) for address in candidates(host, port)]
+        self.addresses = tuple(format_quic(peer, *place) for place in places if place and ":" not in place[0])
+        self._transport = transport
+        self._endpoint = endpoint
+        self._strangers = strangers
+        self._limits = limits
+        self._accepted = AcceptedTasks(accept, stranger_lifetime_s=limits.stranger_s)
+        self._half_open: dict[asyncio.Task[None], None] = {}
+        self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
+
+    async def close(self) -> None:
+        self._door.cancel()
+        await asyncio.wait([self._door])
+        await self._accepted.close()
+        await self._transport.left()
+
+    async def _stand_at_door(self) -> None:
+        while (incoming := await self._endpoint.accept_next()) is not None:
+            if len(self._half_open) >= self._limits.half_open:
+                oldest = next(iter(self._half_open))
+                del self._half_open[oldest]
+                oldest.cancel()
+            task = self._accepted.start(self._serve(incoming))
+            self._half_open[task] = None
+            task.add_done_callback(lambda done: self._half_open.pop(done, None))
+
+    async def _serve(self, incoming: Any) -> None:
+        channel: QuicChannel | None = None
+        try:
+            async with asyncio.timeout(self._limits.greeting_s):
+                host, port = _place(await incoming.remote_addr())
+                connection = await (await incoming.accept()).connect()
+                channel = self._transport.channel(connection, None, host, port, strangers=self._strangers)
+                channel.start(await connection.accept_bi())
+                await channel.opened
+        except (TimeoutError, FusionError, self._transport.errors, asyncio.CancelledError) as error:
+            _LOG.debug("a caller did not get in: %r", error)
+            if channel is not None:
+                if isinstance(error, FusionError):
+                    # A refusal may still be on its way out.
+                    await channel.close()
+                channel.abort()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        if channel.remote.role != "stranger":
+            current = asyncio.current_task()
+            assert current is not None, "a coroutine of this listener runs as a task"
+            self._half_open.pop(current, None)
+        await self._accepted.run(channel)
+
+
+def _place(address: Any) -> tuple[str, int]:
+    """Where a connection comes from, as the library tells it; nowhere for what is no address of IP."""
+    if not address.is_ip():
+        return "", 0
+    host, _, port = address.addr.rpartition(":")
+    return host.strip("[]").removeprefix("::ffff:"), int(port)

@@ -1,0 +1,272 @@
+"""One stream of one QUIC connection, as a channel. Decides how bytes move and when the other side counts as gone.
+
+QUIC proves that the other side holds its key; that the key is of this pool is said by the certificate, which both sides
+send ahead of the first frame: four bytes of length, then DER, nothing for a stranger. UDP has nobody to say that a
+process is dead, so both sides send a datagram twice a second.
+Neighbours: `framed` decides what frames mean, `quic` dials and accepts, `quic_binding` has the library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.transport.authority import verify_certificate
+from fusionai.transport.credentials import Credentials, MemberCredentials
+from fusionai.transport.dead_paths import DEAD_AFTER_S
+from fusionai.transport.framed import Dialling, FramedChannel
+from fusionai.transport.identity import peer_of
+from fusionai.transport.interface import Remote, Role
+from fusionai.transport.rate_limit import Limits
+from fusionai.wire.frame import encode_frame_head
+from fusionai.wire.messages import Message, Way
+
+_LOG: Final = logging.getLogger(__name__)
+BEAT_S: Final = 0.5
+SLICE_BYTES: Final = 256 * 2**10
+READ_BYTES: Final = 256 * 2**10
+MAX_CERTIFICATE_BYTES: Final = 8192
+GOODBYE_TIMEOUT_S: Final = 5.0
+_LENGTH: Final = struct.Struct("<I")
+
+
+class QuicChannel(FramedChannel):
+    """Implements `Channel`. `errors`: what the library raises when a connection ends."""
+
+    def __init__(
+        self,
+        connection: Any,
+        credentials: Credentials,
+        own_role: Role,
+        dialling: Dialling | None,
+        limits: Limits,
+        errors: type[Exception],
+        remote_host: str,
+        remote_port: int,
+        *,
+        strangers: bool,
+    ) -> None:
+        super().__init__(own_role=own_role, dialling=dialling, allocate=_allocate)
+        self.way: Way = "quic"
+        self._connection = connection
+        self._credentials = credentials
+        self._limits = limits
+        self._errors = errors
+        self._place = (remote_host, remote_port)
+        self._strangers = strangers
+        self._send: Any = None
+        self._sending = asyncio.Lock()
+        self._waiting: deque[bytes] = deque()
+        self._readable = asyncio.Event()
+        self._readable.set()
+        self._heard_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._goodbye: asyncio.Task[None] | None = None
+        self._gone = asyncio.Event()
+        """Set when everything of this channel has ended."""
+
+    def start(self, stream: Any) -> None:
+        """The stream is there: introduce ourselves, read until the end."""
+        self._send = stream.send()
+        self._heard_s = asyncio.get_running_loop().time()
+        own = self._credentials.certificate if isinstance(self._credentials, MemberCredentials) else b""
+        self._write(_LENGTH.pack(len(own)) + own)
+        for work in (self._read(stream.recv()), self._beat(), self._hear()):
+            self._start(work)
+
+    async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
+        self._check_open()
+        head = encode_frame_head(message, tensors, self._outbound)
+        body_bytes = sum(tensor.nbytes for tensor in tensors)
+        async with self._sending:
+            self._check_open()
+            try:
+                await self._put_waiting()
+                if body_bytes <= SLICE_BYTES:
+                    await self._put(b"".join([head, *(tensor.data for tensor in tensors)]))
+                else:
+                    await self._put(head)
+                    for tensor in tensors:
+                        for start in range(0, tensor.nbytes, SLICE_BYTES):
+                            await self._put(bytes(tensor.data[start : start + SLICE_BYTES]))
+            except self._errors as error:
+                raise ChannelClosed(f"the connection was lost while sending ({error.message()}).") from error  # pyright: ignore[reportAttributeAccessIssue]
+            except BaseException:
+                # Half a frame may be out; nothing sensible can follow it.
+                self.abort()
+                raise
+        self.stats.sent_frames += 1
+        self.stats.sent_bytes += len(head) + body_bytes
+
+    async def close(self) -> None:
+        self._finish()
+        if self._goodbye is not None:
+            await asyncio.shield(self._goodbye)
+
+    def abort(self) -> None:
+        self._closing = True
+        self._settle(ChannelClosed("this side dropped the connection."))
+        self._abort()
+
+    async def gone(self) -> None:
+        """Returns when the channel has ended, whoever wanted it."""
+        await self._gone.wait()
+
+    # The rest.
+
+    async def _read(self, stream: Any) -> None:
+        try:
+            if not self.opened.done():
+                self._connected(await self._introduced(stream))
+            while not self._inbox.ended:
+                await self._readable.wait()
+                data = await stream.read(READ_BYTES)
+                if not data:
+                    break
+                await self._took(data)
+            self._lost("the other side closed the channel")
+        except self._errors as error:
+            self._lost(_reason(error))
+        except FusionError as error:
+            self._settle(error)
+        if self._goodbye is None:
+            self._abort()
+
+    async def _introduced(self, stream: Any) -> Remote:
+        """Whom the other side's certificate names. Raises `TrustError`."""
+        (length,) = _LENGTH.unpack(await stream.read_exact(_LENGTH.size))
+        if length > MAX_CERTIFICATE_BYTES:
+            raise TrustError(f"expected a certificate of at most {MAX_CERTIFICATE_BYTES} bytes, got {length}.")
+        host, port = self._place
+        if not length:
+            if not self._strangers:
+                raise TrustError("the other side showed no certificate, and only members are let in here.")
+            return Remote(None, "stranger", host, port)
+        certificate = await stream.read_exact(length)
+        certified = verify_certificate(certificate, self._credentials.authority_key, now_wall_s=time.time())
+        if certified.peer != peer_of(self._connection.remote_id().to_bytes()):
+            raise TrustError("expected a certificate for the key the connection was made with, got another's.")
+        return Remote(certified.peer, certified.role, host, port)
+
+    async def _took(self, data: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        self._heard_s = loop.time()
+        self.stats.arrived_bytes += len(data)
+        for frame in self._reader.feed(data):
+            self._arrived(frame)
+        if self._limits.download is not None:
+            due_s = self._limits.download.take(len(data), loop.time())
+            if due_s > 0:
+                await asyncio.sleep(due_s)
+
+    async def _put(self, data: bytes) -> None:
+        upload = self._limits.upload
+        if upload is not None:
+            due_s = upload.take(len(data), asyncio.get_running_loop().time())
+            if due_s > 0:
+                await asyncio.sleep(due_s)
+        await self._send.write_all(data)
+
+    async def _beat(self) -> None:
+        """Twice a second a datagram; the end when nothing has come for too long while this side was awake."""
+        loop = asyncio.get_running_loop()
+        while not self._gone.is_set():
+            before_s = loop.time()
+            with contextlib.suppress(self._errors):
+                # Refused when too much waits to be sent or the connection has ended; reading finds out which.
+                self._connection.send_datagram(b"\x00")
+            await asyncio.sleep(BEAT_S)
+            if loop.time() - before_s > 2 * BEAT_S:
+                # This side stood still: what came meanwhile is still unread.
+                self._heard_s = loop.time()
+            elif self._readable.is_set() and loop.time() - self._heard_s > DEAD_AFTER_S:
+                self._fail(ChannelClosed(f"the other side has said nothing for {DEAD_AFTER_S:g} s."))
+                return
+
+    async def _hear(self) -> None:
+        try:
+            while True:
+                await self._connection.read_datagram()
+                self._heard_s = asyncio.get_running_loop().time()
+        except self._errors:
+            # The connection has ended; reading the stream says why.
+            return
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _say_goodbye(self) -> None:
+        self._closing = True
+        self._inbox.end(ChannelClosed("this side closed the channel."), discard=True)
+        try:
+            async with asyncio.timeout(GOODBYE_TIMEOUT_S), self._sending:
+                if self._send is not None:
+                    await self._put_waiting()
+                    await self._send.finish()
+                    # Until the other side has acknowledged all of it.
+                    await self._send.stopped()
+        except (TimeoutError, self._errors) as error:
+            _LOG.debug("nobody took the rest: %r", error)
+        finally:
+            self._connection.close(0, b"")
+            self._end_tasks()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _end_tasks(self) -> None:
+        self._gone.set()
+        self._readable.set()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _write(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._start(self._write_in_turn())
+
+    async def _put_waiting(self) -> None:
+        """What was written without waiting comes before whatever its writer does next."""
+        while self._waiting:
+            await self._put(self._waiting.popleft())
+
+    async def _write_in_turn(self) -> None:
+        try:
+            async with self._sending:
+                await self._put_waiting()
+        except self._errors as error:
+            self._lost(_reason(error))
+
+    def _abort(self) -> None:
+        self._connection.close(1, b"")
+        self._end_tasks()
+
+    def _finish(self) -> None:
+        if self._goodbye is None:
+            self._goodbye = asyncio.get_running_loop().create_task(self._say_goodbye())
+
+    def _pause_reading(self) -> None:
+        self._readable.clear()
+
+    def _resume_reading(self) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        self._readable.set()
+
+
+def _reason(error: Any) -> str:
+    text = str(error.message()).splitlines()[0]
+    return f"the connection was lost ({text})"
+
+
+def _allocate(count: int) -> memoryview:
+    return np.empty(count, np.uint8).data if count >= 2**20 else memoryview(bytearray(count))

@@ -1,0 +1,109 @@
+"""This machine's way through routers by UDP: how the broker sees its port, and who may come through. By QUIC.
+
+A router lets in by UDP what answers to something sent out. So both sides send to each other at the same time, each to
+where the broker sees the other's packets come from. The connection to the broker over which that was observed stays
+open, and with it the router's entry.
+
+Decides when the port is opened: at the first need. Without the library, or a broker that observes, there is no such
+way, which is said once and otherwise no matter.
+Neighbours: `quic` does the work, `introductions` tell the other side, `peer_transport` decides when to try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from fusionai.primitives.errors import FusionError, TransportError, WireError
+from fusionai.primitives.ids import PeerId
+from fusionai.transport.conversation import Conversation
+from fusionai.transport.credentials import MemberCredentials
+from fusionai.transport.framed import Dialling
+from fusionai.transport.interface import Accept
+from fusionai.transport.introductions import Introductions
+from fusionai.transport.quic import QuicListener, QuicTransport, format_quic, parse_quic
+from fusionai.transport.quic_channel import QuicChannel
+from fusionai.transport.racing import Attempt
+from fusionai.transport.rate_limit import Limits
+from fusionai.wire.messages import Observe, Observed
+
+_LOG: Final = logging.getLogger(__name__)
+_OBSERVE_S: Final = 3.0
+KNOCK_S: Final = 5.0
+
+
+class UdpDoor:
+    """`accept` None: nobody is let in, this side only dials."""
+
+    def __init__(self, credentials: MemberCredentials, introductions: Introductions, rates: Limits) -> None:
+        self._credentials = credentials
+        self._introductions = introductions
+        self._rates = rates
+        self._quic: QuicTransport | None = None
+        self._listener: QuicListener | None = None
+        self._observer: Conversation | None = None
+        self._address: str | None = None
+        self._opening = asyncio.Lock()
+        self._why_not = ""
+
+    async def opened(self, accept: Accept | None = None) -> str:
+        """The address others may send to. Raises `TransportError` where there is no such way."""
+        async with self._opening:
+            if self._address is not None and self._observer is not None and not self._observer.channel.closed:
+                return self._address
+            if self._why_not:
+                raise TransportError(self._why_not)
+            self._address = await self._open(accept)
+            return self._address
+
+    def attempts(self, address: str, dialling: Dialling, timeout_s: float) -> list[Attempt[QuicChannel]]:
+        """Once `opened`."""
+        return [] if self._quic is None else self._quic.attempts((address,), dialling, timeout_s)
+
+    async def knock(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Send to a peer that dials this machine now."""
+        places = [(host, port) for one in addresses if (found := parse_quic(one)) for _, host, port in [found]]
+        if self._quic is not None and places:
+            await self._quic.knock(peer, places, KNOCK_S)
+
+    async def close(self) -> None:
+        if self._observer is not None:
+            await self._observer.close()
+        if self._listener is not None:
+            await self._listener.close()
+
+    async def _open(self, accept: Accept | None) -> str:
+        try:
+            quic = self._quic or QuicTransport(self._credentials, rates=self._rates)
+        except TransportError as error:
+            self._why_not = str(error)
+            _LOG.info("%s", error)
+            raise
+        broker, seen = await self._introductions.observed_by(0)
+        if broker.peer is None or not seen.udp_port:
+            raise TransportError("the broker observes no UDP port; links that can't be dialled go over its relay.")
+        self._quic = quic
+        if accept is not None and self._listener is None:
+            self._listener = await quic.listen(accept, host="0.0.0.0", port=0)
+        place = format_quic(broker.peer, broker.host, seen.udp_port)
+        channel = await quic.dial((place,), expect=broker.peer, stream="control", timeout_s=_OBSERVE_S)
+        self._observer = Conversation(channel)
+        try:
+            async with asyncio.timeout(_OBSERVE_S):
+                answer = await self._observer.ask(Observe())
+        except TimeoutError:
+            raise TransportError("the broker did not say how it sees this machine's UDP port.") from None
+        if not isinstance(answer, Observed):
+            raise WireError(f"expected what the broker observed, got {answer.__struct_config__.tag}.")
+        return format_quic(self._credentials.identity.peer, answer.host, answer.port)
+
+
+async def opened_or_none(door: UdpDoor, accept: Accept) -> str | None:
+    """For a machine that offers this way if there is one."""
+    try:
+        return await door.opened(accept)
+    except FusionError as error:
+        _LOG.info("no way by UDP: %s", error)
+        return None

@@ -1,0 +1,150 @@
+"""A home's router as a program: translates addresses between a home's network namespace and the public one.
+
+It needs neither nftables nor iptables, only TUN devices: packets that leave the home come here, get the router's public
+address and a port, and answers find their way back. What nobody in the home has asked for is dropped.
+
+    python router.py HOME_NAMESPACE PUBLIC_NAMESPACE PUBLIC_ADDRESS KIND
+
+KIND: `preserving` keeps the port where it is free and uses it for all destinations, `symmetric` draws another for each
+destination, `no-udp` is preserving and lets no UDP out. Prints `ready` once both devices are there.
+Neighbours: `harness.homes` starts one per home.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
+TCP, UDP = 6, 17
+Place = tuple[bytes, int]
+
+
+class Translation:
+    """Who in the home is which port outside, and who may answer there."""
+
+    def __init__(self, public: bytes, kind: str) -> None:
+        self.public = public
+        self.kind = kind
+        self._outside: dict[tuple[int, Place, Place | None], int] = {}
+        self._inside: dict[tuple[int, int], Place] = {}
+        self._asked: set[tuple[int, int, Place]] = set()
+        self._random = random.Random(7)
+
+    def out(self, protocol: int, source: Place, target: Place) -> int | None:
+        """The port outside; None: not let out."""
+        if protocol == UDP and self.kind == "no-udp":
+            return None
+        key = (protocol, source, target if self.kind == "symmetric" else None)
+        port = self._outside.get(key)
+        if port is None:
+            port = source[1]
+            while self.kind == "symmetric" or (protocol, port) in self._inside:
+                port = self._random.randrange(20_000, 60_000)
+                if (protocol, port) not in self._inside:
+                    break
+            self._outside[key] = port
+            self._inside[protocol, port] = source
+        self._asked.add((protocol, port, target))
+        return port
+
+    def back(self, protocol: int, port: int, sender: Place) -> Place | None:
+        """Who in the home is meant; None: nobody asked."""
+        return self._inside.get((protocol, port)) if (protocol, port, sender) in self._asked else None
+
+
+def translated(packet: bytes, source: Place | None, target: Place | None) -> bytes:
+    """The packet with another source or target, its checksums right again."""
+    data = bytearray(packet)
+    head = (data[0] & 15) * 4
+    at = head + (16 if data[9] == TCP else 6)
+    (check,) = struct.unpack_from("!H", data, at)
+    for place, address_at, port_at in ((source, 12, head), (target, 16, head + 2)):
+        if place is None:
+            continue
+        before = bytes(data[address_at : address_at + 4] + data[port_at : port_at + 2])
+        data[address_at : address_at + 4] = place[0]
+        struct.pack_into("!H", data, port_at, place[1])
+        after = bytes(data[address_at : address_at + 4] + data[port_at : port_at + 2])
+        check = _changed(check, before, after)
+    if data[9] == TCP or check:
+        struct.pack_into("!H", data, at, check or 0xFFFF)
+    struct.pack_into("!H", data, 10, 0)
+    struct.pack_into("!H", data, 10, ~_sum(bytes(data[:head])) & 0xFFFF)
+    return bytes(data)
+
+
+def _changed(check: int, before: bytes, after: bytes) -> int:
+    total = ~check & 0xFFFF
+    for old, new in zip(struct.unpack("!3H", before), struct.unpack("!3H", after), strict=True):
+        total += (~old & 0xFFFF) + new
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+
+def _sum(data: bytes) -> int:
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total
+
+
+def _ends(packet: bytes) -> tuple[int, Place, Place] | None:
+    """Protocol, source and target of a whole packet of TCP or UDP by IPv4."""
+    if len(packet) < 28 or packet[0] >> 4 != 4 or packet[9] not in (TCP, UDP):
+        return None
+    if struct.unpack_from("!H", packet, 6)[0] & 0x1FFF:
+        return None
+    ports = struct.unpack_from("!2H", packet, (packet[0] & 15) * 4)
+    return packet[9], (packet[12:16], ports[0]), (packet[16:20], ports[1])
+
+
+def tunnel(namespace: str, name: str) -> int:
+    """A TUN device in a network namespace; this process is left in it."""
+    with Path(f"/run/netns/{namespace}").open("rb") as place:
+        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"can't enter {namespace}")
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
+    subprocess.run(["ip", "link", "set", name, "up"], check=True)
+    return device
+
+
+def main(home: str, public: str, address: str, kind: str) -> None:
+    here = bytes(int(part) for part in address.split("."))
+    inner = tunnel(home, "up0")
+    subprocess.run(["ip", "route", "add", "default", "dev", "up0"], check=True)
+    outer_name = f"w{address.rpartition('.')[2]}"
+    outer = tunnel(public, outer_name)
+    subprocess.run(["ip", "route", "add", f"{address}/32", "dev", outer_name], check=True)
+    translation = Translation(here, kind)
+
+    def leaving(packet: bytes) -> None:
+        if (ends := _ends(packet)) is not None and (port := translation.out(*ends)) is not None:
+            os.write(outer, translated(packet, (here, port), None))
+
+    def coming(packet: bytes) -> None:
+        if (ends := _ends(packet)) is None or ends[2][0] != here:
+            return
+        if (place := translation.back(ends[0], ends[2][1], ends[1])) is not None:
+            os.write(inner, translated(packet, None, place))
+
+    handlers: dict[int, Callable[[bytes], None]] = {inner: leaving, outer: coming}
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        for device in select.select(list(handlers), [], [])[0]:
+            handlers[device](os.read(device, 65_536))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,113 @@
+"""Machines in homes behind routers reach each other the best way there is: namespaces, real keys, no framework."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionai.transport import quic_binding
+from harness.homes import HERE, PUBLIC, Homes, why_not
+
+WHY_NOT = why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+BY_UDP = "quic" if quic_binding.available() else "relay"
+
+
+class Town:
+    """A broker in the public place, a peer in home a and one in home b, and whoever reaches for them."""
+
+    def __init__(self, homes: Homes, directory: Path) -> None:
+        self.homes = homes
+        self._directory = directory
+        self.broker = self._start("public", "broker", PUBLIC)
+        self.invitation = heard(self.broker)["invitation"]
+        self.peers: dict[str, dict[str, Any]] = {}
+
+    def serve(self, machine: str) -> dict[str, Any]:
+        process = self._start(machine, "serve", self.invitation)
+        self.peers[machine] = heard(process)
+        return self.peers[machine]
+
+    def caller(self, machine: str, peer: str) -> Callable[[], dict[str, Any]]:
+        """Each call is one connection from `machine`, in one process."""
+        process = self._start(machine, "reach", self.invitation, self.peers[peer]["peer"], told=True)
+
+        def reach() -> dict[str, Any]:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return heard(process)
+
+        return reach
+
+    def _start(self, machine: str, kind: str, *more: str, told: bool = False) -> subprocess.Popen[str]:
+        home = self._directory / f"{machine}-{kind}"
+        return self.homes.run(machine, sys.executable, HERE / "far_machine.py", kind, home, *more, told=told)
+
+
+def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line it says that is an answer."""
+    assert process.stdout is not None
+    said = ""
+    while line := process.stdout.readline():
+        if line.startswith("{"):
+            return json.loads(line)
+        said += line
+    raise AssertionError(said)
+
+
+@pytest.fixture
+def town(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Town]:
+    a, b = request.param
+    with Homes({"a": a, "b": b}, {"a": 2, "b": 1}) as homes:
+        town = Town(homes, tmp_path)
+        for machine in ("a1", "b1"):
+            town.serve(machine)
+        yield town
+
+
+@pytest.mark.parametrize(
+    ("town", "way"),
+    [
+        (("preserving", "preserving"), BY_UDP),
+        (("symmetric", "symmetric"), "relay"),
+        (("no-udp", "preserving"), "relay"),
+        (("preserving", "no-udp"), "relay"),
+    ],
+    indirect=["town"],
+    ids=["both routers keep ports", "both symmetric", "the caller has no UDP", "the peer has no UDP"],
+)
+def test_between_two_homes(town: Town, way: str):
+    reach = town.caller("a2", "b1")
+    first, second = reach(), reach()
+    assert [first["way"], second["way"]] == [way, way], (first, second)
+    assert first["host"] == ("203.0.113.12" if way == "quic" else PUBLIC)
+    # What worked is tried first the next time.
+    assert second["took_s"] < 1.0
+
+
+@pytest.mark.parametrize("town", [("symmetric", "symmetric")], indirect=True)
+def test_machines_of_one_home_find_the_short_way(town: Town):
+    answer = town.caller("a2", "a1")()
+    assert (answer["way"], answer["host"]) == ("lan", "192.168.1.2")
+
+
+@pytest.mark.parametrize("town", [("preserving", "preserving")], indirect=True)
+def test_from_the_public_place_into_a_home(town: Town):
+    """The caller's own address is public; the peer's router lets in what the peer has sent to."""
+    assert town.caller("public", "b1")()["way"] == BY_UDP
+
+
+@pytest.mark.parametrize("town", [("symmetric", "symmetric")], indirect=True)
+def test_a_machine_in_the_open_is_dialled_straight(town: Town):
+    peer = town.serve("public")
+    assert f"tcp://{PUBLIC}:" in " ".join(peer["addresses"])
+    answer = town.caller("a2", "public")()
+    assert (answer["way"], answer["host"]) == ("direct", PUBLIC)
