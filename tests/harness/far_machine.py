@@ -17,12 +17,12 @@ from pathlib import Path
 
 from fusionai.broker.main import BrokerOptions, run_broker
 from fusionai.client.pool_session import PoolSession
+from fusionai.peer.candidates import candidates
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import PeerProfile
-from fusionai.transport.addresses import relay_candidates
 from fusionai.transport.enrolment import enrol
 from fusionai.transport.event_loop import run
 from fusionai.transport.interface import Channel
@@ -44,11 +44,11 @@ async def serve(home: Path, invitation: str) -> None:
             pass
 
     listener = await transport.listen(accept, host="0.0.0.0", port=0)
-    addresses = (
-        *listener.addresses,
-        *await transport.seen_at(listener),
-        *relay_candidates(membership.broker_addresses),
-    )
+
+    async def candidates_now() -> tuple[str, ...]:
+        return await candidates(transport, listener, membership.broker_addresses)
+
+    addresses = await candidates_now()
     registration = Registration(
         transport,
         membership.broker_addresses,
@@ -60,6 +60,8 @@ async def serve(home: Path, invitation: str) -> None:
         on_leave=lambda _: None,
         on_meet=lambda notice, broker: transport.answer(notice, (broker.host, broker.port)),
         links=lambda: transport.links,
+        addresses_now=candidates_now,
+        moved=lambda: transport.moved,
     )
     await registration.run()
 

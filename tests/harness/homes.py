@@ -71,11 +71,13 @@ class Homes:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in reversed(self._processes):
-            process.kill()
-            process.communicate()
-        for space in self._spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        try:
+            for process in reversed(self._processes):
+                process.kill()
+                process.communicate()
+        finally:
+            for space in self._spaces:
+                subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
     def run(self, machine: str, *command: object, told: bool = False) -> subprocess.Popen[str]:
         """A program on a machine (`a1`: the first of home a) or in the `public` place; killed at the end.
@@ -90,13 +92,13 @@ class Homes:
         self._processes.append(process)
         return process
 
-    def rewire(self, home: str, kind: str) -> None:
-        """Another router in the place of the one there."""
-        number = list(self._kinds).index(home) + 1
+    def rewire(self, home: str, kind: str, address: str) -> None:
+        """Another router in the place of the one there, with another address outside: as after a line came back."""
         process = self._routers.pop(home)
+        self._processes.remove(process)
         process.kill()
-        process.wait()
-        self._router(number, home, kind)
+        process.communicate()
+        self._router(address, home, kind)
 
     def _home(self, number: int, home: str, kind: str) -> None:
         self._space(home)
@@ -113,10 +115,10 @@ class Homes:
             self._ip(name, "addr", "add", f"192.168.{number}.{machine + 1}/24", "dev", "eth0")
             self._ip(name, "link", "set", "eth0", "up")
             self._ip(name, "route", "add", "default", "via", f"192.168.{number}.1")
-        self._router(number, home, kind)
+        self._router(f"203.0.113.1{number}", home, kind)
 
-    def _router(self, number: int, home: str, kind: str) -> None:
-        command = [sys.executable, HERE / "router.py", self._name(home), self._name("public"), f"203.0.113.1{number}"]
+    def _router(self, address: str, home: str, kind: str) -> None:
+        command = [sys.executable, HERE / "router.py", self._name(home), self._name("public"), address]
         process = subprocess.Popen([*command, kind], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._processes.append(process)
         self._routers[home] = process

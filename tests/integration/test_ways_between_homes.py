@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from harness.homes import HERE, PUBLIC, Homes, why_not
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
+PATIENCE_S = 45.0
 BY_UDP = "quic" if quic_binding.available() else "relay"
 
 
@@ -97,6 +99,33 @@ def test_between_two_homes(town: Town, way: str):
 def test_machines_of_one_home_find_the_short_way(town: Town):
     answer = town.caller("a2", "a1")()
     assert (answer["way"], answer["host"]) == ("lan", "192.168.1.2")
+
+
+@pytest.mark.parametrize("town", [("preserving", "preserving")], indirect=True)
+def test_a_peer_whose_address_changes_is_found_again(town: Town):
+    reach = town.caller("a2", "b1")
+    assert reach()["way"] == BY_UDP
+    town.homes.rewire("b", "preserving", "203.0.113.77")
+    answers = until(reach, lambda answer: answer.get("way") == BY_UDP)
+    assert answers[-1]["host"] == ("203.0.113.77" if BY_UDP == "quic" else PUBLIC)
+
+
+@pytest.mark.parametrize("town", [("preserving", "symmetric")], indirect=True)
+def test_a_better_way_is_taken_when_one_appears(town: Town):
+    reach = town.caller("a2", "b1")
+    assert reach()["way"] == "relay"
+    town.homes.rewire("b", "preserving", "203.0.113.77")
+    until(reach, lambda answer: answer.get("way") == BY_UDP)
+
+
+def until(reach: Callable[[], dict[str, Any]], good: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Reach until it is as it should be; all answers."""
+    answers: list[dict[str, Any]] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not answers or not good(answers[-1]):
+        assert time.monotonic() < deadline_s, answers
+        answers.append(reach())
+    return answers
 
 
 @pytest.mark.parametrize("town", [("preserving", "preserving")], indirect=True)

@@ -20,6 +20,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.execution.allocator import return_code_pages, return_freed_memory
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
+from fusionai.peer.candidates import candidates
 from fusionai.peer.door import Door
 from fusionai.peer.lending import Lending
 from fusionai.peer.measurement import measured_device
@@ -28,7 +29,6 @@ from fusionai.peer.profile import make_profile, measured_link
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.storage.weight_store import WeightStore
-from fusionai.transport.addresses import relay_candidates
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.rate_limit import Limits
@@ -79,9 +79,13 @@ async def run_peer(
     )
     door = Door(host, membership.credentials.authority_key)
     listener = await transport.listen(door.accept, host=options.host, port=options.port)
-    addresses = options.advertise or (*listener.addresses, *await transport.seen_at(listener))
-    if not options.advertise if options.relay is None else options.relay:
-        addresses = (*addresses, *relay_candidates(membership.broker_addresses))
+
+    async def candidates_now() -> tuple[str, ...]:
+        return await candidates(
+            *(transport, listener, membership.broker_addresses), advertise=options.advertise, relay=options.relay
+        )
+
+    addresses = await candidates_now()
     lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)
 
     def registered(answer: wire.Registered) -> None:
@@ -100,6 +104,8 @@ async def run_peer(
             on_lost=door.clear,
             on_meet=lambda notice, broker: transport.answer(notice, (broker.host, broker.port)),
             links=lambda: transport.links,
+            addresses_now=candidates_now,
+            moved=lambda: transport.moved,
         )
 
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -37,7 +37,8 @@ class Registration:
 
     `on_lost` is called when the pool has gone on without this peer, before it registers again: forget every stage and
     snapshot, close the connections of jobs. It must not block. `on_meet` is told who wants to reach this peer and the
-    broker that says so. `links` are reported with each heartbeat.
+    broker that says so. `links` are reported with each heartbeat. `addresses_now` is asked after the broker was away,
+    as this machine may have been, and when `moved` says so; other addresses than before are announced.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Registration:
         on_lost: Callable[[], None] = _nothing_to_forget,
         on_meet: Callable[[wire.MeetNotice, Remote], None] | None = None,
         links: Callable[[], tuple[wire.LinkView, ...]] = tuple,
+        addresses_now: Callable[[], Awaitable[tuple[str, ...]]] | None = None,
+        moved: Callable[[], bool] = bool,
     ) -> None:
         self._transport = transport
         self._brokers = brokers
@@ -66,6 +69,8 @@ class Registration:
         self._on_lost = on_lost
         self._on_meet = on_meet
         self._links = links
+        self._addresses_now = addresses_now
+        self._moved = moved
         self._conversation: Conversation | None = None
         self._broker: Remote | None = None
         self._known: wire.Registered | None = None
@@ -92,7 +97,10 @@ class Registration:
         self._broker = channel.remote
         conversation = Conversation(channel, notices=(wire.LeaveNotice, wire.MeetNotice), on_notice=self._notice)
         try:
+            back = self._known is not None
             registered = await self._enter(conversation)
+            if back:
+                await self._announce_move(conversation)
             self._conversation = conversation
             if self._drains:
                 await self.leave(drain=True)
@@ -103,6 +111,8 @@ class Registration:
                 if not await self._beat(conversation):
                     registered = await self._enter_anew(conversation)
                     self._on_registered(registered)
+                elif self._moved():
+                    await self._announce_move(conversation)
         except RefusedError as error:
             if error.code in ("unknown_peer", "not_authorised", "bad_message"):
                 raise
@@ -129,6 +139,16 @@ class Registration:
             raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
         self._known = answer
         return answer
+
+    async def _announce_move(self, conversation: Conversation) -> None:
+        """Where this machine can be reached now, if that is elsewhere than before. It keeps its place in its job."""
+        if self._addresses_now is None:
+            return
+        addresses = await self._addresses_now()
+        if addresses != self._register.addresses:
+            log.info("this machine can be reached elsewhere now: %s", ", ".join(addresses))
+            self._register = msgspec.structs.replace(self._register, addresses=addresses)
+            await self._enter_anew(conversation)
 
     async def _beat(self, conversation: Conversation) -> bool:
         """Whether the lease goes on. If not, everything held for jobs has been forgotten when this returns."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from fusionai.primitives.errors import FusionError, TransportError, UsageError
 from fusionai.primitives.ids import PeerId, short
@@ -61,6 +61,11 @@ class PeerTransport:
         self._answering: set[asyncio.Task[None]] = set()
 
     @property
+    def moved(self) -> bool:
+        """Whether this machine is seen elsewhere by UDP than it said, or no longer."""
+        return self._udp.lost
+
+    @property
     def links(self) -> tuple[LinkView, ...]:
         """The links there are now, dialled or accepted."""
         return self._ways.links()
@@ -80,7 +85,8 @@ class PeerTransport:
     ) -> Channel:
         if expect is None:
             return await self._tcp.dial(addresses, expect=None, stream=stream, timeout_s=timeout_s)
-        attempts = self._attempts(expect, self._ways.in_order(expect, addresses), Dialling(expect, stream), timeout_s)
+        ordered = self._ways.in_order(expect, addresses, asyncio.get_running_loop().time())
+        attempts = self._attempts(expect, ordered, Dialling(expect, stream), timeout_s)
         if not attempts:
             raise UsageError(f"expected at least one address that can be dialled, got {list(addresses)}.")
         channel = await first_to_answer(attempts, timeout_s=timeout_s)
@@ -93,7 +99,10 @@ class PeerTransport:
         """Where this listener can be dialled from outside, if the broker could: a public address, or one whose router
         forwards the same port. Where it can't, the way by UDP. Nothing where that can't be found out."""
         port = port_of(listener.addresses)
+        await self._udp.forget()
         try:
+            # Over a connection of its own: one from before a move would be seen where this machine was.
+            await self._introductions.close()
             observed = await self._introductions.observed(port)
         except FusionError as error:
             _LOG.info("the broker could not say how it sees this machine: %s", error)
@@ -144,12 +153,18 @@ class PeerTransport:
                 start = straight[0].start
             else:
                 continue
-            attempts.append(Attempt(address, partial(self._noted, peer, address, Attempt(address, start))))
+            attempts.append(Attempt(address, partial(self._noted, peer, address, addresses, start)))
         return attempts
 
-    async def _noted(self, peer: PeerId, address: str, attempt: Attempt[FramedChannel]) -> FramedChannel:
-        channel = await attempt.start()
-        self._ways.worked(peer, address)
+    async def _noted(
+        self,
+        peer: PeerId,
+        address: str,
+        among: Sequence[str],
+        start: Callable[[], Coroutine[Any, Any, FramedChannel]],
+    ) -> FramedChannel:
+        channel = await start()
+        self._ways.worked(peer, address, among, asyncio.get_running_loop().time())
         return channel
 
     async def _over_relay(self, address: str, meeting: Meeting, dialling: Dialling, timeout_s: float) -> FramedChannel:

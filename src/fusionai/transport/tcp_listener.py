@@ -54,8 +54,8 @@ class TcpListener:
         rates: Limits,
         relay: Relay | None = None,
     ) -> None:
-        host, port = sock.getsockname()[:2]
-        self.addresses = candidates(host, port)
+        self._place: tuple[str, int] = sock.getsockname()[:2]
+        self.addresses = self.candidates_now()
         self._socket = sock
         self._credentials = credentials
         self._role: Role = credentials.role
@@ -66,6 +66,10 @@ class TcpListener:
         self._accepted = AcceptedTasks(accept, stranger_lifetime_s=limits.stranger_s)
         self._half_open: dict[asyncio.Task[None], None] = {}
         self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
+
+    def candidates_now(self) -> tuple[str, ...]:
+        """Where this machine can be dialled today: it may be on another network than when this door was opened."""
+        return candidates(*self._place)
 
     async def close(self) -> None:
         self._door.cancel()

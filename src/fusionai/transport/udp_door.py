@@ -48,6 +48,11 @@ class UdpDoor:
         self._opening = asyncio.Lock()
         self._why_not = ""
 
+    @property
+    def lost(self) -> bool:
+        """It was open, and the broker observes it no longer."""
+        return self._address is not None and self._observer is not None and self._observer.channel.closed
+
     async def opened(self, accept: Accept | None = None) -> str:
         """The address others may send to. Raises `TransportError` where there is no such way."""
         async with self._opening:
@@ -57,6 +62,13 @@ class UdpDoor:
                 raise TransportError(self._why_not)
             self._address = await self._open(accept)
             return self._address
+
+    async def forget(self) -> None:
+        """How it was seen: it may be seen elsewhere by now. QUIC itself would not notice, it survives a move."""
+        async with self._opening:
+            observer, self._observer, self._address = self._observer, None, None
+        if observer is not None:
+            await observer.close()
 
     def attempts(self, address: str, dialling: Dialling, timeout_s: float) -> list[Attempt[QuicChannel]]:
         """Once `opened`."""

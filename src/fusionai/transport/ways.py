@@ -1,7 +1,8 @@
 """Which way each link of this machine goes, and which worked last. Decides in what order candidates are tried.
 
 Addresses within this machine's own networks first, then others that can be dialled, the relay last; what worked last
-time goes before all of them. Remembers links for people to look at; an order is advice and never a promise.
+time goes before all of them: the relay for a while only, and only while there is nothing new to try. Links are
+remembered for people to look at; an order is advice and never a promise.
 Neighbours: `peer_transport` asks and tells; `peer` reports the links to the broker.
 """
 
@@ -12,6 +13,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import psutil
@@ -22,29 +24,45 @@ from fusionai.transport.framed import FramedChannel
 from fusionai.wire.messages import MAX_LINKS, LinkView, Way
 
 _BEST_FIRST: Final[tuple[Way, ...]] = ("lan", "direct", "quic", "relay")
+RELAY_REMEMBERED_S: Final = 120.0
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class _Worked:
+    address: str
+    among: frozenset[str]
+    at_s: float
+
+    def is_stale(self, addresses: Sequence[str], now_s: float) -> bool:
+        """A relay is not to be tried first for ever, nor when there is something new."""
+        if parse_address(self.address, RELAY_SCHEME) is None:
+            return False
+        return now_s - self.at_s > RELAY_REMEMBERED_S or not self.among.issuperset(addresses)
 
 
 class Ways:
     """Of one machine, in this process."""
 
     def __init__(self) -> None:
-        self._worked: dict[PeerId, str] = {}
-        """The address that answered last."""
+        self._worked: dict[PeerId, _Worked] = {}
         self._channels: weakref.WeakSet[FramedChannel] = weakref.WeakSet()
 
-    def worked(self, peer: PeerId, address: str) -> None:
-        self._worked[peer] = address
+    def worked(self, peer: PeerId, address: str, among: Sequence[str], now_s: float) -> None:
+        """`address` answered; `among` all that were known."""
+        self._worked[peer] = _Worked(address, frozenset(among), now_s)
 
     def opened(self, channel: FramedChannel) -> None:
         self._channels.add(channel)
 
-    def in_order(self, peer: PeerId, addresses: Sequence[str]) -> list[str]:
+    def in_order(self, peer: PeerId, addresses: Sequence[str], now_s: float) -> list[str]:
         """Candidates as they should be tried."""
         networks = own_networks()
         ordered = sorted(addresses, key=lambda address: _rank(address, networks))
         last = self._worked.get(peer)
-        return sorted(ordered, key=lambda address: address != last)
+        if last is None or last.is_stale(addresses, now_s):
+            return ordered
+        return sorted(ordered, key=lambda address: address != last.address)
 
     def links(self) -> tuple[LinkView, ...]:
         """Every open connection to a member, summed up by peer and way, the best way first."""

@@ -25,10 +25,15 @@ STALE = wire.Refused(code="stale_fence", reason="clear your stages and register 
 
 class Script:
     """A broker that answers as told, and what it and the peer's callbacks saw, in order. `"break"` ends a connection;
-    after the last answer nothing more is said."""
+    after the last answer nothing more is said. `finds`: where the peer finds itself when it looks; `moves`: whether it
+    moved, each time it wonders."""
 
-    def __init__(self, *answers: wire.Message | str) -> None:
+    def __init__(
+        self, *answers: wire.Message | str, finds: tuple[str, ...] | None = None, moves: tuple[bool, ...] = ()
+    ) -> None:
         self.answers = list(answers)
+        self.finds = finds
+        self.moves = list(moves)
         self.seen: list[str] = []
         self.over = asyncio.Event()
 
@@ -36,6 +41,8 @@ class Script:
         while True:
             message = (await channel.receive()).message
             self.seen.append(type(message).__name__)
+            if isinstance(message, wire.Register) and message.addresses:
+                self.seen.append(message.addresses[0])
             if not self.answers:
                 self.over.set()
                 await asyncio.Event().wait()
@@ -43,6 +50,15 @@ class Script:
             if isinstance(answer, str):
                 return
             await channel.send(answer)
+            if self.answers and isinstance(self.answers[0], wire.MeetNotice):
+                await channel.send(self.answers.pop(0))
+
+    async def look(self) -> tuple[str, ...]:
+        self.seen.append("looks")
+        return self.finds or ()
+
+    def moved(self) -> bool:
+        return bool(self.moves) and self.moves.pop(0)
 
 
 @asynccontextmanager
@@ -59,6 +75,9 @@ async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
         on_registered=lambda _: script.seen.append("on_registered"),
         on_leave=lambda _: None,
         on_lost=lambda: script.seen.append("on_lost"),
+        on_meet=lambda notice, broker: script.seen.append(f"{notice.peer[:1]} wants to meet, says {broker.role}"),
+        addresses_now=None if script.finds is None else script.look,
+        moved=script.moved,
     )
     running = asyncio.create_task(peer.run())
     try:
@@ -128,3 +147,27 @@ def test_what_cannot_mend_itself_ends_it(play, code):
 def test_a_busy_broker_is_asked_again(play):
     seen = play(lambda: Script(wire.Refused(code="failed", reason="disk full"), REGISTERED, ACK))
     assert seen == ["Register", "Register", "on_registered", "Heartbeat", "Heartbeat"]
+
+
+def test_a_machine_that_moved_while_the_broker_was_away_says_where_it_is_and_keeps_its_place(play):
+    there = "tcp://10.0.0.9:1"
+    seen = play(lambda: Script(REGISTERED, "break", ACK, REGISTERED, ACK, finds=(there,)))
+    assert seen[2:] == ["Heartbeat", "Heartbeat", "looks", "Register", there, "on_registered", "Heartbeat", "Heartbeat"]
+
+
+def test_a_machine_that_is_where_it_was_says_nothing(play):
+    seen = play(lambda: Script(REGISTERED, "break", ACK, ACK, finds=()))
+    assert seen[2:] == ["Heartbeat", "Heartbeat", "looks", "on_registered", "Heartbeat", "Heartbeat"]
+
+
+def test_a_move_that_broke_no_connection_is_said_after_the_next_heartbeat(play):
+    there = "quic://b@203.0.113.7:1"
+    seen = play(lambda: Script(REGISTERED, ACK, ACK, REGISTERED, finds=(there,), moves=(False, True)))
+    assert seen[2:] == ["Heartbeat", "Heartbeat", "looks", "Register", there, "Heartbeat"]
+
+
+def test_who_wants_to_meet_is_told_together_with_the_broker_that_says_so(play):
+    notice = wire.MeetNotice(peer="b" * 52, token=b"")
+    seen = play(lambda: Script(REGISTERED, notice, ACK, ACK))
+    assert "b wants to meet, says broker" in seen
+    assert "on_lost" not in seen

@@ -28,15 +28,24 @@ def _one_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_near_ones_first_and_the_relay_last():
     given = [RELAY, LOOPBACK, PUBLIC, OTHER, NAME, OWN]
-    assert ways.Ways().in_order(PEER, given) == [OWN, PUBLIC, OTHER, NAME, LOOPBACK, RELAY]
+    assert ways.Ways().in_order(PEER, given, 0.0) == [OWN, PUBLIC, OTHER, NAME, LOOPBACK, RELAY]
 
 
 def test_what_worked_last_goes_first_for_that_peer_only():
     known = ways.Ways()
-    known.worked(PEER, RELAY)
-    assert known.in_order(PEER, [PUBLIC, RELAY]) == [RELAY, PUBLIC]
-    assert known.in_order(PEER, [PUBLIC]) == [PUBLIC]
-    assert known.in_order(PeerId("b" * 52), [PUBLIC, RELAY]) == [PUBLIC, RELAY]
+    known.worked(PEER, RELAY, [PUBLIC, RELAY], 0.0)
+    assert known.in_order(PEER, [PUBLIC, RELAY], 1.0) == [RELAY, PUBLIC]
+    assert known.in_order(PEER, [PUBLIC], 1.0) == [PUBLIC]
+    assert known.in_order(PeerId("b" * 52), [PUBLIC, RELAY], 1.0) == [PUBLIC, RELAY]
+
+
+def test_a_relay_is_tried_first_for_a_while_only_and_not_when_there_is_something_new():
+    known = ways.Ways()
+    known.worked(PEER, RELAY, [PUBLIC, RELAY], 0.0)
+    assert known.in_order(PEER, [PUBLIC, RELAY], ways.RELAY_REMEMBERED_S + 1) == [PUBLIC, RELAY]
+    assert known.in_order(PEER, [PUBLIC, RELAY, OWN], 1.0) == [OWN, PUBLIC, RELAY]
+    known.worked(PEER, NAME, [PUBLIC, NAME], 0.0)
+    assert known.in_order(PEER, [PUBLIC, NAME, OWN], 1e6) == [NAME, OWN, PUBLIC]
 
 
 def test_only_the_relay_is_not_better_than_the_relay():
