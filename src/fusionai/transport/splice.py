@@ -3,7 +3,8 @@
 Each direction has one buffer: what the receiving side does not take is not read from the sending side either. Ends when
 both sides have said all, when one breaks, when nothing has moved for too long, or when a side has silently gone; what
 one side broke is broken for the other too, at once. Never looks at a byte.
-Neighbours: `relay` decides who is spliced, `dead_paths` finds those who have gone, `rate_limit` how much may pass.
+Neighbours: `relay` decides who is spliced, `dead_paths` finds those who have gone, `rate_limit` how much may pass,
+`congestion` by which rules.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import struct
 from dataclasses import dataclass, field
 from typing import Final
 
+from fusionai.transport.congestion import use_for_bulk
 from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, silent_s
 from fusionai.transport.rate_limit import RateLimit
 
 BUFFER_BYTES: Final = 128 * 2**10
+BULK_BYTES: Final = 2**20
+"""Who sends more than that in one direction does not send small messages."""
 LAST_WORDS_S: Final = 10.0
 """For the one side to end, too, once the other has."""
 _HANG_UP: Final = struct.pack("ii", 1, 0)
@@ -42,6 +46,8 @@ class Flow:
         buffer = memoryview(bytearray(self.limit.slice_bytes(BUFFER_BYTES)))
         while count := await loop.sock_recv_into(self.source, buffer):
             await loop.sock_sendall(self.sink, buffer[:count])
+            if self.copied_bytes < BULK_BYTES <= self.copied_bytes + count:
+                use_for_bulk(self.sink)
             self.copied_bytes += count
             self.moved_at_s = loop.time()
             due_s = self.limit.take(count, self.moved_at_s)
