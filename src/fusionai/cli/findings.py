@@ -32,6 +32,7 @@ from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.transport import quic_binding
 from fusionai.transport.enrolment import MEMBERSHIP_FILE
 
 _SURVEY_TIMEOUT_S: Final = 180.0
@@ -39,6 +40,12 @@ _COMMAND_TIMEOUT_S: Final = 10.0
 _DISK_WANTED_BYTES: Final = 10 * 10**9
 _OPEN_FILES_WANTED: Final = 1024
 _LIBRARIES: Final = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "cryptography", "uvloop")
+
+
+_BY_UDP: Final = {
+    True: "through the routers by QUIC where these allow it, else over the broker's relay, at its pace.",
+    False: "over the broker's relay, at its pace; with `pip install 'fusionai[quic]'` many go through the routers.",
+}
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,8 +254,8 @@ def _of_network(addresses: tuple[str, ...]) -> Iterator[Finding]:
             area="network",
             state="note",
             what=f"addresses: {', '.join(addresses)}; all of them private",
-            remedy="Machines of the same network (or VPN) reach this one. To keep a pool for machines elsewhere, "
-            "forward a port of the router to it and name it: `fusion broker --address HOST:PORT`.",
+            remedy="It can join any pool as it is. To keep one for machines elsewhere, forward a port of the router to "
+            "it and name it: `fusion broker --address HOST:PORT`.",
         )
     else:
         yield Finding(
@@ -348,7 +355,7 @@ def _of_reach(reach: Reach) -> Iterator[Finding]:
             what=f"the broker can't dial this machine ({where}): "
             + ("a firewall is in the way" if own else "it is behind a router, which the broker sees instead"),
             remedy=(
-                "It can take part: such links go over the broker's relay, at its pace. For direct ones "
+                f"It can take part: such links go {_BY_UDP[quic_binding.available()]} For direct ones "
                 + (
                     "allow connections to Python in this machine's firewall."
                     if own
@@ -357,8 +364,11 @@ def _of_reach(reach: Reach) -> Iterator[Finding]:
                 )
             ),
         )
-    if reach.ways:
-        links = ", ".join(f"{short(peer)} {way}" for peer, way in sorted(reach.ways.items()))
+    if reach.links:
+        links = ", ".join(
+            f"{short(peer)} {link.way}" + (f" ({format_seconds(link.round_trip_s)})" if link.round_trip_s else "")
+            for peer, link in sorted(reach.links.items())
+        )
         yield Finding(area="links", state="good", what=f"now: {links}")
 
 

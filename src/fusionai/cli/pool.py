@@ -18,7 +18,7 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.types import PeerProfile
-from fusionai.transport.ways import best_ways
+from fusionai.transport.ways import best_links
 from fusionai.wire.messages import JobView, MemberView
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ def pool(home: Path, json_file: Path | None) -> None:
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
     )
+    if any(link.way == "relay" for member in members for link in best_links(member.view.links).values()):
+        console.line(
+            "Links by relay pass the broker's machine; `fusion doctor` at an end says how to shorten one."
+        )
     for job in jobs:
         console.line(f"{job.job}, {job.step + 1} steps done, lately:")
         for entry in job.story[-_TOLD_LINES:]:
@@ -123,7 +127,7 @@ def _part(member: MemberView) -> str:
 
 def _links(member: MemberView) -> str:
     """How many other machines it reaches which way."""
-    ways = Counter[str](best_ways(member.links).values())
+    ways = Counter[str](link.way for link in best_links(member.links).values())
     return ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
 
 
@@ -138,7 +142,15 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "rests_s": member.rests_s,
         "clears": member.clears or None,
         "addresses": list(member.addresses),
-        "links": [{"peer": link.peer, "way": link.way, "channels": link.channels} for link in member.links],
+        "links": [
+            {
+                "peer": link.peer,
+                "way": link.way,
+                "channels": link.channels,
+                "round_trip_s": link.round_trip_s or None,
+            }
+            for link in member.links
+        ],
         "device": profile.device,
         "device_name": profile.device_name,
         "flops_per_s": profile.flops_per_s,

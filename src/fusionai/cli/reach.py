@@ -17,19 +17,20 @@ from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel
 from fusionai.transport.introductions import Introductions
 from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.ways import best_ways
-from fusionai.wire.messages import Observed, Way
+from fusionai.transport.ways import best_links
+from fusionai.wire.messages import LinkView, Observed
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """`answered_s`: from dialling the broker until it has proved itself. `port`: the one the broker tried. `observed`
-    is None where the broker is too old to say. `ways`: to whom this machine's peer has links now, and which way."""
+    is None where the broker is too old to say. `links`: those that this machine's peer has now, to each
+    other the best."""
 
     answered_s: float
     port: int
     observed: Observed | None
-    ways: Mapping[PeerId, Way]
+    links: Mapping[PeerId, LinkView]
 
 
 async def look(membership: Membership, port: int, *, timeout_s: float) -> Reach:
@@ -46,7 +47,7 @@ async def look(membership: Membership, port: int, *, timeout_s: float) -> Reach:
     async with PoolSession(membership) as session:
         views = [member.view for member in await session.pool()]
     own = next((view.links for view in views if view.peer == membership.peer), ())
-    return Reach(answered_s, port, observed, best_ways(own))
+    return Reach(answered_s, port, observed, best_links(own))
 
 
 async def _observed(membership: Membership, transport: TcpTransport, port: int) -> tuple[Observed, int]:

@@ -53,6 +53,11 @@ class FramedChannel(ABC):
     def closed(self) -> bool:
         return self._closing or self._inbox.ended
 
+    @property
+    def round_trip_s(self) -> float:
+        """Of the network between both ends, the least of late; 0.0 where nobody measures it."""
+        return 0.0
+
     @abstractmethod
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 

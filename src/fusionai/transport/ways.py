@@ -67,17 +67,21 @@ class Ways:
     def links(self) -> tuple[LinkView, ...]:
         """Every open connection to a member, summed up by peer and way, the best way first."""
         count: Counter[tuple[str, Way]] = Counter()
+        round_trips_s: dict[tuple[str, Way], float] = {}
         for channel in self._channels:
             if not channel.closed and channel.remote.role == "member" and channel.remote.peer is not None:
-                count[channel.remote.peer, channel.way] += 1
-        views = [LinkView(peer, way, channels, 0.0) for (peer, way), channels in count.items()]
+                key = (channel.remote.peer, channel.way)
+                count[key] += 1
+                if (took_s := channel.round_trip_s) > 0:
+                    round_trips_s[key] = min(took_s, round_trips_s.get(key, took_s))
+        views = [LinkView(*key, channels, round_trips_s.get(key, 0.0)) for key, channels in count.items()]
         return tuple(sorted(views, key=lambda view: (view.peer, _BEST_FIRST.index(view.way))))[:MAX_LINKS]
 
 
-def best_ways(links: Iterable[LinkView]) -> dict[PeerId, Way]:
-    """To each peer the best way of those its links go."""
+def best_links(links: Iterable[LinkView]) -> dict[PeerId, LinkView]:
+    """To each peer the one that goes the best way."""
     ordered = sorted(links, key=lambda link: -_BEST_FIRST.index(link.way))
-    return {PeerId(link.peer): link.way for link in ordered}
+    return {PeerId(link.peer): link for link in ordered}
 
 
 def better_than_relay(addresses: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from fusionai.backends.torch.survey import Survey
 from fusionai.cli import findings
 from fusionai.cli.reach import Reach
 from fusionai.primitives.ids import PeerId
-from fusionai.wire.messages import Observed
+from fusionai.wire.messages import LinkView, Observed
 
 REPORT = DeviceReport(
     backend="torch",
@@ -136,6 +136,10 @@ def test_a_broker_that_cannot_say(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_doctor_says_which_way_each_link_goes():
-    reach = Reach(0.1, 4712, None, {PeerId("b" * 52): "relay", PeerId("a" * 52): "lan"})
+    links = {
+        PeerId(peer): LinkView(peer, way, 1, round_trip_s)
+        for peer, way, round_trip_s in (("b" * 52, "relay", 0.0), ("a" * 52, "lan", 0.002))
+    }
+    reach = Reach(0.1, 4712, None, links)
     finding = list(findings._of_reach(reach))[-1]
-    assert (finding.area, finding.what) == ("links", "now: aaaaaaaa lan, bbbbbbbb relay")
+    assert (finding.area, finding.what) == ("links", "now: aaaaaaaa lan (2 ms), bbbbbbbb relay")

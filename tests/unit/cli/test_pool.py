@@ -49,4 +49,6 @@ def test_each_link_counts_by_its_best_way():
     view = member(links=links)
     assert "1 lan, 1 relay" in pool._row(view, PROFILE)
     ways = pool._figures(view, PROFILE)["links"]
-    assert ways == [{"peer": link.peer, "way": link.way, "channels": link.channels} for link in links]
+    assert ways == [
+        {"peer": link.peer, "way": link.way, "channels": link.channels, "round_trip_s": None} for link in links
+    ]

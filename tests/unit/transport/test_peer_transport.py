@@ -113,8 +113,10 @@ def test_who_can_be_dialled_is_dialled(play):
         assert channel.way == "lan"
         assert stand.asked == []
         theirs = await stand.came.get()
-        assert stand.a.links == (LinkView(stand.peer("b"), "lan", 1, 0.0),)
-        assert stand.b.links == (LinkView(stand.peer("a"), "lan", 1, 0.0),)
+        (link,), (back,) = stand.a.links, stand.b.links
+        assert (link.peer, link.way, link.channels) == (stand.peer("b"), "lan", 1)
+        assert (back.peer, back.way, back.channels) == (stand.peer("a"), "lan", 1)
+        assert 0 <= link.round_trip_s < 1
         await channel.close()
         await theirs.close()
         assert (stand.a.links, stand.b.links) == ((), ())
