@@ -60,9 +60,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         right=(3, 4, 5),
     )
     if any(link.way == "relay" for member in members for link in best_links(member.view.links).values()):
-        console.line(
-            "Links by relay pass the broker's machine; `fusion doctor` at an end says how to shorten one."
-        )
+        console.line("Links by relay pass the broker's machine; `fusion doctor` at an end says how to shorten one.")
     for job in jobs:
         console.line(f"{job.job}, {job.step + 1} steps done, lately:")
         for entry in job.story[-_TOLD_LINES:]:
