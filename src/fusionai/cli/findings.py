@@ -33,6 +33,7 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.transport import quic_binding
+from fusionai.transport.congestion import bulk_is_available
 from fusionai.transport.enrolment import MEMBERSHIP_FILE
 
 _SURVEY_TIMEOUT_S: Final = 180.0
@@ -78,6 +79,7 @@ def everything(*, device: str, threads: int | None, home: Path, port: int = 0) -
         *_of_memory(),
         *_of_disk(home),
         *_of_network(addresses),
+        *_of_bulk(bulk_is_available()),
         *_of_clock(),
         *_of_limits(),
         *_of_membership(home, port),
@@ -274,6 +276,21 @@ def _of_network(addresses: tuple[str, ...]) -> Iterator[Finding]:
             state="bad",
             what=f"no TCP port can be opened: {failure.strerror}",
             remedy="Allow Python to accept connections in this machine's firewall or sandbox.",
+        )
+
+
+def _of_bulk(available: bool) -> Iterator[Finding]:
+    """How tensors and weights go over long lines. Elsewhere than on Linux a program can't choose."""
+    if available:
+        yield Finding(
+            area="bulk", state="good", what="tensors and weights go by BBR: lines that lose packets are filled"
+        )
+    elif sys.platform == "linux":
+        yield Finding(
+            area="bulk",
+            state="note",
+            what="this kernel has no BBR for programs: long lines that lose packets carry next to nothing",
+            remedy="`sudo modprobe tcp_bbr`, then `sudo sysctl net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'`.",
         )
 
 

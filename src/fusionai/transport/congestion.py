@@ -17,7 +17,6 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 BULK: Final = "bbr"
@@ -32,7 +31,6 @@ LEAST_OF_BEST: Final = 0.8
 _FORGET: Final = 0.995
 _NOT_CAPPED: Final = 2**32 - 1
 _SO_MAX_PACING_RATE: Final = 47
-_AVAILABLE: Final = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _TCP_INFO_BYTES: Final = 168
 _APP_LIMITED_AT, _RTT_AT, _MIN_RTT_AT, _DELIVERED_AT = 7, 68, 148, 160
 """Of fields in Linux's `struct tcp_info` (linux/tcp.h)."""
@@ -101,8 +99,6 @@ def pace(sock: socket.socket, bytes_per_s: float | None) -> None:
 
 
 def bulk_is_available() -> bool:
-    """Whether this kernel has BBR, as far as it says."""
-    try:
-        return BULK in _AVAILABLE.read_text(encoding="ascii").split()
-    except OSError:
-        return False
+    """Whether this process may have it."""
+    with socket.socket() as tried:
+        return use_for_bulk(tried)

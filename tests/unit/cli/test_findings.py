@@ -89,6 +89,15 @@ def test_addresses_decide_what_to_do_about_the_router(addresses: tuple[str, ...]
     assert said in finding.what
 
 
+def test_a_kernel_without_bbr_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(findings.sys, "platform", "linux")
+    (without,), (having,) = findings._of_bulk(False), findings._of_bulk(True)
+    assert (without.state, having.state) == ("note", "good")
+    assert "modprobe tcp_bbr" in without.remedy
+    monkeypatch.setattr(findings.sys, "platform", "darwin")
+    assert list(findings._of_bulk(False)) == []
+
+
 def test_a_clock_that_is_not_synchronised_is_noted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(findings, "_output", lambda command: "no\n")
     (finding,) = findings._of_clock()
