@@ -126,7 +126,7 @@ class BrokerService:
                 return self._greet_stranger(message)
             if not self._desk.knows(remote.peer):
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
-            return self._serve(remote.peer, connection, message)
+            return self._serve(remote, remote.peer, connection, message)
         except Refusal as refusal:
             return Outcome(answer=refusal.message)
         except Superseded:
@@ -169,7 +169,7 @@ class BrokerService:
         digest = _digest(message.token)
         return self._decide(requests.Enrol(digest, peer_of(message.public_key), message.purpose))
 
-    def _serve(self, peer: PeerId, connection: int, message: Message) -> Outcome:
+    def _serve(self, remote: Remote, peer: PeerId, connection: int, message: Message) -> Outcome:
         match message:
             case Heartbeat():
                 self._links[peer] = message.links
@@ -185,7 +185,7 @@ class BrokerService:
             case PoolQuery():
                 return Outcome(answer=self._pool_view())
             case Meet():
-                return self._introduce(peer, message)
+                return self._introduce(remote, message)
             case JobQuery():
                 return Outcome(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
             case JobRequest():
@@ -221,9 +221,9 @@ class BrokerService:
             ),
         )
 
-    def _introduce(self, peer: PeerId, message: Meet) -> Outcome:
+    def _introduce(self, remote: Remote, message: Meet) -> Outcome:
         answer, connection, notice = self._introducer.introduce(
-            self._desk, peer, message, now_wall_s=self._clock.wall_s()
+            self._desk, remote, message, now_wall_s=self._clock.wall_s()
         )
         return Outcome(answer=answer, notices=(Notice(connection=connection, message=notice),))
 

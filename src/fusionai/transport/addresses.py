@@ -53,6 +53,12 @@ def format_address(host: str, port: int, scheme: str = SCHEME) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def host_of(address: str) -> str:
+    """The host of an address of any scheme, without a name in front of it; empty for what is no address."""
+    match = _ADDRESS.fullmatch(address)
+    return "" if match is None else match["six"] or match["host"].rpartition("@")[2]
+
+
 def port_of(addresses: Sequence[str]) -> int:
     """The port of the first `tcp://` address; 0 where there is none."""
     return next((target[1] for address in addresses if (target := parse_address(address)) is not None), 0)

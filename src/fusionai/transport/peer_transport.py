@@ -41,6 +41,8 @@ FIRST_LOOK_S: Final = 30.0
 LAST_LOOK_S: Final = 600.0
 _LOOK_TIMEOUT_S: Final = 5.0
 _ANSWER_TIMEOUT_S: Final = 10.0
+MAX_ANSWERING: Final = 64
+"""Meetings under way that others asked for."""
 QUIC_HEAD_START_S: Final = 1.0
 """Two sides that send at the same time need about a second; the relay is not to win for that alone."""
 
@@ -121,6 +123,9 @@ class PeerTransport:
 
         `relay`: where the broker that sent the notice was reached."""
         if self._listener is None:
+            return
+        if len(self._answering) >= MAX_ANSWERING:
+            _LOG.info("%s wants to be met, and too many others are being met now", short(PeerId(notice.peer)))
             return
         if notice.token:
             self._start(self._answer(self._listener, notice, relay))

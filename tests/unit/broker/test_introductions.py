@@ -14,11 +14,13 @@ from fusionai.coordination.requests import Refusal
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.authority import Authority, load_authority
 from fusionai.transport.identity import peer_of
+from fusionai.transport.interface import Remote
 from fusionai.transport.pairing import LIFETIME_S, PairingToken, verify_pairing
 from fusionai.wire.messages import Meet
 
 NOW_S = 1_000_000.0
 ASKING, THERE, OLD, GONE, NOBODY = (peer_of(bytes([number]) * 32) for number in range(1, 6))
+CALLER = Remote(ASKING, "member", "192.0.2.7", 5555)
 RELAYED = ("tcp://10.0.0.2:1", "relay://198.51.100.1:4711")
 
 
@@ -42,9 +44,9 @@ def authority(tmp_path: Path) -> Authority:
 
 def test_each_side_gets_a_token_of_its_own_for_the_same_meeting(authority: Authority):
     introducer = Introducer(authority, relays=True, draw=lambda: b"m" * 16)
-    mine = ("quic://192.0.2.7:9",)
+    mine = (f"quic://{ASKING}@192.0.2.7:9",)
     answer, connection, notice = introducer.introduce(
-        desk(), ASKING, Meet(peer=THERE, addresses=mine), now_wall_s=NOW_S
+        desk(), CALLER, Meet(peer=THERE, addresses=mine), now_wall_s=NOW_S
     )
     assert connection == 2
     assert (answer.addresses, notice.peer, notice.addresses) == (RELAYED, ASKING, mine)
@@ -62,7 +64,7 @@ def test_meetings_are_drawn_anew(authority: Authority):
     introducer = Introducer(authority, relays=True)
     meetings = {
         verify_pairing(
-            introducer.introduce(desk(), ASKING, Meet(peer=THERE), now_wall_s=NOW_S)[0].token,
+            introducer.introduce(desk(), CALLER, Meet(peer=THERE), now_wall_s=NOW_S)[0].token,
             authority.public_key,
             now_wall_s=NOW_S,
         ).meeting
@@ -72,7 +74,7 @@ def test_meetings_are_drawn_anew(authority: Authority):
 
 
 def test_a_broker_without_a_relay_gives_no_tokens(authority: Authority):
-    answer, _, notice = Introducer(authority).introduce(desk(), ASKING, Meet(peer=THERE), now_wall_s=NOW_S)
+    answer, _, notice = Introducer(authority).introduce(desk(), CALLER, Meet(peer=THERE), now_wall_s=NOW_S)
     assert (answer.token, notice.token) == (b"", b"")
 
 
@@ -82,5 +84,18 @@ def test_a_broker_without_a_relay_gives_no_tokens(authority: Authority):
 )
 def test_nobody_else_is_introduced(authority: Authority, whom: PeerId, code: str):
     with pytest.raises(Refusal) as refused:
-        Introducer(authority, relays=True).introduce(desk(), ASKING, Meet(peer=whom), now_wall_s=NOW_S)
+        Introducer(authority, relays=True).introduce(desk(), CALLER, Meet(peer=whom), now_wall_s=NOW_S)
     assert refused.value.message.code == code
+
+
+def test_nobody_is_made_to_send_to_a_third(authority: Authority):
+    elsewhere = (f"quic://{ASKING}@198.51.100.9:9", "tcp://198.51.100.9:9", "192.0.2.7", f"quic://{ASKING}@192.0.2.7:9")
+    _, _, notice = Introducer(authority).introduce(
+        desk(), CALLER, Meet(peer=THERE, addresses=elsewhere), now_wall_s=NOW_S
+    )
+    assert notice.addresses == elsewhere[-1:]
+
+
+def test_a_stranger_is_not_introduced(authority: Authority):
+    with pytest.raises(Refusal):
+        Introducer(authority).introduce(desk(), Remote(None, "stranger"), Meet(peer=THERE), now_wall_s=NOW_S)

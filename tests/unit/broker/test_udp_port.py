@@ -1,0 +1,93 @@
+"""The broker's UDP port: opened once somebody needs it, and nobody's trouble where it can't be."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionai.broker import udp_port
+from fusionai.broker.observer import Observer
+from fusionai.broker.udp_port import UdpPort
+from fusionai.primitives.errors import TransportError
+from fusionai.primitives.ids import PeerId
+from fusionai.transport import quic_binding
+from fusionai.transport.authority import load_authority
+from fusionai.transport.credentials import MemberCredentials
+from fusionai.transport.identity import load_identity
+from fusionai.transport.interface import Channel, Remote
+from fusionai.transport.memory import MemoryNetwork
+from fusionai.wire.messages import Observe
+
+
+@pytest.fixture
+def credentials(tmp_path: Path) -> MemberCredentials:
+    authority = load_authority(tmp_path / "authority", "pool", now_wall_s=time.time())
+    identity = load_identity(tmp_path / "broker")
+    certificate = authority.issue(identity.public_key, "broker", now_wall_s=time.time())
+    return MemberCredentials(identity, certificate, authority.certificate)
+
+
+async def accept(channel: Channel) -> None:
+    await channel.receive()
+
+
+def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await scene()
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.skipif(not quic_binding.available(), reason="iroh, the library for QUIC, is not installed here")
+def test_it_is_opened_at_the_first_need_and_once(credentials: MemberCredentials):
+    async def scene() -> None:
+        port = UdpPort(credentials, accept, "127.0.0.1", 0)
+        first, second = await asyncio.gather(port.opened(), port.opened())
+        assert first == second > 0
+        taken = UdpPort(credentials, accept, "127.0.0.1", first)
+        assert await taken.opened() == 0
+        await taken.close()
+        await port.close()
+
+    play(scene)
+
+
+def test_without_the_library_there_is_none(credentials: MemberCredentials, monkeypatch: pytest.MonkeyPatch):
+    def missing(*_: object) -> None:
+        raise TransportError("QUIC needs the package iroh.")
+
+    monkeypatch.setattr(udp_port, "QuicTransport", missing)
+
+    async def scene() -> None:
+        port = UdpPort(credentials, accept, "127.0.0.1", 0)
+        assert await port.opened() == 0
+        await port.close()
+
+    play(scene)
+
+
+def test_a_member_that_can_be_dialled_needs_none():
+    asked: list[str] = []
+
+    async def opened() -> int:
+        asked.append("opened")
+        return 4711
+
+    class Reachable(Observer):
+        async def _reaches(self, remote: Remote, port: int) -> bool:
+            return port == 9
+
+    async def scene() -> None:
+        observer = Reachable(MemoryNetwork().transport(PeerId("y" * 52), "broker"), opened)
+        remote = Remote(PeerId("a" * 52), "member", "203.0.113.7", 5555)
+        assert (await observer.answer(remote, Observe(port=9))).udp_port == 0
+        assert asked == []
+        assert (await observer.answer(remote, Observe(port=8))).udp_port == 4711
+
+    play(scene)
