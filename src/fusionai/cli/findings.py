@@ -290,7 +290,8 @@ def _of_bulk(available: bool) -> Iterator[Finding]:
             area="bulk",
             state="note",
             what="this kernel has no BBR for programs: long lines that lose packets carry next to nothing",
-            remedy="`sudo modprobe tcp_bbr`, then `sudo sysctl net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'`.",
+            remedy="`sudo modprobe tcp_bbr`, then "
+            "`sudo sysctl net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'`.",
         )
 
 
