@@ -14,6 +14,7 @@ from fusionai.scheduling.compression import shown
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.guards import Guarding
+from fusionai.scheduling.small_memory import savings
 from fusionai.scheduling.types import Excluded, Plan, StagePlacement
 
 _BAR: Final = 10
@@ -46,7 +47,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     _show_speed(found)
     if found.codecs:
         console.line(f"Between stages, activations and gradients travel packed: {shown(found.codecs)}.")
-    for sentence in _savings(found):
+    for sentence in savings(found):
         console.line(sentence)
     certificate = found.certificate
     if certificate.exact:
@@ -138,22 +139,6 @@ def show_expense(found: Expense, names: Mapping[str, str]) -> None:
     ):
         if missing:
             console.line(f"{what}: not known; no {word} is given for {_list([names.get(p, p) for p in missing])}.")
-
-
-def _savings(found: Plan) -> Iterator[str]:
-    """What stages do to fit their memory, what it saves and what it costs."""
-    for stage in found.stages:
-        if stage.recompute:
-            times = stage.compute_s / (stage.compute_s - stage.recompute_s) - 1 if stage.recompute_s else 0.0
-            yield (
-                f"Stage {stage.stage} makes activations again in backward: saves "
-                f"{format_bytes(stage.recompute_saves_bytes)}, costs {times:.0%} more compute."
-            )
-        if stage.offload:
-            yield (
-                f"Stage {stage.stage} has its optimizer's state in a file: saves "
-                f"{format_bytes(stage.offload_saves_bytes)}, costs {format_seconds(stage.offload_s)} a step."
-            )
 
 
 def _show_speed(found: Plan) -> None:

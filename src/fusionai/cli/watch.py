@@ -19,6 +19,7 @@ from fusionai.client.train import Noted, Planned
 from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.primitives.units import format_count, format_seconds
 from fusionai.scheduling.compression import shown
+from fusionai.scheduling.small_memory import savings
 from fusionai.scheduling.types import Plan
 from fusionai.training import progress
 from fusionai.training.progress import StepDone
@@ -115,6 +116,8 @@ class Watch:
         )
         if event.plan.codecs:
             self.say(f"between stages, activations and gradients travel packed: {shown(event.plan.codecs)}")
+        for sentence in savings(event.plan):
+            self.say(sentence)
         for warning in event.plan.warnings:
             self.say(f"warning: {warning}")
         self._view = TrainingView(self._title, self._total_steps, event.plan, pool=event.members, console=Console())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fusionai.backends.interface import StageProgram
+from fusionai.execution.allocator import keep_freed_memory, spare_memory
 from fusionai.execution.boundary import Boundary
 from fusionai.execution.host import Host
 from fusionai.ir.schema import Graph, content_hash
@@ -66,6 +67,11 @@ async def load_stage(
             raise ExecutionError(
                 f"backend {host.backend.name} can't run {', '.join(unsupported)} of stage {told.stage}."
             )
+        # The stage that came last decides for the process.
+        if told.options.recompute or told.options.offload:
+            spare_memory()
+        else:
+            keep_freed_memory()
         program = host.backend.load(
             graph,
             grad_inputs=boundary.grad_inputs,

@@ -9,17 +9,18 @@ The bound of such a plan: no block takes less than what it takes with all kept, 
 make everything again by more than the largest such ratio of a block. Making activations again is T. Chen et al., 2016
 (arXiv 1604.06174), whole blocks as segments; which stages do it follows from the peers' memory.
 
-Neighbours: `planner` asks; `levers` and `stage_costs` price.
+Neighbours: `planner` asks; `levers` and `stage_costs` price; `cli` shows `savings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.levers import NO_LEVERS, Levers, choices_of_problem, levers_of_problem, levers_of_stage
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.stage_costs import StageCosts
@@ -77,6 +78,22 @@ def saving(problem: Problem, plan: Plan) -> Plan:
         tokens_per_s=speed,
         certificate=msgspec.structs.replace(plan.certificate, exact=False, optimality_gap=gap),
     )
+
+
+def savings(plan: Plan) -> Iterator[str]:
+    """For people: what stages do to fit their memory, what it saves and what it costs."""
+    for stage in plan.stages:
+        if stage.recompute:
+            times = stage.compute_s / (stage.compute_s - stage.recompute_s) - 1 if stage.recompute_s else 0.0
+            yield (
+                f"Stage {stage.stage} makes activations again in backward: saves "
+                f"{format_bytes(stage.recompute_saves_bytes)}, costs {times:.0%} more compute."
+            )
+        if stage.offload:
+            yield (
+                f"Stage {stage.stage} has its optimizer's state in a file: saves "
+                f"{format_bytes(stage.offload_saves_bytes)}, costs {format_seconds(stage.offload_s)} a step."
+            )
 
 
 def _everywhere(problem: Problem, levers: Levers) -> Problem:

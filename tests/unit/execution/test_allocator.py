@@ -36,6 +36,31 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_where_memory_is_spared_no_freed_tensor_stays() -> None:
+    """Freed pieces between others are not kept, as they are otherwise."""
+    program = """
+import sys
+import psutil
+import numpy as np
+from fusionai.execution.allocator import keep_freed_memory, spare_memory
+keep_freed_memory()
+if sys.argv[1] == "spare":
+    assert spare_memory()
+held = [np.ones(4 * 2**20, np.uint8) for _ in range(50)]
+full = psutil.Process().memory_info().rss
+del held[::2]
+print(full - psutil.Process().memory_info().rss)
+"""
+    gone: dict[str, int] = {}
+    for how in ("spare", "keep"):
+        done = subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True)
+        gone[how] = int(done.stdout)
+    assert gone["spare"] > 90 * 2**20
+    assert gone["keep"] < 30 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_freed_memory_goes_back_when_asked() -> None:
     program = """
 import psutil
