@@ -1,4 +1,4 @@
-"""What every transport promises, on every transport: in memory, over TCP, over TCP on uvloop."""
+"""What every transport promises, on every transport: in memory, over TCP, over QUIC, these two on uvloop too."""
 
 from __future__ import annotations
 
@@ -122,7 +122,12 @@ class QuicWorld(TcpWorld):
         await channel.close()
 
 
-@pytest.fixture(params=["memory", "tcp", "tcp-uvloop", "quic", "quic-uvloop"])
+@pytest.fixture(
+    params=[
+        *("memory", "tcp", "tcp-uvloop"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("quic", "quic-uvloop")),
+    ]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

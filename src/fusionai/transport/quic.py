@@ -38,12 +38,17 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 def parse_quic(address: str) -> tuple[PeerId, str, int] | None:
-    """Whom, host and port of a `quic://` address; None for another scheme's. Raises `UsageError`, `TrustError`."""
+    """Whom, host and port of a `quic://` address; None for another scheme's, and for one that names no key.
+
+    Raises `UsageError` for what is no address."""
     target = parse_address(address, SCHEME)
     if target is None:
         return None
     peer, _, host = target[0].rpartition("@")
-    public_key_of(peer)
+    try:
+        public_key_of(peer)
+    except TrustError:
+        return None
     return PeerId(peer), host, target[1]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from fusionai.primitives.errors import FusionError, TransportError, WireError
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.framed import Dialling
@@ -76,9 +76,12 @@ class UdpDoor:
 
     async def knock(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Send to a peer that dials this machine now."""
-        places = [(host, port) for one in addresses if (found := parse_quic(one)) for _, host, port in [found]]
-        if self._quic is not None and places:
-            await self._quic.knock(peer, places, KNOCK_S)
+        try:
+            places = [found[1:] for address in addresses if (found := parse_quic(address)) is not None]
+            if self._quic is not None and places:
+                await self._quic.knock(peer, places, KNOCK_S)
+        except FusionError as error:
+            _LOG.info("could not send towards %s: %s", short(peer), error)
 
     async def close(self) -> None:
         if self._observer is not None:
