@@ -15,7 +15,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.primitives.clock import Clock
@@ -28,7 +28,7 @@ from fusionai.transport.pairing import PairingToken, check_holder, verify_pairin
 from fusionai.transport.rate_limit import RateLimit
 from fusionai.transport.relay_greeting import ALONE, BAD_GREETING, BAD_TOKEN, FULL, HEADER_BYTES, JOINED
 from fusionai.transport.signed import SIGNATURE_BYTES
-from fusionai.transport.splice import Flow, hang_up, splice
+from fusionai.transport.splice import Activity, Flow, hang_up, splice
 
 _LOG: Final = logging.getLogger(__name__)
 PAIR_BYTES_PER_S: Final = 12.5e6
@@ -40,8 +40,8 @@ MAX_REMEMBERED: Final = 10_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
     """`pair_bytes_per_s`: between two peers each way, over all their connections. `connections`: joined ones at a time,
-    `peer_connections`: those of one peer. `waiting_s`: for the other side to come. `idle_s`: without a byte; peers of a
-    job say something four times a second."""
+    `peer_connections`: those of one peer. `waiting_s`: for the other side to come. `idle_s`: without a byte between the
+    two, over all their connections; peers of a job say something four times a second."""
 
     pair_bytes_per_s: float = PAIR_BYTES_PER_S
     connections: int = 512
@@ -57,6 +57,15 @@ class RelayStats:
 
     joined: int = 0
     copied_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Pair:
+    """What the connections between two peers share. `rates`: by sender."""
+
+    rates: dict[str, RateLimit]
+    activity: Activity = field(default_factory=Activity)
+    connections: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +89,7 @@ class Relay:
         """(meeting, side) -> when its token is out of date."""
         self._connections: Counter[str] = Counter()
         """Joined ones and those that wait, by peer."""
-        self._rates: dict[tuple[str, str], tuple[RateLimit, int]] = {}
-        """(sender, receiver) -> the limit and how many connections share it."""
+        self._pairs: dict[frozenset[str], _Pair] = {}
 
     async def serve(self, sock: socket.socket, greeted: Callable[[], None] = lambda: None) -> None:
         """One connection, from its greeting to its end; closes it. `greeted` is called once it has proven itself."""
@@ -165,25 +173,31 @@ class Relay:
     async def _join(self, one: _Waiting, two: _Waiting) -> None:
         """Copy until it is over, and close both."""
         names = (one.token.peer, two.token.peer)
+        pair = self._pairs.setdefault(
+            frozenset(names), _Pair({name: RateLimit(self.limits.pair_bytes_per_s) for name in names})
+        )
+        pair.connections += 1
         try:
             loop = asyncio.get_running_loop()
             for side in (one, two):
                 await loop.sock_sendall(side.sock, bytes([JOINED]))
             flows = (
-                Flow(one.sock, two.sock, self._rate(names[0], names[1])),
-                Flow(two.sock, one.sock, self._rate(names[1], names[0])),
+                Flow(one.sock, two.sock, pair.rates[names[0]], pair.activity),
+                Flow(two.sock, one.sock, pair.rates[names[1]], pair.activity),
             )
             self.stats.joined += 1
             try:
                 why = await splice(flows, idle_s=self.limits.idle_s)
             finally:
                 self.stats.copied_bytes += sum(flow.copied_bytes for flow in flows)
-                self._done_with(names[0], names[1])
-                self._done_with(names[1], names[0])
         except BaseException:
             hang_up(one.sock)
             hang_up(two.sock)
             raise
+        finally:
+            pair.connections -= 1
+            if not pair.connections:
+                del self._pairs[frozenset(names)]
         if why:
             _LOG.info("relaying between %s and %s ended: %s", *(short(PeerId(name)) for name in names), why)
             hang_up(one.sock)
@@ -191,16 +205,6 @@ class Relay:
         else:
             one.sock.close()
             two.sock.close()
-
-    def _rate(self, sender: str, receiver: str) -> RateLimit:
-        limit, users = self._rates.get((sender, receiver), (RateLimit(self.limits.pair_bytes_per_s), 0))
-        self._rates[sender, receiver] = (limit, users + 1)
-        return limit
-
-    def _done_with(self, sender: str, receiver: str) -> None:
-        limit, users = self._rates.pop((sender, receiver))
-        if users > 1:
-            self._rates[sender, receiver] = (limit, users - 1)
 
 
 async def _exactly(sock: socket.socket, count: int) -> bytes:

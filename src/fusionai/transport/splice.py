@@ -30,14 +30,22 @@ _HANG_UP: Final = struct.pack("ii", 1, 0)
 
 
 @dataclass(slots=True)
+class Activity:
+    """When a byte moved last between two peers, over any of their connections: a job may leave one of them silent for
+    long while it says something four times a second on another."""
+
+    moved_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+
+@dataclass(slots=True)
 class Flow:
-    """One direction."""
+    """One direction of one connection."""
 
     source: socket.socket
     sink: socket.socket
     limit: RateLimit
+    activity: Activity
     copied_bytes: int = 0
-    moved_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     ended: bool = False
 
     async def run(self) -> None:
@@ -49,8 +57,8 @@ class Flow:
             if self.copied_bytes < BULK_BYTES <= self.copied_bytes + count:
                 use_for_bulk(self.sink)
             self.copied_bytes += count
-            self.moved_at_s = loop.time()
-            due_s = self.limit.take(count, self.moved_at_s)
+            now_s = self.activity.moved_at_s = loop.time()
+            due_s = self.limit.take(count, now_s)
             if due_s > 0:
                 await asyncio.sleep(due_s)
         self.ended = True
@@ -90,7 +98,7 @@ async def _watch(flows: tuple[Flow, Flow], idle_s: float) -> str:
             half_ended_at_s = now_s if half_ended_at_s is None else half_ended_at_s
             if now_s - half_ended_at_s > LAST_WORDS_S:
                 return "one side ended and the other did not"
-        if now_s - max(flow.moved_at_s for flow in flows) > idle_s:
+        if now_s - max(flow.activity.moved_at_s for flow in flows) > idle_s:
             return f"nothing has moved for {idle_s:g} s"
         try:
             if any(silent_s(flow.source) > DEAD_AFTER_S for flow in flows):

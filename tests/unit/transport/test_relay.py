@@ -291,6 +291,7 @@ def test_closing_flushes_through_the_relay(stand, run: Run):
     run(main())
 
 
+@pytest.mark.slow
 def test_a_pair_that_says_nothing_ends(stand, run: Run):
     async def main() -> None:
         async with stand(RelayLimits(idle_s=0.1)) as door, door.joined() as (near, far):
@@ -302,6 +303,24 @@ def test_a_pair_that_says_nothing_ends(stand, run: Run):
     run(main())
 
 
+@pytest.mark.slow
+def test_a_silent_connection_stays_while_the_two_talk_over_another(stand, run: Run):
+    """A job's connection for states says nothing between two checkpoints."""
+
+    async def main() -> None:
+        async with stand(RelayLimits(idle_s=0.6)) as door, door.joined() as (silent, _), door.joined() as (near, far):
+            for sequence in range(20):
+                await near.send(Ping(sequence=sequence, sent_at_s=0.0))
+                await far.receive()
+                await asyncio.sleep(0.1)
+            assert not silent.closed
+        assert not door.relay._pairs
+        assert not door.relay._connections
+
+    run(main())
+
+
+@pytest.mark.slow
 def test_a_side_that_does_not_read_holds_the_other_back(stand, run: Run):
     async def main() -> None:
         async with stand(RelayLimits(pair_bytes_per_s=1e12)) as door:
