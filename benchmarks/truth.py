@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +44,7 @@ from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Proble
 from fusionai.simulator.step import Durations, Rules, simulate_steps
 from fusionai.training.progress import FaultSeen, StepDone
 from fusionai.transport.event_loop import run
+from fusionai.wire.codecs import Compression
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 WARM_UP_STEPS: Final = 2
@@ -55,6 +56,7 @@ LATENCIES_S: Final = (0.002, 0.01, 0.025, 0.05)
 MICROBATCHES: Final = (4, 8, 16)
 LENGTH: Final = 128
 LAYERS: Final = 12
+UNLIMITED_BYTES_PER_S: Final = 1e9
 SLICE_S: Final = 0.002
 """How finely the proxies throttle."""
 SIMULATING: Final = (
@@ -113,7 +115,7 @@ def cases(count: int, seed: int) -> list[Case]:
     return drawn
 
 
-def recipe(case: Case, directory: Path, steps: int) -> Recipe:
+def recipe(case: Case, directory: Path, steps: int, compression: Compression = "none") -> Recipe:
     files = [str(path) for path in python_library.select(300_000).files]
     return recipe_from_table(
         {
@@ -135,6 +137,7 @@ def recipe(case: Case, directory: Path, steps: int) -> Recipe:
                 "batch_size": 2 * case.microbatches,
                 "microbatches": case.microbatches,
                 "learning_rate": 1e-4,
+                "compression": compression,
                 "optimizer": {"kind": "adamw"},
             },
             "placement": {"stages": len(case.shares), "loss": case.loss},
@@ -147,8 +150,12 @@ def recipe(case: Case, directory: Path, steps: int) -> Recipe:
 # ---------------------------------------------------------------------------------------------------------- a run
 
 
-def real_run(case: Case, steps: int) -> tuple[Planned, list[StepDone]]:
-    """Raises `SystemExit` when something failed on the way: such a run says nothing about step times."""
+def real_run(
+    case: Case, steps: int, compression: Compression = "none", *, declared: bool = False
+) -> tuple[Planned, list[StepDone]]:
+    """`declared`: peers say their bandwidth and keep to it, so that plans know it; else the proxies make it.
+
+    Raises `SystemExit` when something failed on the way: such a run says nothing about step times."""
     planned: list[Planned] = []
     done: list[StepDone] = []
     faults: list[str] = []
@@ -164,17 +171,25 @@ def real_run(case: Case, steps: int) -> tuple[Planned, list[StepDone]]:
             case _:
                 pass
 
-    with tempfile.TemporaryDirectory(prefix="fusion-truth-") as place, Proxies(case) as proxies:
+    # A peer that keeps to its bandwidth itself is not held to it a second time.
+    between = replace(case, bandwidth_bytes_per_s=UNLIMITED_BYTES_PER_S) if declared else case
+    with tempfile.TemporaryDirectory(prefix="fusion-truth-") as place, Proxies(between) as proxies:
         directory = Path(place)
 
         async def main() -> None:
             peers = [
-                LocalPeer(name=f"peer-{n}", share=share, port=port, address=address)
+                LocalPeer(
+                    name=f"peer-{n}",
+                    share=share,
+                    port=port,
+                    address=address,
+                    limit_bytes_per_s=case.bandwidth_bytes_per_s if declared else None,
+                )
                 for n, (share, (port, address)) in enumerate(zip(case.shares, proxies.ways, strict=True))
             ]
             async with LocalPool(directory, peers) as local:
                 options = TrainOptions(home=directory / "owner", invitation=local.invitation, device="cpu", threads=1)
-                await train(recipe(case, directory, steps), options, on_event=see, stop=asyncio.Event())
+                await train(recipe(case, directory, steps, compression), options, on_event=see, stop=asyncio.Event())
 
         run(main())
     if faults or len(planned) != 1 or len(done) != steps:

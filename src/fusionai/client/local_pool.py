@@ -50,7 +50,8 @@ _Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
     """A peer to start. `share` makes machines unequal by resting between pieces of work. `memory_bytes`: what it lends,
-    None: what it thinks is free. `port`: where it listens, None: anywhere. `address`: what it tells others instead."""
+    None: what it thinks is free. `port`: where it listens, None: anywhere. `address`: what it tells others instead.
+    `limit_bytes_per_s`: what it sends at most, and what it takes."""
 
     name: str
     share: float = 1.0
@@ -59,6 +60,7 @@ class LocalPeer:
     memory_bytes: int | None = None
     port: int | None = None
     address: str | None = None
+    limit_bytes_per_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -166,6 +168,9 @@ class LocalPool:
             arguments += ["--port", str(peer.port)]
         if peer.address is not None:
             arguments += ["--address", peer.address]
+        if peer.limit_bytes_per_s is not None:
+            limit = f"{peer.limit_bytes_per_s * 8 / 1e6:g}Mbit"
+            arguments += ["--upload-limit", limit, "--download-limit", limit]
         home = self.directory / peer.name
         if invited:
             child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")

@@ -1,0 +1,202 @@
+"""What home links leave of training: tokens per second by bandwidth, latency and codec.
+
+    python benchmarks/homes.py [--part both|real|simulated] [--rounds 2] [--steps 8] [--loss FILE] [--json FILE]
+
+Real: four `fusion join` on this machine, a part of a core each, with `--upload-limit` and `--download-limit`, behind
+the proxies of `truth` that make the latency, the same job with each codec in turn; speeds as ratios to `none` of the
+same link and round. Beside a step stands what the simulator says of it, with the codec's bytes and the stages' measured
+work.
+
+Simulated: fifty RTX 3080 of the catalogue's figures on equal home links; the planner's plan of each codec, and the step
+that the simulator makes of it. `adaptive` chooses a codec per boundary.
+
+What a codec costs in loss is measured by `compression`; with `--loss` its result stands in the same table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+import truth
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.simulator.step import Rules, simulate_steps
+from fusionai.wire.codecs import Compression
+from planner_pools import BYTES_PER_PARAMETER, DEVICES, GB, MODELS, POOL_ROLES, REACHED, TOKENS
+
+CODECS: Final[tuple[Compression, ...]] = ("none", "int8", "adaptive")
+BANDWIDTHS_MBIT_PER_S: Final = (10, 20, 100, 1000)
+LATENCIES_S: Final = (0.01, 0.04)
+"""One way, between any two."""
+SHARES: Final = (0.35, 0.35, 0.35, 0.35)
+MICROBATCHES: Final = 8
+HOMES: Final = 50
+SIMULATED_MODELS: Final = ("1.3B", "8B")
+_, PEAK_FLOPS, CARD_BYTES, CARD_BANDWIDTH = DEVICES[1]
+
+
+def real(rounds: int, steps: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for bandwidth in BANDWIDTHS_MBIT_PER_S:
+        for latency_s in LATENCIES_S:
+            case = truth.Case(
+                number=len(rows),
+                shares=SHARES,
+                bandwidth_bytes_per_s=bandwidth * 1e6 / 8,
+                latency_s=latency_s,
+                microbatches=MICROBATCHES,
+                loss="pool",
+            )
+            runs: dict[str, list[dict[str, Any]]] = {codec: [] for codec in CODECS}
+            for _ in range(rounds):
+                for codec in CODECS:
+                    runs[codec].append(_run(case, codec, steps))
+            row = {"mbit_per_s": bandwidth, "one_way_s": latency_s, "codecs": {}}
+            for codec in CODECS:
+                ratios = [plain["step_s"] / run["step_s"] for plain, run in zip(runs["none"], runs[codec], strict=True)]
+                row["codecs"][codec] = {
+                    "speed_to_none": statistics.median(ratios),
+                    "simulated_to_real": statistics.median(run["simulated_s"] / run["step_s"] for run in runs[codec]),
+                    "runs": runs[codec],
+                }
+            rows.append(row)
+            told = ", ".join(
+                f"{codec} x{one['speed_to_none']:.2f} (simulated {one['simulated_to_real'] - 1:+.1%})"
+                for codec, one in row["codecs"].items()
+            )
+            print(f"real, {bandwidth:5} Mbit/s, {latency_s * 1000:.0f} ms: {told}", flush=True)
+    return rows
+
+
+def _run(case: truth.Case, codec: Compression, steps: int) -> dict[str, Any]:
+    planned, done = truth.real_run(case, steps, codec, declared=True)
+    counted = done[truth.WARM_UP_STEPS :]
+    link = Link(bandwidth_bytes_per_s=case.bandwidth_bytes_per_s, latency_s=case.latency_s / 2)
+    shaped = truth.shaped(case, planned)
+    peers = tuple(msgspec.structs.replace(peer, uplink=link, downlink=link) for peer in shaped.peers)
+    problem = msgspec.structs.replace(shaped, peers=peers, links={}, compression=codec)
+    simulated = simulate_steps(planned.plan, problem, Rules(steps=4), truth.durations(counted, planned.plan))
+    return {
+        "step_s": statistics.median(step.step_s for step in counted),
+        "tokens_per_s": statistics.median(step.tokens_per_s for step in counted),
+        "simulated_s": simulated.step_s,
+        "planned_s": planned.plan.step_time_s,
+        "codecs": planned.plan.codecs,
+    }
+
+
+def simulated() -> list[dict[str, Any]]:
+    rows = []
+    for model in SIMULATED_MODELS:
+        for bandwidth in BANDWIDTHS_MBIT_PER_S:
+            for latency_s in LATENCIES_S:
+                row: dict[str, Any] = {"model": model, "mbit_per_s": bandwidth, "one_way_s": latency_s, "codecs": {}}
+                for codec in CODECS:
+                    row["codecs"][codec] = _simulated(homes(model, bandwidth * 1e6 / 8, latency_s, codec))
+                rows.append(row)
+                told = ", ".join(
+                    f"{codec} {one['tokens_per_s']:,.0f} tokens/s on {one['machines']}" if one else f"{codec} too small"
+                    for codec, one in row["codecs"].items()
+                )
+                print(f"simulated, {model:>4}, {bandwidth:5} Mbit/s, {latency_s * 1000:.0f} ms: {told}", flush=True)
+    return rows
+
+
+def homes(model: str, bytes_per_s: float, latency_s: float, codec: Compression) -> Problem:
+    """Blocks as in `planner_pools`, with float32 across cuts."""
+    layers, width, squares = MODELS[model]
+    parameters = squares * width**2
+    crossing_bytes = 4 * TOKENS * width
+    block = BlockCost(
+        block=0,
+        forward_flops=2 * parameters * TOKENS,
+        backward_flops=4 * parameters * TOKENS,
+        parameter_bytes=int(BYTES_PER_PARAMETER * parameters),
+        trainable_bytes=int(BYTES_PER_PARAMETER * parameters),
+        activation_bytes=17 * crossing_bytes // 2,
+        output_bytes=crossing_bytes,
+        gradient_bytes=crossing_bytes,
+    )
+    link = Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=latency_s / 2)
+    return Problem(
+        graph_hash="homes",
+        blocks=tuple(msgspec.structs.replace(block, block=number) for number in range(layers)),
+        peers=tuple(
+            PeerProfile(
+                peer=f"home{number:02}",
+                flops_per_s=REACHED * PEAK_FLOPS,
+                memory_bytes=CARD_BYTES - GB,
+                memory_bandwidth_bytes_per_s=CARD_BANDWIDTH,
+                fingerprint="RTX 3080",
+                uplink=link,
+                downlink=link,
+            )
+            for number in range(HOMES)
+        ),
+        roles=POOL_ROLES,
+        microbatches=4 * layers,
+        microbatch_tokens=TOKENS,
+        optimizer_bytes_per_trainable_byte=3.0,
+        compression=codec,
+        recompute="auto",
+    )
+
+
+def _simulated(problem: Problem) -> dict[str, Any] | None:
+    """None where fifty machines do not hold the model."""
+    try:
+        found = plan(problem)
+    except PlanError:
+        return None
+    step_s = simulate_steps(found, problem, Rules(steps=1, bare=True)).step_s
+    tokens = problem.microbatches * problem.microbatch_tokens
+    return {
+        "tokens_per_s": tokens / step_s,
+        "planned_tokens_per_s": found.tokens_per_s,
+        "machines": len({stage.peer for stage in found.stages}),
+        "gap": found.certificate.optimality_gap,
+        "codecs": found.codecs,
+        "recomputing_stages": sum(stage.recompute for stage in found.stages),
+    }
+
+
+def losses(path: Path) -> dict[str, float]:
+    """Codec -> held-out loss over that of `none` with the same seed, median over seeds."""
+    ratios: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))["ratios"]
+    return {codec: found["held_out"] for codec, found in ratios.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("both", "real", "simulated"), default="both")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--loss", type=Path, metavar="FILE", help="what `compression` wrote")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "schema": "fusionai.benchmark.homes/1",
+        "cores": os.cpu_count(),
+        "simulator": truth.simulator_hash(),
+        "case": {"shares": SHARES, "microbatches": MICROBATCHES},
+        "simulated": None if options.part == "real" else simulated(),
+        "real": None if options.part == "simulated" else real(options.rounds, options.steps),
+        "loss_to_none": None if options.loss is None else losses(options.loss),
+    }
+    if report["loss_to_none"]:
+        print(", ".join(f"loss of {codec}: x{ratio:.4f}" for codec, ratio in report["loss_to_none"].items()))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
