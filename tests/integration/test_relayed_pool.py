@@ -23,7 +23,7 @@ def ways(pool: LivePool, path: Path) -> dict[str, list[str]]:
     return {member["name"]: [link["way"] for link in member["links"]] for member in members}
 
 
-def test_a_job_runs_over_the_relay_and_pool_says_so(tmp_path: Path):
+def test_a_job_runs_over_the_relay_and_waits_for_a_broker_that_is_away(tmp_path: Path):
     with LivePool(tmp_path) as pool:
         for name in ("one", "two"):
             # What they announce leads nowhere, as behind a router without a forwarded port.
@@ -40,5 +40,8 @@ def test_a_job_runs_over_the_relay_and_pool_says_so(tmp_path: Path):
             assert time.monotonic() < deadline_s, (found, job.text)
         shown = fusion("pool", "--home", pool.owner)
         assert "2 relay" in shown.out
+        pool.broker.end()
+        pool.open_broker()
         assert job.ended() == 0, job.text
+        assert "the broker is back" in job.text
         assert "400 of 400 steps are official" in job.text
