@@ -35,6 +35,7 @@ from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.transport import quic_binding
 from fusionai.transport.congestion import bulk_is_available
 from fusionai.transport.enrolment import MEMBERSHIP_FILE
+from fusionai.wire.messages import LinkView
 
 _SURVEY_TIMEOUT_S: Final = 180.0
 _COMMAND_TIMEOUT_S: Final = 10.0
@@ -383,11 +384,19 @@ def _of_reach(reach: Reach) -> Iterator[Finding]:
             ),
         )
     if reach.links:
-        links = ", ".join(
-            f"{short(peer)} {link.way}" + (f" ({format_seconds(link.round_trip_s)})" if link.round_trip_s else "")
-            for peer, link in sorted(reach.links.items())
-        )
+        links = ", ".join(f"{short(peer)} {_of_link(link)}" for peer, link in sorted(reach.links.items()))
         yield Finding(area="links", state="good", what=f"now: {links}")
+
+
+def _of_link(link: LinkView) -> str:
+    """Which way it goes, and what is known of it."""
+    known = (
+        f"round trip {format_seconds(link.round_trip_s)}" if link.round_trip_s else "",
+        f"up to {format_bytes(link.bandwidth_bytes_per_s)}/s so far" if link.bandwidth_bytes_per_s else "",
+        f"{link.loss:.2%} sent again" if link.loss else "",
+    )
+    figures = "; ".join(part for part in known if part)
+    return f"{link.way} ({figures})" if figures else link.way
 
 
 def _output(command: list[str]) -> str:

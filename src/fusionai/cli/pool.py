@@ -146,6 +146,8 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
                 "way": link.way,
                 "channels": link.channels,
                 "round_trip_s": link.round_trip_s or None,
+                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s or None,
+                "loss": link.loss,
             }
             for link in member.links
         ],

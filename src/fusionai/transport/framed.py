@@ -17,6 +17,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.transport import handshake
 from fusionai.transport.inbox import Inbox
 from fusionai.transport.interface import ChannelStats, Envelope, Remote, Role
+from fusionai.transport.link_figures import UNKNOWN, LinkFigures
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head
 from fusionai.wire.messages import Message, Refused, Stream, Way
 from fusionai.wire.reader import Allocate, Frame, FrameReader
@@ -54,9 +55,9 @@ class FramedChannel(ABC):
         return self._closing or self._inbox.ended
 
     @property
-    def round_trip_s(self) -> float:
-        """Of the network between both ends, the least of late; 0.0 where nobody measures it."""
-        return 0.0
+    def figures(self) -> LinkFigures:
+        """Of the network between both ends, as far as anybody measures it."""
+        return UNKNOWN
 
     @abstractmethod
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None: ...

@@ -27,6 +27,7 @@ from fusionai.transport.dead_paths import DEAD_AFTER_S
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Remote, Role
+from fusionai.transport.link_figures import UNKNOWN, LinkFigures, part
 from fusionai.transport.rate_limit import Limits
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
@@ -85,9 +86,12 @@ class QuicChannel(FramedChannel):
             self._start(work)
 
     @property
-    def round_trip_s(self) -> float:
-        """QUIC's own figure."""
-        return 0.0 if self.closed else (self._connection.rtt() or 0) / 1000
+    def figures(self) -> LinkFigures:
+        """QUIC's own; it keeps no rate."""
+        if self.closed:
+            return UNKNOWN
+        stats = self._connection.stats()
+        return LinkFigures((self._connection.rtt() or 0) / 1000, 0.0, part(stats.lost_packets, stats.udp_tx_datagrams))
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         self._check_open()

@@ -23,6 +23,7 @@ from fusionai.transport.credentials import Credentials
 from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Role
+from fusionai.transport.link_figures import UNKNOWN, LinkFigures, tcp_figures
 from fusionai.transport.rate_limit import Limits, RateLimit
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
@@ -73,16 +74,16 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._watch: asyncio.TimerHandle | None = None
 
     @property
-    def round_trip_s(self) -> float:
-        """The kernel's figure; over a relay it would be that to the relay."""
+    def figures(self) -> LinkFigures:
+        """The kernel's. Over a relay, the round trip would be that to the relay: it is left out."""
         sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
-        if sock is None or self.way == "relay":
-            return 0.0
+        if sock is None:
+            return UNKNOWN
         try:
-            view = kernel_view(sock)
+            found = tcp_figures(sock)
         except OSError:  # so says uvloop of a socket it has closed
-            return 0.0
-        return 0.0 if view is None else view.least_rtt_s
+            return UNKNOWN
+        return dataclasses.replace(found, round_trip_s=0.0) if self.way == "relay" else found
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         self._check_open()

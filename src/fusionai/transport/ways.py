@@ -21,6 +21,7 @@ import psutil
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.addresses import RELAY_SCHEME, parse_address
 from fusionai.transport.framed import FramedChannel
+from fusionai.transport.link_figures import LinkFigures
 from fusionai.wire.messages import MAX_LINKS, LinkView, Way
 
 _BEST_FIRST: Final[tuple[Way, ...]] = ("lan", "direct", "quic", "relay")
@@ -46,6 +47,8 @@ class Ways:
 
     def __init__(self) -> None:
         self._worked: dict[PeerId, _Worked] = {}
+        self._fastest: dict[tuple[str, Way], float] = {}
+        """Of links that there are, the most that was delivered at any time they were looked at."""
         self._channels: weakref.WeakSet[FramedChannel] = weakref.WeakSet()
 
     def worked(self, peer: PeerId, address: str, among: Sequence[str], now_s: float) -> None:
@@ -67,15 +70,28 @@ class Ways:
     def links(self) -> tuple[LinkView, ...]:
         """Every open connection to a member, summed up by peer and way, the best way first."""
         count: Counter[tuple[str, Way]] = Counter()
-        round_trips_s: dict[tuple[str, Way], float] = {}
+        seen: dict[tuple[str, Way], list[LinkFigures]] = {}
         for channel in self._channels:
             if not channel.closed and channel.remote.role == "member" and channel.remote.peer is not None:
                 key = (channel.remote.peer, channel.way)
                 count[key] += 1
-                if (took_s := channel.round_trip_s) > 0:
-                    round_trips_s[key] = min(took_s, round_trips_s.get(key, took_s))
-        views = [LinkView(*key, channels, round_trips_s.get(key, 0.0)) for key, channels in count.items()]
+                seen.setdefault(key, []).append(channel.figures)
+        self._fastest = {key: max(self._fastest.get(key, 0.0), _fastest(found)) for key, found in seen.items()}
+        views = [
+            LinkView(
+                *key,
+                channels,
+                round_trip_s=min((one.round_trip_s for one in seen[key] if one.round_trip_s), default=0.0),
+                bandwidth_bytes_per_s=self._fastest[key],
+                loss=max(one.loss for one in seen[key]),
+            )
+            for key, channels in count.items()
+        ]
         return tuple(sorted(views, key=lambda view: (view.peer, _BEST_FIRST.index(view.way))))[:MAX_LINKS]
+
+
+def _fastest(figures: Iterable[LinkFigures]) -> float:
+    return max(one.bandwidth_bytes_per_s for one in figures)
 
 
 def best_links(links: Iterable[LinkView]) -> dict[PeerId, LinkView]:

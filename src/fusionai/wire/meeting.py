@@ -82,3 +82,7 @@ class LinkView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     """Connections of which it consists."""
     round_trip_s: Seconds
     """Of the network, as measured between the two ends; 0: not measured."""
+    bandwidth_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    """The most that was delivered so far, which is the least the link can; 0: not measured."""
+    loss: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Part of the packets that had to be sent again."""

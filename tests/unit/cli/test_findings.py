@@ -146,9 +146,10 @@ def test_a_broker_that_cannot_say(monkeypatch: pytest.MonkeyPatch):
 
 def test_doctor_says_which_way_each_link_goes():
     links = {
-        PeerId(peer): LinkView(peer, way, 1, round_trip_s)
-        for peer, way, round_trip_s in (("b" * 52, "relay", 0.0), ("a" * 52, "lan", 0.002))
+        PeerId("b" * 52): LinkView("b" * 52, "relay", 1, 0.0),
+        PeerId("a" * 52): LinkView("a" * 52, "lan", 1, 0.002, 5e6, 0.005),
     }
     reach = Reach(0.1, 4712, None, links)
     finding = list(findings._of_reach(reach))[-1]
-    assert (finding.area, finding.what) == ("links", "now: aaaaaaaa lan (2 ms), bbbbbbbb relay")
+    figures = "round trip 2 ms; up to 5 MB/s so far; 0.50% sent again"
+    assert (finding.area, finding.what) == ("links", f"now: aaaaaaaa lan ({figures}), bbbbbbbb relay")

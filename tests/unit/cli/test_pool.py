@@ -49,6 +49,5 @@ def test_each_link_counts_by_its_best_way():
     view = member(links=links)
     assert "1 lan, 1 relay" in pool._row(view, PROFILE)
     ways = pool._figures(view, PROFILE)["links"]
-    assert ways == [
-        {"peer": link.peer, "way": link.way, "channels": link.channels, "round_trip_s": None} for link in links
-    ]
+    unknown = {"round_trip_s": None, "bandwidth_bytes_per_s": None, "loss": 0.0}
+    assert ways == [{"peer": link.peer, "way": link.way, "channels": link.channels, **unknown} for link in links]

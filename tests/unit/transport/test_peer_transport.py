@@ -19,7 +19,7 @@ from fusionai.transport.pairing import LIFETIME_S, PairingToken, sign_pairing
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.relay import Relay
 from fusionai.transport.tcp import TcpTransport
-from fusionai.wire.messages import Introduced, LinkView, Meet, MeetNotice, Message, Observe, Observed, Refused
+from fusionai.wire.messages import Introduced, Meet, MeetNotice, Message, Observe, Observed, Refused
 
 RELAY = "relay://127.0.0.1:1"
 """Callers ask their own broker; the place is for people."""
@@ -117,6 +117,7 @@ def test_who_can_be_dialled_is_dialled(play):
         assert (link.peer, link.way, link.channels) == (stand.peer("b"), "lan", 1)
         assert (back.peer, back.way, back.channels) == (stand.peer("a"), "lan", 1)
         assert 0 <= link.round_trip_s < 1
+        assert link.loss <= 1
         await channel.close()
         await theirs.close()
         assert (stand.a.links, stand.b.links) == ((), ())
@@ -130,7 +131,9 @@ def test_who_can_not_is_met_at_the_relay(play):
         theirs = await stand.came.get()
         assert (channel.way, theirs.way) == ("relay", "relay")
         assert (channel.remote.peer, theirs.remote.peer) == (stand.peer("b"), stand.peer("a"))
-        assert stand.a.links == (LinkView(stand.peer("b"), "relay", 1, 0.0),)
+        (link,) = stand.a.links
+        assert (link.peer, link.way, link.channels) == (stand.peer("b"), "relay", 1)
+        assert link.round_trip_s == 0.0, "the kernel knows that to the relay only"
         # A second one goes over the relay at once, in the conversation that is still open.
         again = await stand.reach([nowhere(), RELAY])
         assert again.way == "relay"
