@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.levers import DISK_BYTES_PER_S, Levers, choices_of_problem
+from fusionai.scheduling.levers import DISK_BYTES_PER_S, Levers, choices_of_problem, flops_per_s
 from fusionai.scheduling.types import PeerProfile, Problem
 
 
@@ -43,7 +43,7 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
 
 
 def compute_alone_s(chain: Chain, peer: PeerProfile, levers: Levers | None = None) -> float:
-    return max(chain.flops(0, chain.length, levers) / peer.effective_flops_per_s, 1e-12)
+    return max(chain.flops(0, chain.length, levers) / flops_per_s(peer, levers or chain.levers), 1e-12)
 
 
 def _needed_bytes(chain: Chain, levers: Levers) -> float:

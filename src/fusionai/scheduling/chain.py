@@ -64,11 +64,7 @@ class Chain:
 
     def flops(self, start: int, end: int, levers: Levers | None = None) -> float:
         flops = self._flops[end] - self._flops[start]
-        return flops + self.again_flops(start, end) if (levers or self.levers).recompute else flops
-
-    def again_flops(self, start: int, end: int) -> float:
-        """Of making activations again in backward."""
-        return self._again[end] - self._again[start]
+        return flops + self._again[end] - self._again[start] if (levers or self.levers).recompute else flops
 
     def state_bytes(self, start: int, end: int) -> float:
         """Parameters and optimizer slots: what a snapshot or a checkpoint of the range holds."""

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.credits import credits_needed
-from fusionai.scheduling.levers import NO_LEVERS
+from fusionai.scheduling.levers import NO_LEVERS, flops_per_s
 from fusionai.scheduling.links import Hop, hops
 from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import PeerProfile, Problem
@@ -83,7 +83,9 @@ class Pipeline:
         blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
         self.chain = Chain(problem, blocks)
         self.loss = Chain(problem, problem.blocks[-1:], levers=NO_LEVERS) if loss_at_owner else None
-        self.speed = [p.effective_flops_per_s for p in everyone]
+        # The owner's loss, the last of them, keeps what it has.
+        self.speed = [flops_per_s(p, self.chain.levers) for p in self.peers]
+        self.speed += [p.effective_flops_per_s for p in everyone[self.owner :]]
         self._up = [p.uplink.bandwidth_bytes_per_s for p in everyone]
         self._down = [p.downlink.bandwidth_bytes_per_s for p in everyone]
         self._hops = hops(everyone, problem.links)
@@ -243,7 +245,7 @@ class Pipeline:
         if not (self.access_only(one) and self.access_only(other)) or self._pins.peers & {one, other}:
             return False
         a, b = self.peers[one], self.peers[other]
-        speed = a.effective_flops_per_s == b.effective_flops_per_s
+        speed = self.speed[one] == self.speed[other]
         return speed and (a.memory_bytes, a.uplink, a.downlink) == (b.memory_bytes, b.uplink, b.downlink)
 
     def loss_bytes(self, in_flight: int) -> float:

@@ -21,7 +21,14 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.levers import NO_LEVERS, Levers, choices_of_problem, levers_of_problem, levers_of_stage
+from fusionai.scheduling.levers import (
+    NO_LEVERS,
+    SPARING,
+    Levers,
+    choices_of_problem,
+    levers_of_problem,
+    levers_of_stage,
+)
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import BlockCost, Certificate, Plan, Problem, StagePlacement
@@ -120,8 +127,6 @@ def _lightened(problem: Problem, plan: Plan, choices: Sequence[Levers]) -> Plan:
     stages = tuple(
         _lightest(stage, costs, stage.memory_limit_bytes - others[stage.stage], choices) for stage in plan.stages
     )
-    if stages == plan.stages and not any(stage.recompute for stage in stages):
-        return plan
     prediction = predict(stages, costs)
     speed = plan.microbatches * problem.microbatch_tokens / prediction.step_s
     bound = max(plan.certificate.bound_tokens_per_s * max(map(_times_faster, problem.blocks)), speed)
@@ -153,4 +158,4 @@ def _lightest(stage: StagePlacement, costs: StageCosts, room_bytes: int, choices
 def _times_faster(block: BlockCost) -> float:
     """A block that keeps its activations against one that does not."""
     kept_flops = block.forward_flops + block.backward_flops
-    return 1.0 if kept_flops <= 0 else (kept_flops + block.forward_flops) / kept_flops
+    return SPARING if kept_flops <= 0 else SPARING * (kept_flops + block.forward_flops) / kept_flops

@@ -15,7 +15,7 @@ from math import inf
 import msgspec
 
 from fusionai.scheduling.chain import Chain, codecs_of
-from fusionai.scheduling.levers import DISK_BYTES_PER_S, Levers, levers_of_stage
+from fusionai.scheduling.levers import DISK_BYTES_PER_S, NO_LEVERS, Levers, flops_per_s, levers_of_stage
 from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
@@ -58,7 +58,8 @@ class StageCosts:
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.compute_s
         start, end = self._positions(stage)
-        return self._chain.flops(start, end, levers_of_stage(stage)) / profile.effective_flops_per_s
+        levers = levers_of_stage(stage)
+        return self._chain.flops(start, end, levers) / flops_per_s(profile, levers)
 
     def held_bytes(self, stage: StagePlacement, levers: Levers) -> int:
         """Of the stage if it worked with `levers`, with its microbatches in flight."""
@@ -95,13 +96,14 @@ class StageCosts:
         return sum(block_s(block, profile, rows) for block in self._chain.blocks[start:end])
 
     def recompute_s(self, stage: StagePlacement, peer: str) -> float:
-        """Of `compute_s`, what making activations again takes."""
+        """Of `compute_s`, what making activations again takes, and the sparing that goes with it."""
         profile = self.profiles.get(peer)
         if not stage.recompute:
             return 0.0
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.recompute_s
-        return self._chain.again_flops(*self._positions(stage)) / profile.effective_flops_per_s
+        kept_s = self._chain.flops(*self._positions(stage), NO_LEVERS) / profile.effective_flops_per_s
+        return self.compute_s(stage, peer) - kept_s
 
     def operators(self, stage: StagePlacement) -> list[str]:
         start, end = self._positions(stage)

@@ -25,9 +25,9 @@ from fusionai.backends.torch.slots import MemorySlots, Slots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
-PIECE: Final = 1 << 20
-"""Elements of a parameter that are updated at a time where its state is coded or lies in a file: whole blocks, and
-whole vectors of whatever processor."""
+PIECE: Final = 1 << 17
+"""Elements of a parameter that are updated at a time where its state is coded or lies in a file: whole blocks, whole
+vectors of whatever processor, and what stays in its cache."""
 SIGNED: Final = frozenset({"exp_avg"})
 """8-bit slots whose numbers may be negative."""
 
