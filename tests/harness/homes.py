@@ -119,7 +119,9 @@ class Homes:
 
     def _router(self, address: str, home: str, kind: str) -> None:
         command = [sys.executable, HERE / "router.py", self._name(home), self._name("public"), address]
-        process = subprocess.Popen([*command, kind], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            [*command, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self._processes.append(process)
         self._routers[home] = process
         assert process.stdout is not None

@@ -6,7 +6,8 @@ address and a port, and answers find their way back. What nobody in the home has
     python router.py HOME_NAMESPACE PUBLIC_NAMESPACE PUBLIC_ADDRESS KIND
 
 KIND: `preserving` keeps the port where it is free and uses it for all destinations, `symmetric` draws another for each
-destination, `no-udp` is preserving and lets no UDP out. Prints `ready` once both devices are there.
+destination, `no-udp` is preserving and lets no UDP out. Prints `ready` once both devices are there; ends when its
+standard input does.
 Neighbours: `harness.homes` starts one per home.
 """
 
@@ -142,7 +143,9 @@ def main(home: str, public: str, address: str, kind: str) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:
-        for device in select.select(list(handlers), [], [])[0]:
+        for device in select.select([*handlers, sys.stdin.fileno()], [], [])[0]:
+            if device not in handlers:
+                return  # whoever started this is gone
             handlers[device](os.read(device, 65_536))
 
 
