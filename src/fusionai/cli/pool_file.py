@@ -156,6 +156,7 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
         return PeerProfile(
             peer=table.name,
             name=table.name,
+            device="cpu" if device is None else "cuda",
             device_name="" if device is None else device.name,
             flops_per_s=flops_per_s,
             memory_bandwidth_bytes_per_s=bandwidth or 0.0,

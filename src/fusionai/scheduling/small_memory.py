@@ -44,7 +44,11 @@ def fitted(problem: Problem, solved: Callable[[Problem], Plan]) -> Plan:
     found = _first(problem, solved, choices)
     least = levers_of_stage(found.stages[0])
     if least != choices[0]:
-        return _lightened(problem, found, choices)
+        # Cut for more levers, stages can end with fewer of them: where files are in play, all that is left is tried.
+        more = choices[choices.index(least) + 1 :] if least.offload else ()
+        others = [solved(_everywhere(problem, levers)) for levers in more]
+        mixed = [_lightened(problem, one, choices) for one in (found, *others)]
+        return max(mixed, key=lambda one: one.tokens_per_s)
     more = choices[1] if len(choices) > 1 and not choices[1].offload else None
     if more is None or not any(_starved(stage, found) for stage in found.stages):
         return found
