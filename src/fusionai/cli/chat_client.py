@@ -183,9 +183,10 @@ class ChatClient:
         body |= {} if max_tokens is None else {"max_tokens": max_tokens}
         body |= {} if temperature is None else {"temperature": temperature}
         body |= {} if seed is None else {"seed": seed}
-        response = self._ask("POST", "/v1/chat/completions", msgspec.json.encode(body))
         finish, tokens, route, whole = "", 0, None, False
         try:
+            # Also while the gateway still prepares its first word, an interrupt must close the connection.
+            response = self._ask("POST", "/v1/chat/completions", msgspec.json.encode(body))
             for data in _events(response):
                 if isinstance(data, Note):
                     yield data

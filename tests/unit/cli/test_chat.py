@@ -145,6 +145,23 @@ def test_a_stream_that_breaks_off_is_no_answer(gateway: Gateway) -> None:
         parts(client)
 
 
+def test_an_interrupt_before_the_first_word_closes_the_connection(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the gateway would go on with an answer that nobody reads."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with ChatClient(gateway.address, None) as client:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(client._connection, "getresponse", interrupted)
+            parts(client)
+        assert client._connection.sock is None
+        gateway.lines = [chunk("Hel"), *ending()]
+        assert parts(client)[0] == Piece("Hel")
+
+
 def test_a_conversation_in_plain_lines(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
