@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.levers import UPDATE_BYTES, Levers, levers_of_problem
 from fusionai.scheduling.types import BlockCost, Plan, Problem
-from fusionai.wire.codecs import LADDER, Codec, bytes_on_link
+from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link
 
 
 class Chain:
@@ -44,7 +44,7 @@ class Chain:
         # What enters the first block of all are inputs of the model, such as token ids: too small to count.
         self._entering = _sums([0.0, *(float(b.output_bytes) if training else 0.0 for b in blocks[:-1])])
         self._workspace = [float(b.workspace_bytes) for b in blocks]
-        self._usual: Codec = LADDER[-1] if problem.compression == "adaptive" else problem.compression
+        self._usual: Codec = FOR_PLANS[-1] if problem.compression == "adaptive" else problem.compression
         self._training = training
         self._pack(codecs or {})
 

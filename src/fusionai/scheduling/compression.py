@@ -17,7 +17,7 @@ from typing import Final
 from fusionai.scheduling.chain import codecs_of
 from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.types import Plan
-from fusionai.wire.codecs import LADDER, Codec
+from fusionai.wire.codecs import FOR_PLANS, Codec
 
 SLACK: Final = 1.05
 """So much longer than with the smallest codecs a step may take for less loss."""
@@ -39,12 +39,16 @@ def lightened(pipeline: Pipeline, best: Suffix) -> tuple[Pipeline, Suffix, tuple
     kept = _kept(pipeline, cuts, ends)
     if kept is not None and (found := priced(kept)) is not None:
         return *found, _in_order(kept, ends)
-    chosen: dict[int, Codec] = dict.fromkeys(ends, LADDER[-1])
+    chosen: dict[int, Codec] = dict.fromkeys(ends, FOR_PLANS[-1])
     result = (pipeline, best)
     budget_s = pipeline.step_s(best) * SLACK
     while True:
         # One rung up where that costs the step least, as long as one does not cost too much.
-        larger = [_with(chosen, end, LADDER[LADDER.index(chosen[end]) - 1]) for end in ends if chosen[end] != LADDER[0]]
+        larger = [
+            _with(chosen, end, FOR_PLANS[FOR_PLANS.index(chosen[end]) - 1])
+            for end in ends
+            if chosen[end] != FOR_PLANS[0]
+        ]
         tried = [(found, codecs) for codecs in larger if (found := priced(codecs)) is not None]
         within = [one for one in tried if pipeline.step_s(one[0][1]) <= budget_s]
         if not within:

@@ -14,7 +14,7 @@ import msgspec
 
 from fusionai.scheduling import planner
 from fusionai.scheduling.types import Plan, Problem
-from fusionai.wire.codecs import LADDER, Codec
+from fusionai.wire.codecs import FOR_PLANS, LADDER, Codec
 
 WORTH: Final = 1.25
 """So many times faster than with the next larger codec, or nobody asks."""
@@ -45,7 +45,7 @@ def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
     )
     worth: list[Lighter] = []
     best = found.tokens_per_s
-    for codec in LADDER[LADDER.index(problem.compression) + 1 :]:
+    for codec in FOR_PLANS[LADDER.index(problem.compression) + 1 :]:
         speed = planner.plan(msgspec.structs.replace(posed, compression=codec)).tokens_per_s
         if speed >= WORTH * best:
             worth.append(Lighter(codec, speed))

@@ -18,6 +18,8 @@ Compression = Literal["none", "int8", "int4", "int2", "ternary", "adaptive"]
 """What a job asks for; `adaptive`: its plan chooses for each link."""
 LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "int2", "ternary")
 """From exact to smallest."""
+FOR_PLANS: Final = LADDER[: LADDER.index("int4") + 1]
+"""What a plan may choose or recommend. With fewer bits a model learned next to nothing when it was tried."""
 SCALE_BYTES: Final = 2
 """A bfloat16 per group."""
 GROUPS: Final[dict[Codec, tuple[int, ...]]] = {

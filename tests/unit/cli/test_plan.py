@@ -297,7 +297,7 @@ def test_where_links_hold_a_job_up_smaller_codecs_are_offered(
     assert planned(files, "--stages", "2") == 0
     written = json.loads((files / "plan.json").read_text())
     offers = written["lighter"]
-    assert [offer["compression"] for offer in offers] == ["int8", "int4", "int2"], "ternary is hardly smaller"
+    assert [offer["compression"] for offer in offers] == ["int8", "int4"], "none that was seen not to learn"
     speeds = [written["tokens_per_s"], *(offer["tokens_per_s"] for offer in offers)]
     assert all(later > 1.25 * earlier for earlier, later in pairwise(speeds))
     assert "Links hold it up: with --compression int8 " in capsys.readouterr().out
