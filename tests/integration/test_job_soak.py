@@ -129,6 +129,8 @@ def unrecorded() -> Iterator[None]:
 @pytest.mark.usefixtures("unrecorded")
 def test_many_rounds_leave_nothing_behind(tmp_path: Path) -> None:
     captured = capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))
+    programs = f"{TorchStageProgram.__module__}.{TorchStageProgram.__qualname__}"
+    others = census()[programs]  # other tests of this process may keep some
 
     async def body() -> Fate:
         async with MemoryPool(6, lambda: TorchBackend(device="cpu", threads=1)) as pool:
@@ -157,5 +159,4 @@ def test_many_rounds_leave_nothing_behind(tmp_path: Path) -> None:
     assert fate.deaths >= DEATHS_BETWEEN + EARLY // 3
     grown = fate.counted[LATE] - fate.counted[EARLY]
     assert {name: more for name, more in grown.items() if more >= DEATHS_BETWEEN // 2} == {}
-    programs = f"{TorchStageProgram.__module__}.{TorchStageProgram.__qualname__}"
-    assert fate.counted[LATE][programs] == STAGES + 1
+    assert fate.counted[LATE][programs] - others == STAGES + 1

@@ -32,9 +32,9 @@ def test_a_job_runs_over_the_relay_and_waits_for_a_broker_that_is_away(tmp_path:
             assert "relay://" in pool.members[name].wait_for("In pool")
         fusion("join", pool.invite(), "--owner", "--home", pool.owner)
         write_text(tmp_path / "text.txt")
-        recipe = write_recipe(tmp_path / "recipe.toml", placement={"stages": 2}, job__steps=400)
+        recipe = write_recipe(tmp_path / "recipe.toml", placement={"stages": 2}, job__steps=100_000)
         job = Process("train", recipe, "--home", pool.owner, "--threads", 1)
-        job.wait_for("step 3/400")
+        job.wait_for("step 3/")
         deadline_s = time.monotonic() + PATIENCE_S
         while (found := ways(pool, tmp_path / "pool.json")) != {"one": ["relay"] * 2, "two": ["relay"] * 2}:
             assert time.monotonic() < deadline_s, (found, job.text)
@@ -42,6 +42,12 @@ def test_a_job_runs_over_the_relay_and_waits_for_a_broker_that_is_away(tmp_path:
         assert "2 relay" in shown.out
         pool.broker.end()
         pool.open_broker()
+        # Links that went over it are gone; whether those or its own are missed first is chance.
+        job.wait_until(
+            lambda: any(words in job.text for words in ("the broker is back", "is back and goes on")) or None
+        )
+        known = len(job.lines)
+        assert job.wait_until(lambda: any("  loss " in line for line in job.lines[known:]) or None), job.text
+        job.interrupt()
         assert job.ended() == 0, job.text
-        assert "the broker is back" in job.text
-        assert "400 of 400 steps are official" in job.text
+        assert "stopped (Ctrl-C)" in job.text
