@@ -234,8 +234,7 @@ def test_two_that_fetch_at_the_same_time_take_from_each_other(tmp_path: Path) ->
         )
         for store in stores.values():
             assert_whole(store, specs)
-        # Alone each would have taken all of it. What one has when the other asks follows from how fast the disk is.
-        assert holder.sent_bytes.total() < 1.9 * 24 * MIB
+        assert holder.sent_bytes.total() < 1.7 * 24 * MIB  # alone each would have taken all of it
 
     with_members(tmp_path, body)
 
