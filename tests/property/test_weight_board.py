@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.execution.weight_board import Board, Share
+from fusionai.execution.weight_ring import ring, start
 from harness.examples import examples
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")
@@ -19,7 +20,8 @@ def board(
     missing: dict[bytes, tuple[int, ...]], sources: int = 2, having: dict[int, set[bytes]] | None = None
 ) -> Board:
     known = [(having or {}).get(number, set[bytes]()) for number in range(sources)]
-    return Board(missing, known, ask_pieces=4, retry_s=3.0, slow_s=5.0, grace_s=1.0, now_s=0.0)
+    starts = [(0, 0)] * sources
+    return Board(missing, known, starts=starts, ask_pieces=4, retry_s=3.0, slow_s=5.0, grace_s=1.0, now_s=0.0)
 
 
 def test_the_owner_gives_what_no_peer_has() -> None:
@@ -30,11 +32,12 @@ def test_the_owner_gives_what_no_peer_has() -> None:
     assert first is not None
     assert (first.digest, first.first, first.count) == (A, 0, 4)
     work.declined(PEER, first, 9.0)
+    assert work.take(PEER, 9.0) is None, "it rests"
     assert work.take(OWNER, 9.0) is first
-    assert work.take(OWNER, 9.0) is None
-    # Part of an answer: the rest is open for those who may have it, the peer again first of all.
-    assert work.arrived(OWNER, first, 1, 9.0)
-    rest = work.take(PEER, 9.0)
+    # Part of an answer: the rest is open for those who may have it, the peer first of all once it has rested.
+    assert work.arrived(OWNER, first, 1, 9.1)
+    assert work.take(OWNER, 9.1) is None
+    rest = work.take(PEER, 9.1)
     assert rest is not None
     assert (rest.digest, rest.first, rest.count) == (A, 1, 3)
 
@@ -65,9 +68,57 @@ def test_who_declined_is_asked_again_later() -> None:
     work = board({A: (0,)}, sources=3)
     share = work.take(0, 0.0)
     assert share is not None
-    work.declined(0, share, 0.0)
-    assert work.take(0, 2.9) is None
-    assert work.take(0, 3.0) is share
+    now_s = 0.0
+    for rest_s in (3 / 32, 3 / 16, 3 / 8, 3 / 4, 1.5, 3.0, 3.0):  # longer each time it has nothing
+        work.declined(0, share, now_s)
+        assert work.take(0, now_s + 0.99 * rest_s) is None
+        now_s += rest_s
+        assert work.take(0, now_s) is share
+
+
+def test_a_source_that_gives_is_asked_at_once_after_a_gap() -> None:
+    work = board({A: tuple(range(12))})
+    work.reached(PEER)
+    gap, has = work.take(PEER, 0.0), work.take(PEER, 0.0)
+    assert gap is not None
+    assert has is not None
+    work.declined(PEER, gap, 0.0)
+    work.arrived(PEER, has, 4, 0.1)
+    assert work.take(PEER, 0.1) is gap
+    work.declined(PEER, gap, 0.1)
+    assert work.take(PEER, 0.1 + 3 / 32) is not None, "its declines are counted from the last answer on"
+
+
+def test_a_source_is_asked_from_its_own_place_on() -> None:
+    digests = (A, B, C)
+    work = Board(
+        {digest: tuple(range(8)) for digest in digests},
+        [(), ()],
+        starts=[(1, 4), (0, 4)],
+        ask_pieces=4,
+        retry_s=3.0,
+        slow_s=5.0,
+        grace_s=0.0,
+        now_s=0.0,
+    )
+    work.reached(PEER)
+    assert [share.place for share in everything(work, PEER, 0.0)] == [(1, 4), (2, 0), (2, 4), (0, 0), (0, 4), (1, 0)]
+    work.drop(PEER)
+    assert [share.place for share in everything(work, OWNER, 0.0)] == [(0, 4), (1, 0), (1, 4), (2, 0), (2, 4), (0, 0)]
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(100), deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), members=st.integers(1, 9))
+def test_members_begin_as_far_from_each_other_as_can_be(sizes: list[int], members: int) -> None:
+    pieces = {bytes([number]) * 32: size for number, size in enumerate(sizes)}
+    names = [f"member {number}" for number in range(members)]
+    order, total = ring(pieces), sum(sizes)
+    before = {digest: sum(pieces[other] for other in order[:place]) for place, digest in enumerate(order)}
+    begun = sorted(before[order[tensor]] + first for tensor, first in (start(pieces, name, names) for name in names))
+    gaps = [after - one for one, after in zip(begun, [*begun[1:], begun[0] + total], strict=True)]
+    assert sum(gaps) == total
+    assert max(gaps) - min(gaps) <= 1
 
 
 def test_the_owner_helps_where_peers_are_slow() -> None:

@@ -5,15 +5,27 @@ gives more; the last source, the job owner, gives only what no peer has that is 
 somebody is slow with may be asked of another too; the first answer counts. Who has nothing now may have it soon (it
 fetches as well).
 
+All who fetch go round one ring of pieces, each from a place of its own (`weight_ring`): a peer is asked from its place
+on, since that is what it has first; where it has nothing yet it rests for a moment instead of being asked for the whole
+ring, and the owner gives meanwhile from this member's own place on.
+
 Neighbours: `execution.weights` asks, receives and tells this board.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Final
+
+Place = tuple[int, int]
+"""On the ring: which tensor, which of its pieces."""
+
+LEAST_REST: Final = 1 / 32
+"""Of the longest rest: after the first decline; doubled with every further one in a row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,29 +35,39 @@ class Share:
     digest: bytes
     first: int
     count: int
+    tensor: int
+    """Its tensor's number on the ring."""
     askers: set[int] = field(default_factory=set[int])
-    declined_s: dict[int, float] = field(default_factory=dict[int, float])
+    rests_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Until when each source that declined is not asked for it."""
     done: bool = False
+
+    @property
+    def place(self) -> Place:
+        return self.tensor, self.first
 
 
 class Board:
-    """`missing`: digest -> pieces that are not here, in the order to ask. `having`: for each source the digests it has,
-    empty means all. Sources are numbers in order of preference."""
+    """`missing`: digest -> pieces that are not here, ascending; the tensors in the ring's order, by which they are
+    numbered. `having`: for each source the digests it has, empty means all. `starts`: where on the ring each source is
+    asked from; for the last it is this member's own place. Sources are numbers in order of preference."""
 
     def __init__(
         self,
         missing: Mapping[bytes, Sequence[int]],
         having: Sequence[Collection[bytes]],
         *,
+        starts: Sequence[Place],
         ask_pieces: int,
         retry_s: float,
         slow_s: float,
         grace_s: float,
         now_s: float,
     ) -> None:
-        """Who declined is asked again after `retry_s`; who takes longer than `slow_s` for an answer is slow; the last
-        source waits `grace_s` for the others to be reached."""
+        """Who declined again and again is asked once in `retry_s`; who takes longer than `slow_s` for an answer is
+        slow; the last source waits `grace_s` for the others to be reached."""
         self._having = [frozenset(digests) for digests in having]
+        self._starts = tuple(starts)
         self._live = set(range(len(having)))
         self._retry_s = retry_s
         self._slow_s = slow_s
@@ -54,7 +76,16 @@ class Board:
         """What the last answer took."""
         self._expected_s = dict.fromkeys(self._live, now_s + grace_s)
         """Until when the last source leaves a source's pieces to it; for ever once it is reached."""
-        self._open = deque(share for digest, pieces in missing.items() for share in _shares(digest, pieces, ask_pieces))
+        self._declines = dict.fromkeys(self._live, 0)
+        """In a row, until now."""
+        self._rests_s = dict.fromkeys(self._live, -math.inf)
+        """Until when it is asked for nothing."""
+        self._open = [
+            share
+            for tensor, (digest, pieces) in enumerate(missing.items())
+            for share in _shares(digest, pieces, ask_pieces, tensor)
+        ]
+        """In the order of the ring."""
         self._asked: dict[Share, None] = {}  # in the order of asking
         self._left = {digest: len(pieces) for digest, pieces in missing.items() if pieces}
 
@@ -73,9 +104,9 @@ class Board:
 
     def take(self, source: int, now_s: float) -> Share | None:
         """What to ask `source` for now, if anything."""
-        if source not in self._live:
+        if source not in self._live or now_s < self._rests_s[source]:
             return None
-        for share in self._open:
+        for share in self._from(self._starts[source]):
             if self._may(source, share, now_s) and not self._preferred_may(source, share, now_s):
                 self._open.remove(share)
                 self._asked[share] = None
@@ -84,6 +115,10 @@ class Board:
             if source not in share.askers and self._may(source, share, now_s) and self._all_slow(share, now_s):
                 return self._given(share, source, now_s)
         return None
+
+    def _from(self, start: Place) -> Iterator[Share]:
+        at = bisect_left(self._open, start, key=_place)
+        return chain(islice(self._open, at, None), islice(self._open, at))
 
     def reached(self, source: int) -> None:
         """A connection is open."""
@@ -99,15 +134,16 @@ class Board:
         having = self._having[source]
         if having and share.digest not in having:
             return False
-        declined_s = share.declined_s.get(source)
-        return declined_s is None or now_s - declined_s >= self._retry_s
+        return now_s >= share.rests_s.get(source, -math.inf)
 
     def _preferred_may(self, source: int, share: Share, now_s: float) -> bool:
         """Whether the last source leaves this to others."""
         if source != len(self._having) - 1:
             return False
         return any(
-            now_s < self._expected_s[other] and self._may(other, share, now_s) and not self._is_slow(other, now_s)
+            self._rests_s[other] <= now_s < self._expected_s[other]
+            and self._may(other, share, now_s)
+            and not self._is_slow(other, now_s)
             for other in self._live - {source}
         )
 
@@ -125,12 +161,13 @@ class Board:
     def arrived(self, source: int, share: Share, good: int, now_s: float) -> bool:
         """`good` pieces from the share's first on are here. False if they were already. The rest is open again."""
         self._hear(source, now_s)
+        self._declines[source] = 0
         if share.done:
             return False
         share.done = True
         self._asked.pop(share, None)
         if good < share.count:
-            self._open.appendleft(Share(share.digest, share.first + good, share.count - good))
+            self._put_back(Share(share.digest, share.first + good, share.count - good, share.tensor))
         self._left[share.digest] -= good
         if self._left[share.digest] == 0:
             del self._left[share.digest]
@@ -139,7 +176,9 @@ class Board:
     def declined(self, source: int, share: Share, now_s: float) -> None:
         """It does not have them (any more, or yet)."""
         self._hear(source, now_s)
-        share.declined_s[source] = now_s
+        rest_s = self._retry_s * min(1.0, LEAST_REST * 2 ** self._declines[source])
+        self._declines[source] += 1
+        self._rests_s[source] = share.rests_s[source] = now_s + rest_s
         self._release(source, share)
 
     def lost(self, source: int) -> None:
@@ -157,15 +196,22 @@ class Board:
         share.askers.discard(source)
         if share in self._asked and not share.askers:
             self._asked.pop(share, None)
-            self._open.appendleft(share)
+            self._put_back(share)
+
+    def _put_back(self, share: Share) -> None:
+        insort(self._open, share, key=_place)
 
 
-def _shares(digest: bytes, pieces: Sequence[int], most: int) -> list[Share]:
+def _place(share: Share) -> Place:
+    return share.place
+
+
+def _shares(digest: bytes, pieces: Sequence[int], most: int, tensor: int) -> list[Share]:
     shares: list[Share] = []
     for piece in pieces:
         last = shares[-1] if shares else None
         if last is not None and last.first + last.count == piece and last.count < most:
             last.count += 1
         else:
-            shares.append(Share(digest, piece, 1))
+            shares.append(Share(digest, piece, 1, tensor))
     return shares

@@ -18,7 +18,6 @@ Call it in a task of its own; cancelling it keeps what has arrived. Neighbours: 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,7 +25,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from fusionai.execution.links import open_job
-from fusionai.execution.weight_board import Board, Share
+from fusionai.execution.weight_board import LEAST_REST, Board, Share
+from fusionai.execution.weight_ring import ring, start
 from fusionai.primitives.errors import ExecutionError, FusionError, StorageError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes
@@ -89,7 +89,7 @@ async def fetch(
     """Bring everything of `specs` into `store`; returns the bytes that came, by source.
 
     `sources` in order of preference: all but the last share the work, the last (the owner) gives what none of them
-    has. `me`: members who fetch at the same time begin with different pieces and then have them from each other.
+    has. `me`: members who fetch at the same time begin at different places and then have the rest from each other.
     `on_refused(source, key)`: it sent wrong bytes of this tensor. Raises `ExecutionError` naming what is missing and
     who was asked, `StorageError` when the disk is full or the list of weights is wrong.
     """
@@ -126,7 +126,7 @@ class _Fetch:
         self._limits = limits
         self._total_bytes = sum(spec_bytes(spec) for spec in self._specs.values())
         self._done_bytes = 0
-        self._board = Board({}, (), ask_pieces=1, retry_s=0, slow_s=0, grace_s=0, now_s=0)
+        self._board = Board({}, (), starts=(), ask_pieces=1, retry_s=0, slow_s=0, grace_s=0, now_s=0)
         self._changed = asyncio.Event()
         self._arrived_s = now_s()
         self._finishing: set[asyncio.Task[None]] = set()
@@ -144,9 +144,13 @@ class _Fetch:
             if not pieces:
                 self._finish(digest)
         self._on_progress(self._done_bytes, self._total_bytes)
+        pieces = {digest: pieces_of(spec_bytes(spec)) for digest, spec in self._specs.items()}
+        peers = [source.peer for source in self._sources[:-1]]
+        members = {me, *peers}
         self._board = Board(
-            _ordered(missing, me),
+            {digest: missing.get(digest, ()) for digest in ring(pieces)},
             [source.digests for source in self._sources],
+            starts=[start(pieces, member, members) for member in (*peers, me)],
             ask_pieces=self._limits.ask_pieces,
             retry_s=self._limits.retry_s,
             slow_s=self._limits.slow_s,
@@ -309,7 +313,7 @@ class _Fetch:
     async def _wait_for_change(self) -> None:
         """Somebody's part may be this source's now; or who had nothing is asked again."""
         try:
-            async with asyncio.timeout(self._limits.retry_s / 2):
+            async with asyncio.timeout(self._limits.retry_s * LEAST_REST):
                 await self._changed.wait()
         except TimeoutError:
             return
@@ -330,18 +334,3 @@ class _Fetch:
 
 def _span_bytes(spec: WeightSpec, first: int, count: int) -> int:
     return min((first + count) * PIECE_BYTES, spec_bytes(spec)) - first * PIECE_BYTES
-
-
-def _ordered(missing: dict[bytes, tuple[int, ...]], me: str) -> dict[bytes, tuple[int, ...]]:
-    """Another order for everybody, whole tensors together: whoever fetches the same at the same time has other pieces
-    first, and the owner gives each piece about once."""
-
-    def place(digest: bytes) -> int:
-        return int.from_bytes(hashlib.sha256(me.encode() + digest).digest()[:8], "little")
-
-    ordered: dict[bytes, tuple[int, ...]] = {}
-    for digest in sorted(missing, key=place):
-        pieces = missing[digest]
-        start = place(digest) % len(pieces) if pieces else 0
-        ordered[digest] = pieces[start:] + pieces[:start]
-    return ordered

@@ -97,20 +97,13 @@ class WeightStore:
         Empty when there are none. Raises `StorageError` when the disk fails."""
         with self._mutex:
             part = self._parts.get(digest)
-        if part is not None and not self._path(digest).exists():
-            count = min(count, part.run(first, count))
-            path = part.path
-        else:
-            path = self._path(digest)
-        start = first * PIECE_BYTES
-        try:
-            size = path.stat().st_size
-            if count <= 0 or start >= size:
-                return b""
-            os.utime(path)
-        except OSError:
-            return b""  # not here, or just renamed or dropped: whoever asked asks again
-        return Stretch(path, 0, size).read(start, min(count * PIECE_BYTES, size - start))
+        whole = self._path(digest)
+        if part is not None and not whole.exists():
+            data = _read(part.path, first, part.run(first, count))
+            if data is not None:
+                return data
+            # It has got its name meanwhile: what was a part when it was looked for is the whole now.
+        return _read(whole, first, count) or b""
 
     @property
     def used_bytes(self) -> int:
@@ -258,3 +251,21 @@ class WeightStore:
 
     def _part_path(self, digest: bytes) -> Path:
         return self.directory / (digest.hex() + PART_SUFFIX)
+
+
+def _read(path: Path, first: int, count: int) -> bytes | None:
+    """None when there is no such file (any more). Counts as a use. Raises `StorageError` when the disk fails."""
+    start = first * PIECE_BYTES
+    with storage_errors(path, "read"):
+        try:
+            handle = path.open("rb")
+        except FileNotFoundError:
+            return None
+        with handle:
+            nbytes = min(count * PIECE_BYTES, os.fstat(handle.fileno()).st_size - start)
+            if nbytes <= 0:
+                return b""
+            with suppress(OSError):
+                os.utime(path)
+            handle.seek(start)
+            return handle.read(nbytes)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import StorageError
 from fusionai.storage import weight_store
+from fusionai.storage.weight_part import WeightPart
 from fusionai.storage.weight_pieces import good_pieces, make_spec, piece_bytes, spec_bytes
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.serving import PIECE_BYTES, WeightSpec
@@ -125,6 +126,21 @@ def test_a_part_that_others_shortened_or_overwrote_goes_on(tmp_path: Path) -> No
     assert store.missing(BIG) == tuple(range(6))
     store.add(BIG, data_of(BIG))
     assert store.read(BIG).data == data_of(BIG)
+
+
+def test_a_part_that_gets_its_name_while_it_is_read_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = WeightStore(tmp_path)
+    assert store.put(BIG, 0, data_of(BIG)) == len(BIG.pieces)
+    run = WeightPart.run
+
+    def finished_meanwhile(part: WeightPart, first: int, count: int) -> int:
+        found = run(part, first, count)
+        store.finish(BIG)
+        return found
+
+    monkeypatch.setattr(WeightPart, "run", finished_meanwhile)
+    assert store.pieces(BIG.digest, 2, 2) == data_of(BIG, 2, 2)
+    assert names(store) == [BIG.digest.hex()]
 
 
 def test_a_damaged_whole_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
