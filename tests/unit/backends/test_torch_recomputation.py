@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import numpy as np
 import pytest
@@ -93,6 +96,18 @@ def test_a_discarded_step_leaves_no_trace(kit, load):
     program.discard()
     assert [bytes(tensor.data) for _, tensor in program.export_state(["model", "optimizer"])] == before
     assert program.gradient_norms() == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"weight_lag": 1}, {"recompute": True, "weight_lag": 1}])
+def test_a_program_that_is_given_up_with_microbatches_in_flight_is_gone(kit, load, options):
+    program = load(network(kit), optimizer=OptimizerSpec(), in_flight=3, **options)
+    ids = kit.host(np.zeros((ROWS, SEQUENCE), dtype=np.int64))
+    for microbatch in range(3):
+        program.forward(Call("train", 0, microbatch), {"ids": ids, "labels": ids})
+    program.backward(Call("train", 0, 0), {"loss": kit.host(np.asarray(np.float32(1)))})
+    program, gone = None, weakref.ref(program)
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_segment_is_a_block_and_what_stands_between_belongs_to_the_one_before(kit):

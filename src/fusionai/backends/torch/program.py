@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Final, Literal
@@ -145,12 +146,13 @@ class TorchStageProgram:
                 leaves[name] = value.requires_grad_()
             values[name] = value
         params = {value: self._tensors[self._graph.params[value].key] for value in interpreter.params}
-        with torch.set_grad_enabled(training), self._precision():
+        precision = partial(_precision, half_floats, self._device.type)
+        with torch.set_grad_enabled(training), precision():
             if training and self._options.recompute:
                 if names not in self._segments:
                     self._segments[names] = segments(interpreter)
                 parts = self._segments[names]
-                outputs, writes = run_in_segments(interpreter, parts, context, values, params, self._precision)
+                outputs, writes = run_in_segments(interpreter, parts, context, values, params, precision)
             else:
                 outputs, writes = interpreter.run(context, values, params)
         if training:
@@ -417,11 +419,6 @@ class TorchStageProgram:
             self._interpreters[key] = interpreter
         return interpreter
 
-    def _precision(self) -> AbstractContextManager[object]:
-        if self._options.precision == "bf16":
-            return torch.autocast(self._device.type, torch.bfloat16)
-        return nullcontext()
-
     def _parameter(self, key: str) -> torch.Tensor:
         parameter = self._trainable.get(key)
         if parameter is None:
@@ -444,6 +441,12 @@ class TorchStageProgram:
 
     def _is_parameter(self, value: torch.Tensor | int) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._parameter_storages
+
+
+def _precision(half_floats: bool, device_type: str) -> AbstractContextManager[object]:
+    """Not a method: what autograd keeps may hold this, and must not hold the program that keeps what autograd made.
+    Python's collector sees no ring that leads through autograd's graph."""
+    return torch.autocast(device_type, torch.bfloat16) if half_floats else nullcontext()
 
 
 def _carries_gradient(value: torch.Tensor | int) -> bool:

@@ -58,7 +58,8 @@ def run_in_segments(
     precision: Callable[[], AbstractContextManager[object]],
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """`Interpreter.run`, keeping for backward what enters each of `parts`. `precision`: what the caller runs this in,
-    entered again when a segment is. Neither inputs nor parameters may be overwritten before backward."""
+    entered again when a segment is; nothing that holds the outputs, see `program`. Neither inputs nor parameters may be
+    overwritten before backward."""
     registers = interpreter.start(context, inputs, params)
     for part in parts:
         kept = _Kept(_Again(interpreter, part, context, [registers[place] for place in part.entering], precision))
