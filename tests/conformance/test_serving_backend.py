@@ -200,6 +200,7 @@ class Behind:
         return array(self.program.run(segments, fed, wanted=["logits"], rows=rows)["logits"])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
 @pytest.mark.parametrize("cache", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -294,6 +295,7 @@ def test_ragged_sessions_that_join_at_any_time_equal_a_full_pass(variant: str) -
     assert program.cached == dict(enumerate(lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "all"])
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8", "int4"])
 def test_bits_do_not_depend_on_who_else_is_in_the_pass(variant: str, form: WeightFormat) -> None:
@@ -319,6 +321,7 @@ def test_bits_do_not_depend_on_who_else_is_in_the_pass(variant: str, form: Weigh
             assert np.array_equal(got[:1], expected[1 + step])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", ["fp32", "bf16"])
 def test_a_few_positions_together_have_the_bits_of_one_by_one(variant: str, cache: CacheFormat) -> None:
@@ -355,6 +358,7 @@ class HeadRows(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "all"])
 def test_behind_the_last_attention_only_wanted_rows_are_computed(variant: str) -> None:
     """The same bits, caches as full as ever, and a head that never sees the rest of a prompt."""
@@ -408,6 +412,7 @@ def test_a_start_before_the_end_drops_what_was_cached(variant: str) -> None:
     assert program.cached == {0: 10}
 
 
+@pytest.mark.slow
 def test_forgotten_sessions_leave_pages_and_places_to_others() -> None:
     graph = Draft(window=5).graph
     program = serve(graph)

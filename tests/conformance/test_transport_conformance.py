@@ -278,6 +278,7 @@ def test_frames_of_concurrent_senders_never_interleave(world: World, run: Callab
     run(main())
 
 
+@pytest.mark.slow
 def test_what_is_sent_at_once_never_lands_within_another_frame(world: World, run: Callable[..., None]):
     async def main() -> None:
         may_read = asyncio.Event()
@@ -369,6 +370,7 @@ def test_many_channels_at_once(world: World, run: Callable[..., None]):
     run(main())
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_the_sender_back(world: World, run: Callable[..., None]):
     async def main() -> None:
         may_read = asyncio.Event()

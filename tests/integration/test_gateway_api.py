@@ -44,6 +44,7 @@ def events(body: str) -> list[Any]:
     return [json.loads(line) for line in data[:-1]]
 
 
+@pytest.mark.slow
 def test_the_route_and_its_times_come_when_asked_for(engine: ScriptedEngine):
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as http:
@@ -73,6 +74,7 @@ def test_the_route_and_its_times_come_when_asked_for(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_every_error_has_the_same_form(engine: ScriptedEngine):
     async def scenario() -> None:
         limits = Limits(body_bytes=2000, choices=4)
@@ -152,6 +154,7 @@ def test_up_ready_status_and_numbers(engine: ScriptedEngine):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_status_comes_again_when_it_changed(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fusionai.gateway.status._LOOK_S", 0.05)
 
@@ -167,6 +170,7 @@ def test_status_comes_again_when_it_changed(engine: ScriptedEngine, monkeypatch:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_key_opens_everything_but_the_page_and_the_health(engine: ScriptedEngine, tmp_path: Path):
     (tmp_path / "keys").write_text("a-good-long-key-of-hers\n")
     config = GatewayConfig("tiny", keys=KeyRing.load(tmp_path / "keys"))

@@ -15,6 +15,7 @@ from mutation.mutants import mutants
 GUARDS = Path(__file__).with_name("guards.py")
 
 
+@pytest.mark.slow
 def test_what_is_accepted_still_exists():
     """The reason belongs to a guard; with another guard it must be thought through again."""
     for module, name in ACCEPTED:

@@ -104,6 +104,7 @@ def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> Non
     assert found.certificate.exact
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(alike_problems(spread=0.02))
 def test_bound_and_plan_of_nearly_equal_machines_hold_the_best_between_them(problem: Problem) -> None:
@@ -124,6 +125,7 @@ def test_bound_and_plan_of_nearly_equal_machines_hold_the_best_between_them(prob
         assert not roomy or found_s <= near.least_s * SAME**2
 
 
+@pytest.mark.slow
 def test_a_large_pool_of_equal_machines_is_proven() -> None:
     for count, kinds in ((25, 1), (60, 1), (24, 3)):
         posed = _pool(count, kinds, 0.0)
@@ -134,6 +136,7 @@ def test_a_large_pool_of_equal_machines_is_proven() -> None:
         assert again == found
 
 
+@pytest.mark.slow
 def test_machines_as_measured_are_planned_close_to_the_bound() -> None:
     for spread, most in ((0.001, 0.004), (0.01, 0.02)):
         found = plan(_pool(30, 1, spread))

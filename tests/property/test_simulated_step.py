@@ -127,6 +127,7 @@ def unequal(draw: st.DrawFn) -> tuple[Plan, Problem]:
     return pipeline(blocks, peers, 48)
 
 
+@pytest.mark.slow
 @given(unequal())
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 def test_unequal_stages_agree_within_five_per_cent_where_no_credit_binds(case: tuple[Plan, Problem]) -> None:

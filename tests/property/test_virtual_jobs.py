@@ -73,6 +73,7 @@ def run_all(course: Callable[..., World], seeds: Iterable[int]) -> Covered:
     return covered
 
 
+@pytest.mark.slow
 def test_any_order_of_arrival_gives_the_result_of_one_loop():
     run_all(undisturbed, FEW)
 
@@ -161,6 +162,7 @@ def test_a_guarded_stage_dies_at_every_moment_and_nobody_goes_back(stage: int, f
         assert world.told["restored: rolled back"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("back_after_s", [None, 3.0])
 def test_stages_whose_guard_is_lost_are_guarded_again(back_after_s: float | None):
     """By the guard that is left, or by the lost one when it is back."""

@@ -29,6 +29,7 @@ def test_streams_survive_a_course_of_faults(part: int) -> None:
     assert told["misplaced"] == 0, "a member was to load what its round does not place there"
 
 
+@pytest.mark.slow
 def test_without_faults_there_is_one_round_and_no_rebuild() -> None:
     for seed in range(40):
         world = serving_course.undisturbed(seed)

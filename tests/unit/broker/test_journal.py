@@ -253,6 +253,7 @@ def test_a_write_that_reached_only_the_mirror_counts_and_is_no_news(path: Path):
     assert load(path) == (5, NOTES)
 
 
+@pytest.mark.slow
 def test_a_write_that_only_began_in_the_mirror_is_dropped_and_is_no_news(path: Path):
     filled(path)
     whole = mirror_path(path).read_bytes()
@@ -430,6 +431,7 @@ def test_a_mirror_that_cannot_even_be_cut_back_ends_the_writing(journal: Journal
         journal.append(1, [note(1)])
 
 
+@pytest.mark.slow
 def test_a_log_cut_off_is_made_up_for_by_the_mirror(path: Path):
     """Cut anywhere, SQLite takes the end of its write-ahead log for a write that never happened."""
     with closing(Journal.open(path, "home")) as journal:

@@ -34,6 +34,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "said"), [("willing", "asked\ndone\n"), ("stubborn", "asked\ngiven up\n")])
 def test_who_started_it_is_gone(kind: str, said: str) -> None:
     with started(kind, "line") as command:
@@ -47,6 +48,7 @@ def test_who_started_it_is_gone(kind: str, said: str) -> None:
         assert command.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_without_a_lifeline_the_end_of_input_means_nothing() -> None:
     with started("willing", "none") as command:
         assert command.stdout is not None

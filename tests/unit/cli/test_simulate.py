@@ -128,6 +128,7 @@ def figures(folder: Path, *arguments: str, **files: str) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_hours_in_figures_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = figures(tmp_path)
     said = capsys.readouterr().out

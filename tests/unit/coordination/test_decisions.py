@@ -483,6 +483,7 @@ def test_a_driver_that_comes_back_learns_of_the_stop_it_missed(drive: Drive):
     assert decision.commands == (IssueTickets(JOB, 1), Notify(700, StopNotice(job=JOB)))
 
 
+@pytest.mark.slow
 def test_a_job_without_its_driver_runs_on_and_is_given_up_in_the_end(drive: Drive):
     drive.ask(want(A))
     drive.ask(requests.Disconnected(500))

@@ -33,6 +33,7 @@ def test_the_order_is_fixed_for_all_time() -> None:
     assert mix(0) == 0xE220A8397B1DCDAF  # first output of SplitMix64 with seed 0
 
 
+@pytest.mark.slow
 def test_a_permutation_is_shuffled_and_depends_on_its_key() -> None:
     size = 10_000
     orders = [[Permutation(size, *key).at(index) for index in range(size)] for key in ((1, "a"), (1, "b"), (2, "a"))]

@@ -117,6 +117,7 @@ def test_page_stands_alone_in_every_variant(report_data: ReportData) -> None:
         assert "{{" not in text
 
 
+@pytest.mark.slow
 def test_page_says_what_was_found(report_data: ReportData) -> None:
     text = render_report(report_data)
     assert "3 steps: the pool&#39;s loss equals one process bit for bit." in text
@@ -129,6 +130,7 @@ def test_page_says_what_was_found(report_data: ReportData) -> None:
     assert "proven optimal" in text
 
 
+@pytest.mark.slow
 def test_faults_are_told_and_drawn(report_data: ReportData) -> None:
     text = render_report(with_faults(report_data))
     assert "3 steps: the pool&#39;s loss equals one process bit for bit, through 3 faults." in text
@@ -188,6 +190,7 @@ def test_text_of_the_run_is_escaped(report_data: ReportData) -> None:
     assert "&lt;script&gt;" in text
 
 
+@pytest.mark.slow
 def test_page_is_the_same_for_the_same_run(report_data: ReportData) -> None:
     assert render_report(report_data) == render_report(report_data)
 

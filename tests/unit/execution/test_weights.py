@@ -324,6 +324,7 @@ def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "corrupt",
     [
@@ -388,6 +389,7 @@ def test_nobody_waits_for_a_source_that_says_nothing(tmp_path: Path, pongs: bool
     with_members(tmp_path, body)
 
 
+@pytest.mark.slow
 def test_what_can_not_be_had_is_named_with_everybody_asked(tmp_path: Path) -> None:
     async def body(members: Members) -> None:
         partly = await members.desk(OWNER, filled(tmp_path / "owner", SPECS[:2]))

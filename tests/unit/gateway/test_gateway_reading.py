@@ -111,6 +111,7 @@ _JSON = st.recursive(
 _NAMES = st.sampled_from([field.name for field in msgspec.structs.fields(ChatRequest)]) | st.text(max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(st.dictionaries(_NAMES, _JSON, max_size=6))
 def test_any_object_is_taken_or_refused_and_nothing_else_happens(fields: dict[str, object]):

@@ -46,6 +46,7 @@ print(json.dumps([
     return set(loaded), collector
 
 
+@pytest.mark.slow
 def test_joining_loads_no_framework_until_there_is_a_membership() -> None:
     loaded, _ = loaded_by(COMMAND)
     assert loaded == set()

@@ -62,6 +62,7 @@ def test_always_never_changes(entries: list[str]) -> None:
     assert schedule.next_change(at("thu 03:00")) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(
     st.lists(

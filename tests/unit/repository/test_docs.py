@@ -53,6 +53,7 @@ def test_every_refusal_code_has_a_sentence():
     assert all(sentence.endswith(".") for sentence in messages.REFUSAL_SENTENCES.values())
 
 
+@pytest.mark.slow
 def test_a_field_without_a_meaning_is_found(generate: ModuleType, monkeypatch: pytest.MonkeyPatch):
     text = (ROOT / "docs" / "wire_fields.toml").read_text(encoding="utf-8")
     monkeypatch.setattr(generate.tomllib, "loads", _without("sequence", generate.tomllib.loads))

@@ -81,6 +81,7 @@ def test_equal_machines_make_equal_lines() -> None:
     assert found.bound_tokens_per_s >= found.tokens_per_s
 
 
+@pytest.mark.slow
 def test_every_line_holds_the_model_within_memory_and_time() -> None:
     for seed in range(1, 7):
         posed = problem(14, seed=seed)

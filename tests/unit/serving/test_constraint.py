@@ -194,6 +194,7 @@ def test_forms_that_cannot_be_used_are_refused_with_the_reason(schema: str, reas
     assert time.perf_counter() - started < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schema",
     [

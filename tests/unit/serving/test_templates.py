@@ -270,6 +270,7 @@ def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("talk", TALKS)
 @pytest.mark.parametrize("source", [CHATML_TOOLS, LLAMA, MISTRAL, ODD], ids=["chatml", "llama", "mistral", "odd"])
 @pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER, WEATHER]], ids=["none", "one", "two"])

@@ -9,6 +9,7 @@ import pytest
 from harness.tiny_text import write_tiny_text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x", "the weather in Paris is fine, ", " ", "é", "<|im_end|>"])
 @pytest.mark.parametrize("characters", [100, 40_000, 100_000])
 def test_what_may_fit_is_never_beyond(tmp_path: Path, text: str, characters: int) -> None:

@@ -85,6 +85,7 @@ def test_undisturbed_hours_are_full_of_steps() -> None:
     assert set(course.present.values()) == {1.0}
 
 
+@pytest.mark.slow
 def test_a_commit_waits_for_the_checkpoint_to_be_collected() -> None:
     # 18 MB of state over the owner's 12.5 MB/s.
     heavy = problem(owner=peer("owner", downlink=Link(bandwidth_bytes_per_s=2e6)))

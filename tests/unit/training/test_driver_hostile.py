@@ -111,6 +111,7 @@ LIES: dict[str, tuple[type, Lie, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIES)
 def test_a_member_that_speaks_for_others_ends_the_job(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kind, lie, text = LIES[name]
@@ -149,6 +150,7 @@ OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, HostTensor] | None, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_an_output_that_is_none_ends_the_job(name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -222,6 +224,7 @@ def test_a_peer_lost_in_a_step_ends_the_job_with_its_name(stage: int, tmp_path: 
     assert done.end.steps >= 1
 
 
+@pytest.mark.slow
 def test_the_owners_own_link_lost_begins_a_new_round(tmp_path: Path):
     """The owner holds no stage: nobody but its own links knows."""
 

@@ -145,6 +145,7 @@ def test_no_broker_and_no_invitation(pool, tmp_path: Path):
         asyncio.run(enrol("please", tmp_path, "owner"))
 
 
+@pytest.mark.slow
 def test_a_broker_that_never_answers_is_waited_for_only_so_long(pool, tmp_path: Path):
     async def main() -> None:
         async def silent(channel: Channel) -> None:

@@ -352,6 +352,7 @@ def test_a_side_that_does_not_read_holds_the_other_back(stand, run: Run):
     run(main())
 
 
+@pytest.mark.slow
 def test_a_pair_keeps_to_its_rate(stand, run: Run):
     async def main() -> None:
         async with stand(RelayLimits(pair_bytes_per_s=2 * MIB)) as door, door.joined() as (near, far):

@@ -119,6 +119,7 @@ def tls_transport(channel: Channel) -> asyncio.Transport:
     return transport
 
 
+@pytest.mark.slow
 def test_silent_connections_are_closed_and_keep_no_member_out(pool, run: Run):
     async def main() -> None:
         door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.5, half_open=8))
@@ -136,6 +137,7 @@ def test_silent_connections_are_closed_and_keep_no_member_out(pool, run: Run):
     run(main())
 
 
+@pytest.mark.slow
 def test_a_member_that_never_finishes_its_hello_is_closed(pool, run: Run):
     async def main() -> None:
         door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.3))
@@ -156,6 +158,7 @@ def test_a_member_that_never_finishes_its_hello_is_closed(pool, run: Run):
     run(main())
 
 
+@pytest.mark.slow
 def test_dripping_bytes_do_not_move_the_deadline(pool, run: Run):
     async def main() -> None:
         door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.3))
@@ -392,6 +395,7 @@ def test_closing_does_not_wait_for_ever_for_one_who_does_not_read(pool, run: Run
     run(main())
 
 
+@pytest.mark.slow
 def test_closing_sends_everything_to_a_slow_reader(pool, run: Run, monkeypatch: pytest.MonkeyPatch):
     # Each pause of the reader is shorter than the patience of the closing side, all of them together are longer.
     monkeypatch.setattr("fusionai.transport.tcp_channel.STALLED_S", 0.5)

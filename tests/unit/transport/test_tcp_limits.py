@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel
@@ -139,6 +140,7 @@ def test_small_frames_pass_by_until_the_debt_is_large(pool: Any) -> None:
     bounded(main())
 
 
+@pytest.mark.slow
 def test_who_receives_too_fast_holds_the_sender_back(pool: Any) -> None:
     async def main() -> None:
         down = Ledger(due_s=3600.0)
