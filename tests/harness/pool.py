@@ -292,7 +292,8 @@ def tokens(vocabulary: int, batch: int, sequence: int) -> Callable[[int, int], d
 
 @dataclass(kw_only=True)
 class Job:
-    """A training job on a `MemoryPool`. `ranges`: half-open block ranges per stage; `owned`: stages of the owner."""
+    """A training job on a `MemoryPool`. `ranges`: half-open block ranges per stage of one replica; `owned`: stages of
+    the owner, in each replica."""
 
     pool: MemoryPool
     directory: Path
@@ -302,7 +303,9 @@ class Job:
     data: Data
     steps: int
     microbatches: int
+    """Of a step, over all replicas."""
     state: StateSource
+    replicas: int = 1
     optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(weight_decay=0.1))
     learning_rate: Callable[[int], float] = lambda step: 1e-3 * (step + 1)
     clip_norm: float | None = 1.0
@@ -334,7 +337,8 @@ class Job:
         count = len(self.ranges)
         stages = tuple(
             StagePlacement(
-                stage=number,
+                stage=replica * count + number,
+                replica=replica,
                 peer=OWNER if number in self.owned else next(peers).peer,
                 blocks=blocks,
                 in_flight=self.in_flight or count - number,
@@ -345,6 +349,7 @@ class Job:
                 offload=self.offload,
                 fingerprint=self.pool.owner.fingerprint,
             )
+            for replica in range(self.replicas)
             for number, blocks in enumerate(self.ranges)
         )
         guards = tuple(Guard(stage=stage, peer=peer_id(number)) for stage, number in sorted(self.guards.items()))
@@ -390,7 +395,7 @@ class Job:
     def stage_options(self) -> list[StageOptions]:
         """What each stage is told, in stage order."""
         job = self.training_job()
-        return [stage_options(job.options, self.plan(), stage) for stage in range(len(self.ranges))]
+        return [stage_options(job.options, self.plan(), stage) for stage in range(self.replicas * len(self.ranges))]
 
     def header(self) -> CheckpointHeader:
         params = self.graph.params.values()

@@ -74,8 +74,8 @@ class Topology:
             weight_lag=self.weight_lag[stage] if self.weight_lag else 0,
             producers={"train": producers, "eval": producers, "infer": producers},
             consumers=self.consumers(stage),
-            shares_with=frozenset(self.tied) - {stage} if stage in self.tied else frozenset(),
-            shared_home=not self.tied or stage not in self.tied or self.tied[0] == stage,
+            sums_of=frozenset(self.tied[1:]) if stage in self.tied[:1] else frozenset(),
+            summed_by=frozenset(self.tied[:1]) if stage in self.tied[1:] else frozenset(),
         )
 
     def job_shape(self) -> JobShape:

@@ -39,6 +39,7 @@ class StageShape:
 
     stage: int
     microbatches: int
+    """Of a step, those that cross this stage."""
     in_flight: int
     producers: Mapping[Mode, frozenset[int]]
     """Who must deliver before a forward may run, per mode; -1 is the data feed."""
@@ -46,10 +47,26 @@ class StageShape:
     """Who must return gradients before a backward may run; empty: the backward follows its forward at once."""
     weight_lag: int = 0
     """Microbatches whose weight gradients may wait for a moment when this stage has nothing better to do."""
-    shares_with: frozenset[int] = frozenset()
-    """Other stages holding a parameter this stage holds (tied weights)."""
-    shared_home: bool = True
-    """Whether this stage sums the shared gradients; so does one that shares nothing."""
+    sums_of: frozenset[int] = frozenset()
+    """Other stages holding a parameter (tied weights, replicas) whose gradients this stage sums."""
+    summed_by: frozenset[int] = frozenset()
+    """Stages that sum gradients of parameters held here."""
+    replica: int = 0
+    replicas: int = 1
+    """Microbatch m of a step crosses the stages of replica m mod `replicas`."""
+
+    @property
+    def shares_with(self) -> frozenset[int]:
+        return self.sums_of | self.summed_by
+
+    def turn(self, microbatch: int) -> int | None:
+        """Which of this stage's microbatches this one of the step is; None if it crosses another replica."""
+        turn, foreign = divmod(microbatch - self.replica, self.replicas)
+        return turn if not foreign and 0 <= turn < self.microbatches else None
+
+    def microbatch(self, turn: int) -> int:
+        """Its number in the step."""
+        return turn * self.replicas + self.replica
 
 
 Source = Literal["keep", "initialise", "import", "snapshot"]
@@ -292,8 +309,8 @@ class StageMachine:
     _summed: bool = False
     _shared_partials: dict[int, set[int]] = field(default_factory=dict)
     """Step -> who has sent its part of the shared gradients."""
-    _shared_totals: set[int] = field(default_factory=set)
-    """Steps whose shared gradients are summed."""
+    _shared_totals: dict[int, set[int]] = field(default_factory=dict)
+    """Step -> stages whose sums of shared gradients are here; its own once it has summed."""
     _shared_sent: bool = False
     _arrived: dict[tuple[Mode, int, int], set[int]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], set[int]] = field(default_factory=dict)
@@ -338,21 +355,27 @@ class StageMachine:
             return False
         match event:
             case ForwardArrived(mode, step, microbatch, producer):
-                past = mode == "train" and (microbatch >= self.shape.microbatches or self._has_run(step, microbatch))
+                past = mode == "train" and ((turn := self.shape.turn(microbatch)) is None or self._has_run(step, turn))
                 known = self._arrived.get((mode, step, microbatch), set())
                 fits = producer in self.shape.producers.get(mode, ()) and producer not in known
                 return self._is_near(step) and not past and fits
             case BackwardArrived(step, microbatch, consumer):
                 known = self._gradients.get((step, microbatch), set())
-                due = self._is_now(step) and microbatch < self._due_below()
-                gone = step == self.applied and microbatch < self._returned
+                turn = self.shape.turn(microbatch)
+                if turn is None:
+                    return False
+                due = self._is_now(step) and turn < self._due_below()
+                gone = step == self.applied and turn < self._returned
                 return due and not gone and consumer in self.shape.consumers and consumer not in known
             case SharedArrived(step, sender, phase):
-                if not self._is_now(step) or sender not in self.shape.shares_with or step in self._shared_totals:
+                totals = self._shared_totals.get(step, set())
+                if not self._is_now(step):
                     return False
                 if phase == "partial":
-                    return self.shape.shared_home and sender not in self._shared_partials.get(step, set())
-                return not self.shape.shared_home and (self._shared_sent or self.phase is StagePhase.REPLAYING)
+                    known = self._shared_partials.get(step, set())
+                    return sender in self.shape.sums_of - known and self.shape.stage not in totals
+                asked = self._shared_sent or self.phase is StagePhase.REPLAYING
+                return asked and sender in self.shape.summed_by - totals
 
     def _is_near(self, step: int) -> bool:
         """Whether inputs of this step may arrive: in a replay everything retained comes at once."""
@@ -365,17 +388,17 @@ class StageMachine:
         return self._is_near(step) if self.phase is StagePhase.REPLAYING else step == self.applied
 
     def _due_below(self) -> int:
-        """Microbatches whose gradients may arrive, in a step whose gradients may, are below this."""
+        """Of the stage's microbatches, those whose gradients may arrive, in a step whose gradients may: so many."""
         return self.shape.microbatches if self.phase is StagePhase.REPLAYING else self._forwarded
 
     def sends_to(self, stage: int, step: int) -> bool:
         """Whether a tensor of this step goes to that stage now: replayed ones only to those that replay."""
         return step >= self._target or stage in self._replaying
 
-    def _has_run(self, step: int, microbatch: int) -> bool:
-        """Whether this microbatch's forward in training is done or under way."""
+    def _has_run(self, step: int, turn: int) -> bool:
+        """Whether the forward in training of the stage's microbatch in this turn is done or under way."""
         under_way = self._busy is not None and self._busy.kind == "forward" and self._busy.mode == "train"
-        return step == self.applied and microbatch < self._forwarded + under_way
+        return step == self.applied and turn < self._forwarded + under_way
 
     def _transition(self, event: StageEvent) -> list[StageCommand]:
         transition = TABLE.get((self.phase, type(event)))
@@ -423,31 +446,33 @@ class StageMachine:
             return Work("apply", step=step, record=self._commit)
         if step in self._exports:  # asked for before anything of the step had begun
             return Work("export", step=step)
+        numbered = self.shape.microbatch
         if self._returned < self._forwarded and self.shape.consumers <= self._gradients.get(
-            (step, self._returned), set()
+            (step, numbered(self._returned)), set()
         ):
-            return Work("backward", step=step, microbatch=self._returned)
+            return Work("backward", step=step, microbatch=numbered(self._returned))
         lagging = self._returned - self._weighted
         if lagging > self.shape.weight_lag or (lagging and self._returned == self.shape.microbatches):
-            return Work("weights", step=step, microbatch=self._weighted)
+            return Work("weights", step=step, microbatch=numbered(self._weighted))
         if self._returned == self.shape.microbatches and self.prepared < step:
             return self._closing_work(step)
         if (side := self._side_forward(step)) is not None:
             return side
         if self._forwarded < self.shape.microbatches and self.in_flight < self.shape.in_flight:
-            needed = self.shape.producers["train"]
-            if needed <= self._arrived.get(("train", step, self._forwarded), set()):
-                return Work("forward", step=step, microbatch=self._forwarded)
-        return Work("weights", step=step, microbatch=self._weighted) if lagging else None
+            needed, coming = self.shape.producers["train"], numbered(self._forwarded)
+            if needed <= self._arrived.get(("train", step, coming), set()):
+                return Work("forward", step=step, microbatch=coming)
+        return Work("weights", step=step, microbatch=numbered(self._weighted)) if lagging else None
 
     def _closing_work(self, step: int) -> Work | None:
         """All microbatches are summed: reduce what is shared, then take norms."""
-        if not self.shape.shared_home and not self._shared_sent:
+        if self.shape.summed_by and not self._shared_sent:
             return Work("share", step=step)
-        if self.shape.shares_with and step not in self._shared_totals:
-            complete = self._shared_partials.get(step, set()) >= self.shape.shares_with
-            return Work("total", step=step) if complete else None  # away from home no part is ever taken
-        return None if self._summed else Work("norms", step=step)
+        totals = self._shared_totals.get(step, set())
+        if self.shape.sums_of and self.shape.stage not in totals:
+            complete = self._shared_partials.get(step, set()) >= self.shape.sums_of
+            return Work("total", step=step) if complete else None
+        return Work("norms", step=step) if totals >= self.shape.summed_by and not self._summed else None
 
     def _side_forward(self, step: int) -> Work | None:
         """Evaluation and inference of exactly this state, oldest first; they leave no trace in it."""
@@ -566,7 +591,7 @@ class StageMachine:
         if event.phase == "partial":
             self._shared_partials.setdefault(event.step, set()).add(event.sender)
         else:
-            self._shared_totals.add(event.step)
+            self._shared_totals.setdefault(event.step, set()).add(event.sender)
         return []
 
     def on_committed(self, event: StageEvent) -> list[StageCommand]:
@@ -624,7 +649,7 @@ class StageMachine:
             case "share":
                 self._shared_sent = True
             case "total":
-                self._shared_totals.add(work.step)
+                self._shared_totals.setdefault(work.step, set()).add(self.shape.stage)
             case "norms":
                 self._summed = True
                 self.prepared = work.step
@@ -689,9 +714,9 @@ class StageMachine:
             self._initialise = False
         self._gradients = {key: by for key, by in self._gradients.items() if key[0] >= self.applied}
         self._shared_partials = {step: by for step, by in self._shared_partials.items() if step >= self.applied}
-        self._shared_totals = {step for step in self._shared_totals if step >= self.applied}
+        self._shared_totals = {step: by for step, by in self._shared_totals.items() if step >= self.applied}
         if keep_sums:
-            self._shared_totals.add(self.applied)
+            self._shared_totals[self.applied] = {self.shape.stage, *self.shape.summed_by}
         self._commit = None
         self._forwarded = self._returned = self._weighted = self.shape.microbatches if keep_sums else 0
         self._summed = self._shared_sent = keep_sums

@@ -27,10 +27,11 @@ class Arrivals:
         self._codecs = codecs
         self._inputs = {port.other: port for port in boundary.receives}
         self._returns = {port.other: frozenset(port.needs_grad) for port in boundary.sends}
-        self._shared = {
-            other: frozenset(shared.key for shared in boundary.shared if other in shared.stages)
-            for other in boundary.others
-        }
+        own = boundary.stage
+        self._replica = boundary.replica
+        self._crosses = boundary.crosses
+        self._partials = {other: boundary.shared_keys(own, other) for other in boundary.sums_of}
+        self._totals = {home: boundary.shared_keys(home, own) for home in boundary.summed_by}
         names = {name for port in (*boundary.receives, *boundary.sends) for name in port.values}
         values = {name: graph.values[name if name in graph.inputs else graph.outputs[name]] for name in names}
         self._dtypes = {name: spec.dtype for name, spec in values.items()}
@@ -39,7 +40,7 @@ class Arrivals:
             self._limits_bytes[f"parameter {spec.key}"] = math.prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]
 
     def forward(self, message: wire.Forward, tensors: Mapping[str, Carried]) -> None:
-        self._replica(message.replica)
+        self._of_here(message)
         port = self._inputs.get(message.producer)
         expected = port.carried(message.mode) if port is not None else ()
         if set(tensors) != set(expected):
@@ -55,7 +56,7 @@ class Arrivals:
             self._size(name, name, was)
 
     def backward(self, message: wire.Backward, tensors: Mapping[str, Carried]) -> None:
-        self._replica(message.replica)
+        self._of_here(message)
         self._named(message.consumer, "gradients", self._returns.get(message.consumer, frozenset()), tensors)
         for name, carried in tensors.items():
             was = self._as_agreed(name, carried, codec_between(self._codecs, self._stage, message.consumer))
@@ -63,7 +64,8 @@ class Arrivals:
             self._size(name, name, was)
 
     def shared(self, message: wire.SharedGradient, tensors: Mapping[str, Carried]) -> None:
-        self._named(message.sender, "shared gradients", self._shared.get(message.sender, frozenset()), tensors)
+        known = self._partials if message.phase == "partial" else self._totals
+        self._named(message.sender, "shared gradients", known.get(message.sender, frozenset()), tensors)
         for key, carried in tensors.items():
             was = self._as_agreed(key, carried, "none")
             self._float(key, was)
@@ -77,9 +79,12 @@ class Arrivals:
             raise ExecutionError(f"stage {self._stage} expected {name!r} packed as {expected}, got {found}.")
         return was
 
-    def _replica(self, replica: int) -> None:
-        if replica != 0:
-            raise ExecutionError(f"stage {self._stage} is not replicated, got a tensor of replica {replica}.")
+    def _of_here(self, message: wire.Forward | wire.Backward) -> None:
+        if message.replica != self._replica or not self._crosses(message.microbatch):
+            raise ExecutionError(
+                f"stage {self._stage} is of replica {self._replica}, "
+                f"got microbatch {message.microbatch} of replica {message.replica}."
+            )
 
     def _named(self, other: int, what: str, known: frozenset[str], tensors: Mapping[str, Carried]) -> None:
         """A value that nothing depended on has no gradient: absent ones are right, unknown ones are not."""

@@ -9,7 +9,7 @@ Neighbours: made by `training` from `ir.partition`, sent in `Attach`, obeyed by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -46,13 +46,33 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sends: tuple[Port, ...]
     outputs: tuple[str, ...] = ()
     shared: tuple[SharedParam, ...] = ()
+    replica: int = 0
+    replicas: int = 1
+    """Of the whole pipeline; microbatch m crosses replica m mod `replicas`."""
 
     @property
     def others(self) -> frozenset[int]:
         """Stages this one exchanges tensors with."""
         linked = {port.other for port in (*self.receives, *self.sends)}
-        linked |= {stage for shared in self.shared for stage in shared.stages}
-        return frozenset(linked - {self.stage, FEED})
+        return frozenset(linked - {FEED}) | self.sums_of | self.summed_by
+
+    @property
+    def sums_of(self) -> frozenset[int]:
+        """Stages whose gradients of shared parameters are summed here."""
+        at_home = (shared for shared in self.shared if shared.stages[0] == self.stage)
+        return frozenset(stage for shared in at_home for stage in shared.stages[1:])
+
+    @property
+    def summed_by(self) -> frozenset[int]:
+        """Home stages of parameters held here."""
+        return frozenset(shared.stages[0] for shared in self.shared) - {self.stage}
+
+    def shared_keys(self, home: int, other: int) -> frozenset[str]:
+        """Parameters summed at `home` that `other` holds as well; one of the two is this stage."""
+        return frozenset(shared.key for shared in self.shared if shared.stages[0] == home and other in shared.stages)
+
+    def crosses(self, microbatch: int) -> bool:
+        return microbatch % self.replicas == self.replica
 
     def check(self, graph: Graph) -> None:
         """Raises `GraphError` where this is no boundary of `graph`: what was received may name anything."""
@@ -79,6 +99,8 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 raise GraphError(f"{place} names {what} that the stage does not have: {some}.")
         if len(set(received)) != len(received):
             raise GraphError(f"{place} has one input from two stages.")
+        if not 0 <= self.replica < self.replicas:
+            raise GraphError(f"{place} is of replica {self.replica} of {self.replicas}.")
         if any(len(shared.stages) < 2 or self.stage not in shared.stages for shared in self.shared):
             raise GraphError(f"{place} names shared parameters that it does not share.")
 
@@ -92,28 +114,24 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return tuple(meaning for meaning in self.outputs if (meaning == LOSS) != (mode == "infer"))
 
     def shape(self, *, microbatches: int, in_flight: int, weight_lag: int = 0) -> StageShape:
-        """The stage machine's view of this boundary."""
+        """The stage machine's view of this boundary. `microbatches`: of a step, over all replicas."""
         modes: tuple[Mode, ...] = ("train", "eval", "infer")
-        if microbatches < 1 or in_flight < 1:
+        if microbatches < self.replicas or in_flight < 1:
             raise PlanError(
-                f"stage {self.stage} needs a microbatch and a credit of one at least, got {microbatches}, {in_flight}."
-            )
-        others = {stage for shared in self.shared for stage in shared.stages if stage != self.stage}
-        if len({shared.stages[0] for shared in self.shared}) > 1:
-            keys = ", ".join(shared.key for shared in self.shared)
-            raise PlanError(
-                f"stage {self.stage} shares weights with several home stages ({keys}).",
-                hint="Place the tied weights on one stage.",
+                f"stage {self.stage} needs a microbatch for each of {self.replicas} replicas and a credit of one at "
+                f"least, got {microbatches}, {in_flight}."
             )
         return StageShape(
             stage=self.stage,
-            microbatches=microbatches,
+            microbatches=len(range(self.replica, microbatches, self.replicas)),
             in_flight=in_flight,
             weight_lag=weight_lag,
             producers={mode: frozenset(p.other for p in self.receives if p.carried(mode)) for mode in modes},
             consumers=frozenset(port.other for port in self.sends if port.needs_grad),
-            shares_with=frozenset(others),
-            shared_home=all(shared.stages[0] == self.stage for shared in self.shared),
+            sums_of=self.sums_of,
+            summed_by=self.summed_by,
+            replica=self.replica,
+            replicas=self.replicas,
         )
 
 
@@ -155,6 +173,40 @@ def boundaries(partition: Partition) -> tuple[Boundary, ...]:
         )
         for stage in partition.stages
     )
+
+
+def replicated(partitions: Sequence[Partition]) -> tuple[Boundary, ...]:
+    """Boundaries of the stages of one replica after the other, numbered on. All partitions are cuts of one graph, each
+    its own; whoever holds a trainable parameter shares it with every other that does."""
+    holders: dict[str, list[int]] = {}
+    first = 0
+    for partition in partitions:
+        for stage in partition.stages:
+            for key in sorted({spec.key for spec in stage.graph.params.values() if spec.trainable}):
+                holders.setdefault(key, []).append(first + stage.stage)
+        first += len(partition.stages)
+    shared = [SharedParam(key=key, stages=tuple(at)) for key, at in sorted(holders.items()) if len(at) > 1]
+    made: list[Boundary] = []
+    for replica, partition in enumerate(partitions):
+        first = len(made)
+        for boundary in boundaries(partition):
+            stage = first + boundary.stage
+            made.append(
+                msgspec.structs.replace(
+                    boundary,
+                    stage=stage,
+                    receives=tuple(_numbered_on(port, first) for port in boundary.receives),
+                    sends=tuple(_numbered_on(port, first) for port in boundary.sends),
+                    shared=tuple(one for one in shared if stage in one.stages),
+                    replica=replica,
+                    replicas=len(partitions),
+                )
+            )
+    return tuple(made)
+
+
+def _numbered_on(port: Port, first: int) -> Port:
+    return port if port.other == FEED else msgspec.structs.replace(port, other=first + port.other)
 
 
 def _job_outputs(partition: Partition, stage: int, graph: Graph) -> tuple[str, ...]:

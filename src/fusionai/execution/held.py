@@ -35,7 +35,8 @@ class Held:
         self._gradients: defaultdict[tuple[int, int], ByConsumer] = defaultdict(lambda: defaultdict(dict))
         self._partials: defaultdict[int, dict[int, Entries]] = defaultdict(dict)
         """Step -> sender -> its part of the shared gradients."""
-        self._totals: dict[int, Entries] = {}
+        self._totals: defaultdict[int, dict[int, Entries]] = defaultdict(dict)
+        """Step -> home stage -> its sums."""
         self._bytes = 0
 
     @property
@@ -75,7 +76,7 @@ class Held:
             case wire.SharedGradient(phase="partial"):
                 self._partials[message.step][message.sender] = list(unpack_all(tensors).items())
             case wire.SharedGradient():
-                self._totals[message.step] = list(unpack_all(tensors).items())
+                self._totals[message.step][message.sender] = list(unpack_all(tensors).items())
 
     def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, Carried]:
         return self._freed(self._inputs.pop((mode, step, microbatch)))
@@ -88,14 +89,17 @@ class Held:
 
     def take_partials(self, step: int) -> list[tuple[int, Entries]]:
         """(sender, its part), in the order of the stages."""
-        taken = sorted(self._partials.pop(step, {}).items())
+        return self._taken(self._partials, step)
+
+    def take_totals(self, step: int) -> list[tuple[int, Entries]]:
+        """(home, its sums); nothing where this stage's sums are the totals already."""
+        return self._taken(self._totals, step)
+
+    def _taken(self, table: dict[int, dict[int, Entries]], step: int) -> list[tuple[int, Entries]]:
+        taken = sorted(table.pop(step, {}).items())
         for _, entries in taken:
             self._freed(dict(entries))
         return taken
-
-    def take_total(self, step: int) -> Entries:
-        """Nothing at home, or when this stage's sums are the total already."""
-        return list(self._freed(dict(self._totals.pop(step, []))).items())
 
     def drop(self, below: int | None = None) -> None:
         """Everything, or inputs of steps before `below`."""

@@ -79,7 +79,7 @@ class Bench:
     async def do(self, work: Work) -> bool:
         """True if entries are missing after `initialise`. Raises what the backend raises; `TransportError` when the
         connection of an export is lost."""
-        call = Call(work.mode, work.step, work.microbatch)
+        call = Call(work.mode, work.step, work.microbatch, self._boundary.replica)
         match work.kind:
             case "forward":
                 await self._forward(call)
@@ -97,8 +97,7 @@ class Bench:
             case "export":
                 await self._export(work.step)
             case "share":
-                entries, _ = await self._compute.run(lambda: self._program.export_gradients(self._shared_keys))
-                self._send_shared(self._home, work.step, "partial", entries)
+                await self._share(work.step)
             case "total":
                 await self._sum_shared(work.step)
         return False
@@ -187,10 +186,10 @@ class Bench:
             self._stage.send(port.other, message, tuple(body.values()))
 
     async def _norms_of(self, step: int) -> None:
-        total = self._held.take_total(step)  # away from home: it replaces the own sums
+        totals = self._held.take_totals(step)  # they replace the own sums
 
         def work() -> dict[str, float]:
-            if total:
+            for _, total in totals:
                 self._program.import_gradients(total, add=False)
             self.resident_bytes = self._program.resident_bytes
             return self._program.gradient_norms()
@@ -261,13 +260,17 @@ class Bench:
 
     # --------------------------------------------------------------------------------------------- shared weights
 
-    @property
-    def _shared_keys(self) -> tuple[str, ...]:
-        return tuple(sorted(shared.key for shared in self._boundary.shared))
+    async def _share(self, step: int) -> None:
+        """Own sums of what is summed elsewhere, to each home its own."""
+        own, homes = self._boundary.stage, sorted(self._boundary.summed_by)
 
-    @property
-    def _home(self) -> int:
-        return self._boundary.shared[0].stages[0]
+        def work() -> list[list[tuple[str, HostTensor]]]:
+            named = (sorted(self._boundary.shared_keys(home, own)) for home in homes)
+            return [self._program.export_gradients(keys) for keys in named]
+
+        parts, _ = await self._compute.run(work)
+        for home, part in zip(homes, parts, strict=True):
+            self._send_shared(home, step, "partial", part)
 
     def _send_shared(
         self, receiver: int, step: int, phase: Literal["partial", "total"], entries: Sequence[tuple[str, HostTensor]]
@@ -284,18 +287,18 @@ class Bench:
         self._stage.send(receiver, message, tuple(named.values()))
 
     async def _sum_shared(self, step: int) -> None:
-        """At home: own sums plus the others' in stage order, then the total to everybody."""
-        parts = self._held.take_partials(step)
+        """At home: own sums plus the others' in stage order, then the totals to everybody who holds them."""
+        parts, own = self._held.take_partials(step), self._boundary.stage
+        keys = {other: self._boundary.shared_keys(own, other) for other, _ in parts}
 
         def work() -> list[tuple[str, HostTensor]]:
             for _, part in parts:
                 self._program.import_gradients(part, add=True)
-            return self._program.export_gradients(self._shared_keys)
+            return self._program.export_gradients(sorted(frozenset().union(*keys.values())))
 
         total, _ = await self._compute.run(work)
-        for sender, part in parts:
-            theirs = {key for key, _ in part}
-            self._send_shared(sender, step, "total", [(key, tensor) for key, tensor in total if key in theirs])
+        for other, _ in parts:
+            self._send_shared(other, step, "total", [(key, tensor) for key, tensor in total if key in keys[other]])
 
     # ---------------------------------------------------------------------------------------------------- details
 

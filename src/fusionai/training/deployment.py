@@ -7,14 +7,14 @@ Decides nothing. Neighbours: `execution.deployment` is the plan made real, `trai
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from fusionai.backends.state import StateEntry, state_entries
 from fusionai.coordination.roles import Roles
-from fusionai.execution.boundary import FEED, Boundary, boundaries
+from fusionai.execution.boundary import FEED, Boundary, replicated
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
@@ -40,16 +40,24 @@ class CutStage:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`name` differs where stages or their snapshots would."""
+    """`name` differs where stages or their snapshots would. `ranges`: replica and blocks of each stage."""
 
     name: str
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, tuple[int, int]], ...]
     codecs: tuple[Codec, ...]
     stages: tuple[CutStage, ...]
 
     def holds(self, plan: Plan) -> bool:
         """Whether `plan` has these stages."""
         return (ranges_of(plan), plan.codecs) == (self.ranges, self.codecs)
+
+    @property
+    def replicas(self) -> int:
+        return self.stages[0].boundary.replicas
+
+    def saves(self, stage: int) -> bool:
+        """Whether a checkpoint has this stage's state from it: other replicas have the same."""
+        return self.stages[stage].boundary.replica == 0
 
     def roles(self, plan: Plan, owner: PeerId) -> Roles:
         """The machine's view of `plan`, whose block ranges are this cut's."""
@@ -59,7 +67,7 @@ class Cut:
             places={placement.stage: placement.peer for placement in plan.stages},
             guards={guard.stage: guard.peer for guard in plan.guards},
             snapshot_every=plan.snapshot_every,
-            feed_window=max(placement.in_flight for placement in plan.stages) + 1,
+            feed_window=self.replicas * (max(placement.in_flight for placement in plan.stages) + 1),
             neighbours={number: stage.boundary.others for number, stage in enumerate(self.stages)},
             fed=frozenset(
                 number
@@ -71,8 +79,8 @@ class Cut:
         )
 
 
-def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:
-    return tuple(placement.blocks for placement in plan.stages)
+def ranges_of(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
+    return tuple((placement.replica, placement.blocks) for placement in plan.stages)
 
 
 def cut(job: TrainingJob, plan: Plan) -> Cut:
@@ -80,21 +88,37 @@ def cut(job: TrainingJob, plan: Plan) -> Cut:
     ranges = ranges_of(plan)
     if len(plan.codecs) not in (0, len(ranges) - 1):
         raise PlanError(f"the plan has {len(ranges)} stages and {len(plan.codecs)} codecs, expected one fewer or none.")
-    partition = cut_blocks(job.graph, ranges)
+    partitions = [cut_blocks(job.graph, blocks) for blocks in _by_replica(ranges)]
+    graphs = [stage.graph for partition in partitions for stage in partition.stages]
     stages: list[CutStage] = []
-    for stage, boundary in zip(partition.stages, boundaries(partition), strict=True):
-        encoded = schema.encode(stage.graph)
+    for graph, boundary in zip(graphs, replicated(partitions), strict=True):
+        encoded = schema.encode(graph)
         stages.append(
             CutStage(
-                graph=stage.graph,
+                graph=graph,
                 encoded=host_tensor("uint8", (len(encoded),), encoded),
-                graph_hash=schema.content_hash(stage.graph),
+                graph_hash=schema.content_hash(graph),
                 boundary=boundary,
-                entries=state_entries(stage.graph, job.options.optimizer),
+                entries=state_entries(graph, job.options.optimizer),
             )
         )
-    digest = hashlib.sha256(msgspec.msgpack.encode([*(stage.graph_hash for stage in stages), *plan.codecs]))
+    digest = hashlib.sha256(
+        msgspec.msgpack.encode(
+            [len(partitions), *((stage.boundary.replica, stage.graph_hash) for stage in stages), *plan.codecs]
+        )
+    )
     return Cut(digest.hexdigest(), ranges, plan.codecs, tuple(stages))
+
+
+def _by_replica(ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    grouped: list[list[tuple[int, int]]] = []
+    for stage, (replica, blocks) in enumerate(ranges):
+        if replica == len(grouped):
+            grouped.append([])
+        if replica != len(grouped) - 1:
+            raise PlanError(f"stage {stage} is of replica {replica}; replicas follow each other, one after the other.")
+        grouped[replica].append(blocks)
+    return grouped
 
 
 def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions:

@@ -218,7 +218,8 @@ class Driver:
                 self._last(self._journal_commit(record))
             case commands.SendCommit(record, line, save):
                 for stage in self._machine.roles.stages:
-                    self._to(stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=save))
+                    saves = save and self._cut.saves(stage)
+                    self._to(stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=saves))
             case commands.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
@@ -372,7 +373,8 @@ class Driver:
         self._tell(events.CommitJournalled(record), None)
 
     def _write_checkpoint(self, step: int, *, ask: bool) -> None:
-        stages = {stage: PeerId(peer) for stage, peer in self._machine.roles.places.items()}
+        places = self._machine.roles.places
+        stages = {stage: PeerId(peer) for stage, peer in places.items() if self._cut.saves(stage)}
         entries = {stage: self._cut.stages[stage].entries for stage in stages}
         collection = self._collection = self._checkpoints.collection(step, self.fence, stages, entries)
         former, started_s = self._collected, time.monotonic()
@@ -405,14 +407,16 @@ class Driver:
         self._tell(events.EvaluationDone(step), fence)
 
     async def _probe(self, step: int) -> None:
-        """Invariant 7: nothing is called ready before a microbatch has crossed every stage and come back."""
+        """Invariant 7: nothing is called ready before a microbatch has crossed every stage and come back. It crosses
+        every replica twice."""
         fence, batch = self.fence, self._job.data.microbatch(min(step, self._job.steps - 1), 0)
         losses: list[float] = []
-        for index in range(2):
+        for index in range(2 * self._cut.replicas):
             waiting = self._outputs.expect("eval", step, index)
             self._feed("eval", step, index, batch)
             losses.append(_scalar((await waiting)[LOSS]))
-        self._tell(events.ProbeAnswered((losses[0], losses[1])), fence)
+        other = next((loss for loss in losses[1:] if loss.hex() != losses[0].hex()), losses[0])
+        self._tell(events.ProbeAnswered((losses[0], other)), fence)
 
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
         """Job outputs other than the loss (`logits`) for one batch, computed across the pool's stages with the state
@@ -450,7 +454,10 @@ class Driver:
 
     def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> str | None:
         """What is wrong with it, if anything."""
-        expected = self._cut.stages[message.stage].boundary.job_outputs(message.mode)
+        boundary = self._cut.stages[message.stage].boundary
+        if not boundary.crosses(message.microbatch):
+            return f"it sent an output of microbatch {message.microbatch}, which does not cross stage {message.stage}"
+        expected = boundary.job_outputs(message.mode)
         if set(tensors) != set(expected) or not expected:
             return f"expected outputs {list(expected)} of stage {message.stage}, got {list(tensors)}"
         loss = tensors.get(LOSS)

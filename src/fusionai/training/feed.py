@@ -29,9 +29,10 @@ def forwards(
     *,
     only: Collection[int] | None = None,
 ) -> Iterator[tuple[wire.Forward, tuple[HostTensor, ...]]]:
-    """`only`: for these stages. Raises `DataError` where the batch has not what the model needs."""
+    """For the stages that this microbatch crosses; `only`: of these. Raises `DataError` where the batch has not what
+    the model needs."""
     for number, stage in enumerate(cut.stages):
-        if only is not None and number not in only:
+        if not stage.boundary.crosses(microbatch) or (only is not None and number not in only):
             continue
         for port in stage.boundary.receives:
             names = port.carried(mode)
@@ -45,7 +46,7 @@ def forwards(
                 fence=fence,
                 mode=mode,
                 step=step,
-                replica=0,
+                replica=stage.boundary.replica,
                 microbatch=microbatch,
                 producer=FEED,
                 consumer=number,

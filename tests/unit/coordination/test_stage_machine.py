@@ -688,7 +688,7 @@ def summed(machine: StageMachine) -> list[StageCommand]:
 
 
 def test_the_home_of_a_shared_weight_waits_for_every_partial_sum():
-    machine = running(microbatches=1, shares_with=frozenset({3, 4}), shared_home=True)
+    machine = running(microbatches=1, sums_of=frozenset({3, 4}))
     machine.handle(SharedArrived(0, 4, "partial"))
     assert work_of(summed(machine)) is None
     assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == Work("total", 0)
@@ -697,7 +697,7 @@ def test_the_home_of_a_shared_weight_waits_for_every_partial_sum():
 
 
 def test_away_from_home_the_partial_sum_goes_out_and_the_total_comes_before_the_norms():
-    machine = running(microbatches=1, shares_with=frozenset({0}), shared_home=False)
+    machine = running(microbatches=1, summed_by=frozenset({0}))
     assert not machine.wants(SharedArrived(0, 0, "total")), "nothing was sent yet"
     assert work_of(summed(machine)) == Work("share", 0)
     assert work_of(done(machine, Work("share", 0))) is None
@@ -707,7 +707,7 @@ def test_away_from_home_the_partial_sum_goes_out_and_the_total_comes_before_the_
 
 
 def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
-    machine = running(microbatches=1, shares_with=frozenset({3}), shared_home=True)
+    machine = running(microbatches=1, sums_of=frozenset({3}))
     for event in (SharedArrived(1, 3, "partial"), SharedArrived(0, 2, "partial"), SharedArrived(0, 3, "total")):
         assert machine.handle(event) == []
     assert machine.dropped == 3
@@ -717,7 +717,7 @@ def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
 def test_a_total_dies_with_the_sums_that_were_prepared():
     """Or the home would vote again without summing anew, and one of the sharers would wait for ever."""
     for lost in (False, True):
-        machine = running(microbatches=1, shares_with=frozenset({3}), shared_home=True)
+        machine = running(microbatches=1, sums_of=frozenset({3}))
         machine.handle(SharedArrived(0, 3, "partial"))
         summed(machine)
         done(machine, Work("total", 0))
@@ -729,6 +729,41 @@ def test_a_total_dies_with_the_sums_that_were_prepared():
         assert machine.wants(SharedArrived(0, 3, "partial"))
         assert work_of(summed(machine)) is None, "the other part is missing again"
         assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == Work("total", 0)
+
+
+def test_a_stage_may_sum_some_weights_and_have_others_summed_by_several():
+    machine = running(microbatches=1, sums_of=frozenset({3}), summed_by=frozenset({0, 2}))
+    assert machine.shape.shares_with == {0, 2, 3}
+    machine.handle(SharedArrived(0, 3, "partial"))
+    assert work_of(summed(machine)) == Work("share", 0), "others wait for it"
+    assert work_of(done(machine, Work("share", 0))) == Work("total", 0)
+    assert machine.wants(SharedArrived(0, 0, "total"))
+    assert work_of(done(machine, Work("total", 0))) is None
+    assert work_of(machine.handle(SharedArrived(0, 2, "total"))) is None
+    assert not machine.wants(SharedArrived(0, 2, "total")), "once"
+    assert not machine.wants(SharedArrived(0, 3, "total")), "it sums nothing for this stage"
+    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == Work("norms", 0)
+
+
+# -------------------------------------------------------------------------------------------------------- replicas
+
+
+def test_a_stage_of_a_replica_runs_its_microbatches_by_their_numbers_in_the_step():
+    machine = running(microbatches=2, replica=1, replicas=3, in_flight=1)
+    for foreign in (0, 2, 3, 7):  # 7 would be its third
+        assert not machine.wants(ForwardArrived("train", 0, foreign, 0))
+    assert work_of(forward(machine, 4)) is None, "1 comes first"
+    assert work_of(forward(machine, 1)) == Work("forward", 0, 1)
+    assert not machine.wants(ForwardArrived("train", 0, 1, 0)), "under way"
+    assert not machine.wants(BackwardArrived(0, 4, 2)), "not forwarded"
+    assert not machine.wants(BackwardArrived(0, 0, 2)), "another replica's"
+    assert work_of(done(machine, Work("forward", 0, 1))) is None, "its credit is spent"
+    assert work_of(backward(machine, 1)) == Work("backward", 0, 1)
+    assert work_of(done(machine, Work("backward", 0, 1))) == Work("forward", 0, 4)
+    assert not machine.wants(BackwardArrived(0, 1, 2)), "returned"
+    done(machine, Work("forward", 0, 4))
+    assert work_of(backward(machine, 4)) == Work("backward", 0, 4)
+    assert work_of(done(machine, Work("backward", 0, 4))) == Work("norms", 0)
 
 
 # ------------------------------------------------------------------------------------------------ retained, the line
@@ -795,7 +830,7 @@ def test_a_round_without_guards_takes_nothing_away_that_it_may_need():
 
 
 def test_retained_tensors_go_to_neighbours_that_replay_and_to_nobody_else():
-    machine = guarded(shares_with=frozenset({7}), shared_home=True)
+    machine = guarded(sums_of=frozenset({7}))
     for step in range(2):
         machine.handle(SharedArrived(step, 7, "partial"))
         forward_and_total(machine, step)
@@ -956,7 +991,7 @@ def test_gradients_of_later_steps_are_wanted_whatever_of_this_one_has_returned()
 
 
 def test_the_home_of_a_shared_weight_takes_no_total_not_even_in_a_replay():
-    machine = replaying(shares_with=frozenset({0}), shared_home=True)
+    machine = replaying(sums_of=frozenset({0}))
     assert not machine.wants(SharedArrived(2, 0, "total"))
     assert machine.wants(SharedArrived(3, 0, "partial"))
 
@@ -977,7 +1012,7 @@ def test_a_replay_sends_only_to_those_that_replay_with_it():
 
 
 def test_totals_may_come_before_the_part_they_answer_in_a_replay():
-    machine = replaying(shares_with=frozenset({0}), shared_home=False)
+    machine = replaying(summed_by=frozenset({0}))
     assert machine.wants(SharedArrived(3, 0, "total"))
     machine.handle(SharedArrived(2, 0, "total"))
     assert not machine.wants(SharedArrived(2, 0, "total"))

@@ -227,7 +227,7 @@ FORWARDS: dict[str, tuple[Sent, str]] = {
     "wrong rank": (forward(values={"x": tensor(np.zeros(8, np.float32))}), "shape"),
     "too large a batch": (forward(values={"x": rows(batch=9)}), "at most"),
     "huge": (forward(values={"x": rows(batch=100_000)}), "at most"),
-    "another replica": (forward(replica=3), "not replicated"),
+    "another replica": (forward(replica=3), "is of replica 0, got microbatch 0 of replica 3"),
 }
 RETURNS: dict[str, tuple[Sent, str]] = {
     "unknown name": (backward(values={"zz": rows()}), "expected gradients of ['y0']"),
@@ -235,7 +235,7 @@ RETURNS: dict[str, tuple[Sent, str]] = {
     "integers": (backward(values={"y0": rows(dtype="int64")}), "in floats"),
     "wrong shape": (backward(values={"y0": rows(width=3)}), "y0"),
     "huge": (backward(values={"y0": rows(batch=100_000)}), "at most"),
-    "another replica": (backward(replica=1), "not replicated"),
+    "another replica": (backward(replica=1), "is of replica 0"),
 }
 
 

@@ -238,9 +238,9 @@ def test_a_replay_holds_gradients_and_shared_parts_of_many_steps():
     assert bytes(held.take_gradients(1, 0)["y0"][1].data) == bytes(rows(1.0).data)
     senders = [(sender, float(np.frombuffer(part[0][1].data, np.float32)[0])) for sender, part in held.take_partials(1)]
     assert senders == [(4, 14.0), (5, 15.0)], "summed in the order of the stages"
-    assert [name for name, _ in held.take_total(1)] == ["w"]
-    assert (held.take_total(1), held.take_partials(1)) == ([], [])
-    for take in (lambda: held.take_gradients(2, 0), lambda: held.take_partials(2), lambda: held.take_total(2)):
+    assert [(home, [name for name, _ in sums]) for home, sums in held.take_totals(1)] == [(4, ["w"])]
+    assert (held.take_totals(1), held.take_partials(1)) == ([], [])
+    for take in (lambda: held.take_gradients(2, 0), lambda: held.take_partials(2), lambda: held.take_totals(2)):
         assert take()
     assert held.nbytes == 0
 
