@@ -38,6 +38,8 @@ UNDER_WAY_BYTES: Final = 4 * 1024 * 1024
 """A direction takes no more than this (and a chunk) from its sender before it passes something on."""
 SLICE_S: Final = 0.02
 """A throttled direction passes on what it may send in so much time, then waits."""
+MOST_LATE_S: Final = 0.05
+"""A throttled direction makes up for so much sleeping too long."""
 PATIENCE_S: Final = 10.0
 
 T = TypeVar("T")
@@ -360,7 +362,9 @@ class _Lane:
         if len(data) > most:
             self._parcels.appendleft((came_s, data[most:]))
             data = data[:most]
-        self._free_at_s = max(self._free_at_s, asyncio.get_running_loop().time()) + len(data) / rate
+        # From the moment it was due, not from when this loop woke up: else every slice would take longer than it should.
+        due_s = max(came_s + self.weather.delay_s, self._free_at_s, asyncio.get_running_loop().time() - MOST_LATE_S)
+        self._free_at_s = due_s + len(data) / rate
         return data
 
     def _wait_s(self) -> float | None:
