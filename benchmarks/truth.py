@@ -8,9 +8,9 @@ many microbatches, who computes the loss. The peers are the shipped `fusion join
 (tests/harness/fault_proxy.py, in a process of its own) that delays and throttles every connection both ways.
 
 Blind: the simulator's code is as it is before the first run; its hash stands in the result. Of each run it gets the
-plan, the links as they were shaped, and, from the first half of the steps that are counted, the median seconds of each
-stage's forward, backward, weight gradients and update. What it says is compared with the median step of the second
-half. Beside it stands what the plan itself predicted, from the peers' profiles alone.
+plan, the links as they were shaped, and, from the first half of the steps that are counted, the seconds of each
+stage's pieces of work: forward, backward, weight gradients and update. What it says is compared with the median step of
+the second half. Beside it stands what the plan itself predicted, from the peers' profiles alone.
 
 Not compared: the profiles' operations per second (that is the plan's error), and steps before the third.
 """
@@ -41,7 +41,7 @@ from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.ir.cost import block_costs
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
-from fusionai.simulator.step import Durations, Rules, simulate_steps
+from fusionai.simulator.step import Durations, Recorded, Rules, simulate_steps
 from fusionai.training.progress import FaultSeen, StepDone
 from fusionai.transport.event_loop import run
 from fusionai.wire.codecs import Compression
@@ -250,7 +250,9 @@ def compared(case: Case, planned: Planned, done: list[StepDone]) -> Outcome:
     known, unknown = counted[: len(counted) // 2], counted[len(counted) // 2 :]
     problem = shaped(case, planned)
     measured = durations(known, planned.plan)
-    simulated_s = simulate_steps(planned.plan, problem, Rules(steps=4), measured).step_s
+    # One more than were recorded: the first stands before its commit, not between two.
+    rules = Rules(steps=len(known) + 1)
+    simulated_s = simulate_steps(planned.plan, problem, rules, recorded(known, planned.plan)).step_s
     steps_s = [step.step_s for step in unknown]
     observed_s = statistics.median(steps_s)
     return Outcome(
@@ -295,8 +297,13 @@ def durations(steps: list[StepDone], plan: Plan) -> dict[int, Durations]:
     for stage in plan.stages:
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         for step in steps:
+            updating_s = 0.0
             for span in step.spans.get(stage.stage, ()):
-                seconds[span.kind].append(span.end_s - span.start_s)
+                if span.kind == "apply":  # the norms before a vote and the update behind it
+                    updating_s += span.end_s - span.start_s
+                else:
+                    seconds[span.kind].append(span.end_s - span.start_s)
+            seconds["apply"].append(updating_s)
         middle = {kind: statistics.median(values) for kind, values in seconds.items()}
         found[stage.stage] = Durations(
             forward_s=middle.get("forward", 0.0),
@@ -305,6 +312,19 @@ def durations(steps: list[StepDone], plan: Plan) -> dict[int, Durations]:
             update_s=middle.get("apply", 0.0),
         )
     return found
+
+
+def recorded(steps: list[StepDone], plan: Plan) -> dict[int, Recorded]:
+    """What each stage's work took, its rest included, step by step. The norms before a vote and the update behind it
+    are both told as `apply`."""
+    found: dict[int, list[dict[tuple[str, int], float]]] = {stage.stage: [] for stage in plan.stages}
+    for step in steps:
+        for stage, taken in found.items():
+            seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
+            for span in step.spans.get(stage, ()):
+                seconds[span.kind, span.microbatch] += span.end_s - span.start_s
+            taken.append(dict(seconds))
+    return {stage: Recorded(tuple(taken)) for stage, taken in found.items()}
 
 
 def simulator_hash() -> str:

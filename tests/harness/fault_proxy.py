@@ -362,7 +362,7 @@ class _Lane:
         if len(data) > most:
             self._parcels.appendleft((came_s, data[most:]))
             data = data[:most]
-        # From the moment it was due, not from when this loop woke up: else every slice would take longer than it should.
+        # From the moment it was due, not from when this loop woke up: else every slice would take too long.
         due_s = max(came_s + self.weather.delay_s, self._free_at_s, asyncio.get_running_loop().time() - MOST_LATE_S)
         self._free_at_s = due_s + len(data) / rate
         return data

@@ -38,6 +38,7 @@ from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.deployment import Cut, cut, stage_options
 from fusionai.training.driver import Driver
 from fusionai.training.job import StateSource, TrainingJob
+from fusionai.training.local_updates import Exchange
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.tickets import Ticket, sign_ticket
@@ -328,6 +329,10 @@ class Job:
     """Whether the stages keep optimizer state in files."""
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
+    exchange: Exchange | None = None
+    """With other jobs that train the same model."""
+    sync_every: int = 0
+    sync_codec: Codec = "none"
     version: int = 1
     patience_s: float = 20.0
     """After which a start of the driver counts as hanging."""
@@ -375,8 +380,10 @@ class Job:
             options=StageOptions(
                 seed=self.seed,
                 microbatches=self.microbatches,
-                optimizer=self.optimizer,
+                optimizer=msgspec.structs.replace(self.optimizer, anchored=self.sync_every > 0),
                 precision=self.precision,  # pyright: ignore[reportArgumentType]
+                sync_every=self.sync_every,
+                sync_codec=self.sync_codec,
             ),
             steps=self.steps,
             learning_rate=self.learning_rate,
@@ -448,6 +455,7 @@ class Job:
                 saved=saved,
                 replanner=HandReplanner(self.pool, journal, killed) if self.replans else NoReplanner(),
                 on_progress=watch,
+                exchange=self.exchange,
             )
             self.driver = driver
             running = asyncio.ensure_future(driver.run())

@@ -27,6 +27,7 @@ from fusionai.wire import messages as wire
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 
 pytestmark = pytest.mark.slow
+LONG = pytest.mark.long
 
 VOCABULARY, STEPS = 31, 5
 LLAMA = {
@@ -161,7 +162,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("undisturbed"), untied())
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
 @pytest.mark.parametrize("at", DIES)
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
 def test_a_stage_of_any_replica_dies_and_no_bit_changes(

@@ -71,6 +71,10 @@ class StageProgram(Protocol):
         """Stream state in canonical (sorted) order. The bytes are copies: a later `apply` does not change them."""
         ...
 
+    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        """These entries of the state, as copies, in this order. Raises `ExecutionError` on an unknown one."""
+        ...
+
     def forward(
         self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
     ) -> dict[str, HostTensor]:

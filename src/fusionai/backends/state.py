@@ -20,6 +20,10 @@ EIGHT_BIT_BLOCK: Final = 256
 """Numbers of 8-bit state that share a scale."""
 SMALLEST_EIGHT_BIT: Final = 4096
 """Parameters of fewer elements (norms, biases) keep their state in their own precision: it is worth nothing there."""
+ANCHOR: Final = "anchor"
+"""The slot of what was agreed on last; no optimizer touches it, nor the next."""
+RESIDUAL: Final = "residual"
+"""The slot of what packing the last difference lost."""
 SCALE: Final = "_scale"
 """A slot of 8-bit codes has its scales in the slot of this name behind its own."""
 
@@ -44,14 +48,19 @@ def optimizer_slots(
     """Slot -> (dtype, shape) of what an optimizer keeps for a trainable parameter, sorted."""
     if optimizer is None:
         return {}
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     match optimizer.kind:
         case "adamw":
-            found = {"step": ("float32", ())}
+            found["step"] = ("float32", ())
             for slot in ("exp_avg", "exp_avg_sq"):
                 found |= _moment(slot, optimizer, dtype, shape)
-            return dict(sorted(found.items()))
+        case "sgd" if optimizer.momentum:
+            found["momentum_buffer"] = (dtype, shape)
         case "sgd":
-            return {"momentum_buffer": (dtype, shape)} if optimizer.momentum else {}
+            pass
+    if optimizer.anchored:
+        found |= {ANCHOR: (dtype, shape), RESIDUAL: ("float32", shape)}
+    return dict(sorted(found.items()))
 
 
 def state_bytes_ratio(optimizer: OptimizerSpec) -> float:

@@ -54,6 +54,8 @@ class StageShape:
     replica: int = 0
     replicas: int = 1
     """Microbatch m of a step crosses the stages of replica m mod `replicas`."""
+    sync_every: int = 0
+    """Steps between two exchanges with other jobs that train the same model (local updates); 0: none."""
 
     @property
     def shares_with(self) -> frozenset[int]:
@@ -67,6 +69,10 @@ class StageShape:
     def microbatch(self, turn: int) -> int:
         """Its number in the step."""
         return turn * self.replicas + self.replica
+
+    def ends_in_exchange(self, step: int) -> bool:
+        """Whether the state this step leads to is what others agree on."""
+        return self.sync_every > 0 and (step + 1) % self.sync_every == 0
 
 
 Source = Literal["keep", "initialise", "import", "snapshot"]
@@ -136,6 +142,13 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class AgreementArrived:
+    """What all who train this model agreed on after this step is here, whole."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExportAsked:
     step: int
 
@@ -168,6 +181,7 @@ StageEvent = (
     | BackwardArrived
     | SharedArrived
     | Committed
+    | AgreementArrived
     | ExportAsked
     | WorkDone
     | WorkFailed
@@ -179,9 +193,22 @@ StageEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work for the compute thread. `record` only for `apply`."""
+    """One piece of work for the compute thread. `record` only for `apply`. `difference`: send how far this stage has
+    come since the last agreement; `adopt`: go over to the new one."""
 
-    kind: Literal["initialise", "forward", "backward", "weights", "share", "total", "norms", "apply", "export"]
+    kind: Literal[
+        "initialise",
+        "forward",
+        "backward",
+        "weights",
+        "share",
+        "total",
+        "norms",
+        "apply",
+        "difference",
+        "adopt",
+        "export",
+    ]
     step: int = 0
     microbatch: int = 0
     mode: Mode = "train"
@@ -315,6 +342,12 @@ class StageMachine:
     _arrived: dict[tuple[Mode, int, int], set[int]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _commit: CommitRecord | None = None
+    _updated: bool = False
+    """Of a step that ends in an exchange: whether the optimizer has taken it, and the agreement is what is missing."""
+    _differed: bool = False
+    """Whether the difference was sent under this fence."""
+    _agreements: set[int] = field(default_factory=set[int])
+    """Steps whose agreement is here."""
     _exports: list[int] = field(default_factory=list)
     _initialise: bool = False
     _source: Source = "keep"
@@ -377,6 +410,15 @@ class StageMachine:
                 asked = self._shared_sent or self.phase is StagePhase.REPLAYING
                 return asked and sender in self.shape.summed_by - totals
 
+    def wants_agreement(self, step: int) -> bool:
+        """Whether it may still be adopted."""
+        return step >= self.applied and step not in self._agreements and self.shape.ends_in_exchange(step)
+
+    @property
+    def awaits_word(self) -> bool:
+        """Whether it was attached and not yet told to go on: nothing can be taken before."""
+        return self.phase is StagePhase.ATTACHED
+
     def _is_near(self, step: int) -> bool:
         """Whether inputs of this step may arrive: in a replay everything retained comes at once."""
         if self.phase is StagePhase.REPLAYING:
@@ -436,14 +478,20 @@ class StageMachine:
     def _restoring_work(self) -> Work | None:
         if self._initialise:
             return Work("initialise")
-        if self._commit is not None:
-            return Work("apply", step=self._commit.step, record=self._commit)
-        return None
+        return None if self._commit is None else self._applying_work(self._commit)
+
+    def _applying_work(self, commit: CommitRecord) -> Work | None:
+        """The optimizer's step; where others take part, then the exchange: the step counts once it is over."""
+        if not self._updated:
+            return Work("apply", step=commit.step, record=commit)
+        if commit.step in self._agreements:
+            return Work("adopt", step=commit.step)
+        return None if self._differed else Work("difference", step=commit.step)
 
     def _running_work(self) -> Work | None:
         step = self.applied
         if self._commit is not None:
-            return Work("apply", step=step, record=self._commit)
+            return self._applying_work(self._commit)
         if step in self._exports:  # asked for before anything of the step had begun
             return Work("export", step=step)
         numbered = self.shape.microbatch
@@ -656,14 +704,28 @@ class StageMachine:
                 if self.phase is StagePhase.REPLAYING:
                     self._commit = self._records[work.step]
                 return [ReportPrepared(work.step)]
-            case "apply":
+            case "apply" if self.shape.ends_in_exchange(work.step):
+                self._updated = True
+            case "difference":
+                self._differed = True
+            case "apply" | "adopt":
                 return self._apply_done(work)
             case "export":
                 self._exports.remove(work.step)
         return []
 
+    def on_agreement(self, event: StageEvent) -> list[StageCommand]:
+        """It may come before the commit: who replays is given all that it will need."""
+        assert isinstance(event, AgreementArrived)
+        if self.wants_agreement(event.step):
+            self._agreements.add(event.step)
+        else:
+            self.dropped += 1
+        return []
+
     def _apply_done(self, work: Work) -> list[StageCommand]:
         self.applied = work.step + 1
+        self._updated = self._differed = False
         self._clear_step(keep_sums=False)
         match self.phase:
             case StagePhase.RUNNING:
@@ -680,7 +742,7 @@ class StageMachine:
         assert isinstance(event, WorkFailed)
         self._busy = None
         self.phase = StagePhase.ATTACHED
-        if event.work.kind not in ("apply", "initialise"):
+        if event.work.kind not in ("apply", "adopt", "initialise"):
             return []
         self._forget_state()
         return [DropSums(), DropRetained(EVERY_STEP)]
@@ -711,10 +773,12 @@ class StageMachine:
             self._shared_partials.clear()
             self._shared_totals.clear()
             self._exports.clear()
-            self._initialise = False
+            self._agreements.clear()
+            self._differed = self._initialise = False
         self._gradients = {key: by for key, by in self._gradients.items() if key[0] >= self.applied}
         self._shared_partials = {step: by for step, by in self._shared_partials.items() if step >= self.applied}
         self._shared_totals = {step: by for step, by in self._shared_totals.items() if step >= self.applied}
+        self._agreements = {step for step in self._agreements if step >= self.applied}
         if keep_sums:
             self._shared_totals[self.applied] = {self.shape.stage, *self.shape.summed_by}
         self._commit = None
@@ -723,6 +787,7 @@ class StageMachine:
 
     def _forget_state(self) -> None:
         self.applied = self.prepared = -1
+        self._updated = self._differed = False
         self._clear_step(keep_sums=False)
         self._shared_totals.clear()  # also of sums that were prepared
 
@@ -779,6 +844,7 @@ TABLE: Final[dict[tuple[StagePhase, type[StageEvent]], StageTransition]] = {
     (_G, BackwardArrived): _row(StageMachine.on_backward_arrived, _G),
     (_G, SharedArrived): _row(StageMachine.on_shared_arrived, _G),
     (_G, Committed): _row(StageMachine.on_committed, _G),
+    **{(phase, AgreementArrived): _row(StageMachine.on_agreement, phase) for phase in (_R, _P, _G)},
     (_G, ExportAsked): _row(StageMachine.on_export_asked, _G),
     (_D, Detached): _row(StageMachine.on_detached, _D),
     (_A, Detached): _row(StageMachine.on_detached, _D),

@@ -279,6 +279,7 @@ class _Checker:
         foreign = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps", "state_bits")}[optimizer.kind]
         for key in foreign:
             self.no_effect(table, key, written.get(key), f"with kind = {optimizer.kind!r}")
+        self.no_effect(table, "anchored", written.get("anchored"), "in a recipe")
         for beta in optimizer.betas:
             if not 0 <= beta < 1:
                 raise self.fail(table, f"betas: expected two numbers in [0, 1), got {list(optimizer.betas)}.")

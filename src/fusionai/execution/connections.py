@@ -202,7 +202,9 @@ class Connections:
         if line is not None:
             line.control.post(message, tensors)
 
-    async def send_state(self, peer: PeerId, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None:
+    async def send_state(
+        self, peer: PeerId, message: wire.StateChunk | wire.Agreement, tensors: Sequence[HostTensor]
+    ) -> None:
         """Raises `TransportError` without a line."""
         line = self._lines.get(peer)
         if line is None:

@@ -37,6 +37,8 @@ class Held:
         """Step -> sender -> its part of the shared gradients."""
         self._totals: defaultdict[int, dict[int, Entries]] = defaultdict(dict)
         """Step -> home stage -> its sums."""
+        self._agreed: dict[tuple[int, bool], dict[str, Carried]] = {}
+        """(step, whether it moves) -> what was agreed on after it, as far as it has come."""
         self._bytes = 0
 
     @property
@@ -59,13 +61,7 @@ class Held:
 
     def keep(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> None:
         """What the machine wants: each at most once."""
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        if self._bytes + nbytes > self._limit_bytes:
-            raise ExecutionError(
-                f"stage {self._stage} would hold {self._bytes + nbytes} bytes for later work, "
-                f"at most {self._limit_bytes}."
-            )
-        self._bytes += nbytes
+        self._admit(tensors)
         match message:
             case wire.Forward():
                 self._inputs[message.mode, message.step, message.microbatch].update(tensors)
@@ -77,6 +73,20 @@ class Held:
                 self._partials[message.step][message.sender] = list(unpack_all(tensors).items())
             case wire.SharedGradient():
                 self._totals[message.step][message.sender] = list(unpack_all(tensors).items())
+
+    def keep_agreed(self, step: int, moves: bool, values: Tensors) -> frozenset[str]:
+        """Part of what was agreed on after `step`; of which parameters it has come by now. What comes again replaces
+        what was there."""
+        known = self._agreed.setdefault((step, moves), {})
+        self._freed({key: known.pop(key) for key in values.keys() & known.keys()})
+        self._admit(values)
+        known.update(values)
+        return frozenset(known)
+
+    def take_agreed(self, step: int) -> tuple[bool, dict[str, Carried]]:
+        """(whether it moves, of each parameter). What came in the other form as well is forgotten."""
+        found = {moves: self._freed(self._agreed.pop((step, moves), {})) for moves in (True, False)}
+        return (True, found[True]) if len(found[True]) >= len(found[False]) else (False, found[False])
 
     def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, Carried]:
         return self._freed(self._inputs.pop((mode, step, microbatch)))
@@ -101,10 +111,19 @@ class Held:
             self._freed(dict(entries))
         return taken
 
+    def _admit(self, tensors: Tensors) -> None:
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if self._bytes + nbytes > self._limit_bytes:
+            raise ExecutionError(
+                f"stage {self._stage} would hold {self._bytes + nbytes} bytes for later work, "
+                f"at most {self._limit_bytes}."
+            )
+        self._bytes += nbytes
+
     def drop(self, below: int | None = None) -> None:
         """Everything, or inputs of steps before `below`."""
         if below is None:
-            for table in (self._inputs, self._gradients, self._partials, self._totals):
+            for table in (self._inputs, self._gradients, self._partials, self._totals, self._agreed):
                 table.clear()
             self._bytes = 0
             return

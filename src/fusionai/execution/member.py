@@ -167,25 +167,30 @@ class JobMember:
                 while True:
                     envelope = await channel.receive()
                     match envelope.message:
-                        case wire.StateChunk() as message:
+                        case wire.StateChunk() | wire.Agreement() as message:
                             await self._take_state(message, envelope.tensors)
                         case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
                             await channel.send(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
                         case other:
                             raise ExecutionError(
-                                f"expected a StateChunk on a state connection, got {type(other).__name__}."
+                                f"expected a StateChunk or an Agreement on a state connection, "
+                                f"got {type(other).__name__}."
                             )
             except ChannelClosed:
                 return
             except FusionError as error:
                 self._report(error)
 
-    async def _take_state(self, message: wire.StateChunk, tensors: dict[str, HostTensor]) -> None:
+    async def _take_state(self, message: wire.StateChunk | wire.Agreement, tensors: dict[str, HostTensor]) -> None:
         runtime = self._runtime(message.stage, message.fence)
         if runtime is None:
             return
         try:
-            await runtime.receive_state(message, tensors)
+            match message:
+                case wire.StateChunk():
+                    await runtime.receive_state(message, tensors)
+                case wire.Agreement():
+                    await runtime.receive_agreement(message, tensors)
         except FusionError as error:
             self._report(error, runtime)
 
@@ -397,7 +402,7 @@ class JobMember:
             return
         self._post(self.owner, message, tensors)
 
-    async def state(self, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None:
+    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
         await (await asyncio.shield(self._state_channel)).send(message, tensors)
 
     async def linked(self, stages: Sequence[int]) -> bool:

@@ -25,7 +25,7 @@ class Postman(Protocol):
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
 
-    async def state(self, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None:
+    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
         """Raises `TransportError`."""
         ...
 

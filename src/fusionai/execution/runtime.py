@@ -23,6 +23,7 @@ from fusionai.execution.boundary import Boundary
 from fusionai.execution.codecs import joined
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.copies import Chunk, Copies
+from fusionai.execution.exchange import check_values
 from fusionai.execution.held import Held
 from fusionai.execution.postman import Postman
 from fusionai.execution.retained import Retained, Sent
@@ -71,9 +72,14 @@ class StageRuntime:
         self._fingerprint = fingerprint
         self._now_s = now_s
         self._entries = frozenset(state_entries(graph, options.optimizer))
+        self._trainable = {spec.key: spec.shape for spec in graph.params.values() if spec.trainable}
+        """Key -> shape."""
         self._machine = StageMachine(
             boundary.shape(
-                microbatches=options.microbatches, in_flight=options.in_flight, weight_lag=options.weight_lag
+                microbatches=options.microbatches,
+                in_flight=options.in_flight,
+                weight_lag=options.weight_lag,
+                sync_every=options.sync_every if self._trainable else 0,
             )
         )
         self._copies = Copies(boundary.stage, program, compute, self._send_copy, self._guard_lost)
@@ -86,6 +92,7 @@ class StageRuntime:
             compute=compute,
             held=self.held,
             copies=self._copies,
+            trainable=sorted(self._trainable),
         )
         self._awaited: frozenset[str] = frozenset()
         """Entries the driver still has to send."""
@@ -211,6 +218,22 @@ class StageRuntime:
                     f"stage {self.stage} was given a state without {', '.join(missing[:3])} ({len(missing)} missing)."
                 )
             self._handle(machine.StateArrived(message.step))
+
+    async def receive_agreement(self, message: wire.Agreement, tensors: Mapping[str, HostTensor]) -> None:
+        """Part of what others who train this model and this job agreed on. It may arrive before the resume, on another
+        connection: then it waits."""
+        while self.accepts(message.fence) and self._machine.awaits_word:
+            await self._happened.wait()
+        if not self.accepts(message.fence) or not self._machine.wants_agreement(message.step):
+            return
+        values, what = joined(tensors, message.packed), f"the agreement of step {message.step}"
+        codec = self.options.sync_codec if message.moves else "none"
+        check_values(values, self._trainable, codec, what)
+        come = self.held.keep_agreed(message.step, message.moves, values)
+        if message.last:
+            if missing := sorted(self._trainable.keys() - come):
+                raise ExecutionError(f"{what} came without {', '.join(missing[:3])} ({len(missing)} missing).")
+            self._handle(machine.AgreementArrived(message.step))
 
     # ------------------------------------------------------------------------------------------------ commands out
 
@@ -367,7 +390,7 @@ class StageRuntime:
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
         self._postman.output(message, tensors)
 
-    async def state(self, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None:
+    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
         await self._postman.state(message, tensors)
 
     def _failed(self, code: wire.RefusalCode, reason: str) -> None:

@@ -6,7 +6,7 @@ Neighbours: `execution.runtime` exports and imports, `training.checkpoints` stor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import TensorHeader
@@ -15,9 +15,19 @@ CHUNK_BYTES: Final = 32 * 2**20
 """Enough to amortise a message, little enough to bound memory. A single larger tensor travels alone."""
 
 
-def chunks(entries: Iterable[tuple[str, HostTensor]]) -> Iterator[list[tuple[str, HostTensor]]]:
+class Sized(Protocol):
+    """A tensor, packed or not."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Some = TypeVar("Some", bound=Sized)
+
+
+def chunks(entries: Iterable[tuple[str, Some]]) -> Iterator[list[tuple[str, Some]]]:
     """Group entries in order; every chunk but one with a single large tensor stays below `CHUNK_BYTES`."""
-    chunk: list[tuple[str, HostTensor]] = []
+    chunk: list[tuple[str, Some]] = []
     size_bytes = 0
     for name, tensor in entries:
         if chunk and size_bytes + tensor.nbytes > CHUNK_BYTES:

@@ -9,8 +9,8 @@ compute.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
 from fusionai.execution.codecs import Carried, pack, split, unpack_all
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.copies import Chunk, Copies
+from fusionai.execution.exchange import adopt, differences, keep_anchor
 from fusionai.execution.held import Held
 from fusionai.execution.retained import Sent
 from fusionai.execution.state import chunks, headers
@@ -29,6 +30,8 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
 from fusionai.wire.codecs import PackedTensor, codec_between
 from fusionai.wire.messages import CommitRecord, Fence, Span, StageOptions
+
+T = TypeVar("T")
 
 
 class Stage(Protocol):
@@ -41,7 +44,7 @@ class Stage(Protocol):
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
 
-    async def state(self, message: wire.StateChunk, tensors: Sequence[HostTensor]) -> None: ...
+    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None: ...
 
 
 class Bench:
@@ -57,6 +60,7 @@ class Bench:
         compute: ComputeThread,
         held: Held,
         copies: Copies,
+        trainable: Sequence[str],
     ) -> None:
         self.spans: list[Span] = []
         self.norms: dict[str, float] = {}
@@ -74,6 +78,7 @@ class Bench:
         self._compute = compute
         self._held = held
         self._copies = copies
+        self._trainable = tuple(trainable)
         self._sending: set[asyncio.Task[None]] = set()
 
     async def do(self, work: Work) -> bool:
@@ -100,6 +105,10 @@ class Bench:
                 await self._share(work.step)
             case "total":
                 await self._sum_shared(work.step)
+            case "difference":
+                await self._send_differences(work.step)
+            case "adopt":
+                await self._adopt(work.step)
         return False
 
     async def _forward(self, call: Call) -> None:
@@ -203,8 +212,13 @@ class Bench:
         if record is None:
             raise ExecutionError(f"stage {self._boundary.stage} was told to apply a step without its commit record.")
 
+        every = self._options.sync_every
+        first = every > 0 and record.step % every == 0
+
         def work() -> None:
             self._copies.complete()
+            if first:  # of the steps until the next exchange
+                keep_anchor(self._program, self._trainable)
             self._program.apply(scale=record.scale, learning_rate=record.learning_rate)
 
         _, timed = await self._compute.run(work)
@@ -232,22 +246,55 @@ class Bench:
         await self._compute.run(work)
 
     async def _export(self, step: int) -> None:
-        """Ends early when a later attach waits: nobody would read the rest, and a full connection blocks."""
         pending = chunks(self._program.export_state(("model", "optimizer")))
+
+        def message(chunk: Chunk | None) -> tuple[wire.StateChunk, Sequence[HostTensor]]:
+            named = dict(chunk or ())
+            last, own = chunk is None, self._boundary.stage
+            made = wire.StateChunk(fence=self._stage.fence, stage=own, step=step, last=last, tensors=headers(named))
+            return made, tuple(named.values())
+
+        await self._stream(pending, message)
+
+    # ----------------------------------------------------------------------------------------------- local updates
+
+    async def _send_differences(self, step: int) -> None:
+        """To the driver: how far this stage has come since the last agreement."""
+        pending = chunks(differences(self._program, self._trainable, self._options.sync_codec))
+
+        def message(chunk: Sequence[tuple[str, Carried]] | None) -> tuple[wire.Difference, Sequence[HostTensor]]:
+            body, packed = split(dict(chunk or ()))
+            last, own = chunk is None, self._boundary.stage
+            made = wire.Difference(
+                fence=self._stage.fence, stage=own, step=step, last=last, packed=packed, tensors=headers(body)
+            )
+            return made, tuple(body.values())
+
+        await self._stream(pending, message)
+
+    async def _adopt(self, step: int) -> None:
+        moves, agreed = self._held.take_agreed(step)
+
+        def work() -> None:
+            self._copies.complete()
+            adopt(self._program, agreed, self._options.sync_codec, moves=moves)
+
+        _, timed = await self._compute.run(work)
+        self._span("apply", 0, timed)
+
+    async def _stream(
+        self,
+        pending: Iterator[T],
+        message: Callable[[T | None], tuple[wire.StateChunk | wire.Difference, Sequence[HostTensor]]],
+    ) -> None:
+        """One message after the other, None for the last. Ends early when a later attach waits: nobody would read the
+        rest, and a full connection blocks."""
         superseded = asyncio.create_task(self.superseded.wait())
         try:
             while not self.superseded.is_set():
                 chunk, _ = await self._compute.run(lambda: next(pending, None))
-                named = dict(chunk or ())
-                message = wire.StateChunk(
-                    fence=self._stage.fence,
-                    stage=self._boundary.stage,
-                    step=step,
-                    last=chunk is None,
-                    tensors=headers(named),
-                )
                 # Half a message must not be left on the connection: what was begun goes on alone.
-                sending = asyncio.create_task(self._stage.state(message, tuple(named.values())))
+                sending = asyncio.create_task(self._stage.state(*message(chunk)))
                 self._sending.add(sending)
                 sending.add_done_callback(self._sent)
                 await asyncio.wait({sending, superseded}, return_when=asyncio.FIRST_COMPLETED)

@@ -99,6 +99,31 @@ class Durations:
     weights_s: float = 0.0
     update_s: float = 0.0
 
+    def seconds(self, work: Work) -> float:
+        match work.kind:
+            case "forward":
+                return self.forward_s
+            case "backward":
+                return self.backward_s
+            case "weights":
+                return self.weights_s
+            case "apply":
+                return self.update_s
+            case _:
+                return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one stage's pieces of work took in steps that were run, by (kind, microbatch). Simulated steps take what
+    these took, in turn: work that varies makes a pipeline slower than its medians do, for everybody waits for whoever
+    is slow this time. The same steps of all stages belong together."""
+
+    steps: tuple[Mapping[tuple[str, int], float], ...]
+
+    def seconds(self, work: Work) -> float:
+        return self.steps[work.step % len(self.steps)].get((work.kind, work.microbatch), 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
@@ -130,7 +155,10 @@ class StepRun:
 
 
 def simulate_steps(
-    plan: Plan, problem: Problem, rules: Rules = Rules(), measured: Mapping[int, Durations] | None = None
+    plan: Plan,
+    problem: Problem,
+    rules: Rules = Rules(),
+    measured: Mapping[int, Durations] | Mapping[int, Recorded] | None = None,
 ) -> StepRun:
     """`rules.steps` steps of `plan` over the machines and links of `problem`, from standing. Same inputs, same run.
     `measured`: durations by stage that replace those the problem's profiles predict."""
@@ -156,7 +184,7 @@ class _Stage:
     machine: StageMachine
     placement: StagePlacement
     lane: Lane
-    seconds: Mapping[str, float]
+    takes: Durations | Recorded
     forward_bytes: float
     gradient_bytes: float
     most_in_flight: int = 0
@@ -165,7 +193,13 @@ class _Stage:
 class _Job:
     """The driver's side, and the wiring."""
 
-    def __init__(self, plan: Plan, problem: Problem, rules: Rules, measured: Mapping[int, Durations]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        problem: Problem,
+        rules: Rules,
+        measured: Mapping[int, Durations] | Mapping[int, Recorded],
+    ) -> None:
         self.agenda = Agenda()
         self.rules = rules
         self.measured = measured
@@ -214,12 +248,7 @@ class _Job:
             machine=StageMachine(shape, applied=0),
             placement=placement,
             lane=lane,
-            seconds={
-                "forward": takes.forward_s,
-                "backward": takes.backward_s,
-                "weights": takes.weights_s,
-                "apply": 0.0 if rules.bare else takes.update_s,
-            },
+            takes=takes,
             forward_bytes=costs.forward_bytes(placement),
             gradient_bytes=costs.gradient_bytes(placement),
         )
@@ -231,7 +260,9 @@ class _Job:
         for command in stage.machine.handle(event):
             match command:
                 case Compute(work):
-                    stage.lane.work(stage.seconds.get(work.kind, 0.0), partial(self._computed, index, work))
+                    free = self.rules.bare and work.kind == "apply"
+                    seconds = 0.0 if free else stage.takes.seconds(work)
+                    stage.lane.work(seconds, partial(self._computed, index, work))
                 case ReportPrepared(step):
                     vote = partial(self._voted, step)
                     self.network.send(stage.placement.peer, self.plan.feed, 0.0, vote)

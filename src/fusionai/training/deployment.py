@@ -37,6 +37,11 @@ class CutStage:
     boundary: Boundary
     entries: Mapping[str, StateEntry]
 
+    @property
+    def trainable(self) -> dict[str, tuple[int, ...]]:
+        """Key -> shape of the parameters that it updates."""
+        return {spec.key: spec.shape for spec in self.graph.params.values() if spec.trainable}
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -24,12 +24,13 @@ from fusionai.coordination.driver import DriverMachine, DriverPhase
 from fusionai.coordination.driver_commands import DriverCommand, EndJob
 from fusionai.coordination.driver_events import DriverEvent
 from fusionai.execution.boundary import LOSS
+from fusionai.execution.codecs import Carried, split
 from fusionai.execution.connections import Connections
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.execution.member import JobMember
-from fusionai.execution.state import headers
-from fusionai.primitives.errors import FusionError, TransportError
+from fusionai.execution.state import chunks, headers
+from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.guards import without_guards
@@ -41,10 +42,12 @@ from fusionai.training.deployment import Cut, cut, stage_options
 from fusionai.training.faults import FaultLog
 from fusionai.training.feed import Feed, forwards
 from fusionai.training.job import Batch, TrainingJob
+from fusionai.training.local_updates import Agreement, Differences, Exchange
 from fusionai.training.outputs import Outputs
 from fusionai.training.timeline import Timeline
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
+from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import Fence, Mode
 
 log = logging.getLogger(__name__)
@@ -72,13 +75,17 @@ class Driver:
         saved: int,
         replanner: Replanner,
         on_progress: Listener,
+        exchange: Exchange | None = None,
     ) -> None:
+        if (exchange is None) != ((every := job.options.sync_every) == 0):
+            raise PlanError(f"{job.job} exchanges every {every} steps, with {'nobody' if every else 'somebody'}.")
         self._job = job
         self._host = host
         self._journal = journal
         self._checkpoints = checkpoints
         self._replanner = replanner
         self._on_progress = on_progress
+        self._exchange = exchange
         self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()
         """With the fence of the round they belong to; None for those that outlast rounds."""
         self._round: set[asyncio.Task[None]] = set()
@@ -96,6 +103,7 @@ class Driver:
         self._granted: dict[int, tuple[Deployment, str]] = {}
         """Newer plan version -> what it is and why, until the machine goes over to it."""
         self._cut = cut(job, deployment.plan)
+        self._differences = self._new_differences()
         saved_from = max(0, saved - 1)
         self._machine = DriverMachine(
             shape=job.shape(),
@@ -220,6 +228,8 @@ class Driver:
                 for stage in self._machine.roles.stages:
                     saves = save and self._cut.saves(stage)
                     self._to(stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=saves))
+                if self._exchange is not None:
+                    self._exchange.forget(min(line, max(0, self._machine.saved)) - 1)
             case commands.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
@@ -259,6 +269,7 @@ class Driver:
             self._granted = {version: one for version, one in self._granted.items() if version > command.roles.version}
             self._cut = self._cut_of(self.deployment.plan)
             self._faults.adopted(self.deployment.plan, reason)
+        self._differences = self._new_differences()
         self._fed = Feed(self._member)
         self._start(self._fed.run())
         members = {*command.roles.places.values(), *command.guards.values(), self._job.owner}
@@ -345,6 +356,8 @@ class Driver:
             ),
         )
         self._start(self._push_state(command))
+        if self._exchange is not None and self._cut.stages[command.stage].trainable:
+            self._start(self._push_agreements(command.stage, command.base - 1))
 
     async def _push_state(self, command: commands.SendResume) -> None:
         """Send the stage what it can't make itself; nothing at all if it makes or has everything."""
@@ -356,6 +369,55 @@ class Driver:
                 fence=self.fence, stage=command.stage, step=command.base, last=last, tensors=headers(chunk)
             )
             await self._connections.send_state(self._peer_of(command.stage), message, tuple(chunk.values()))
+
+    # ---------------------------------------------------------------------------------------------- local updates
+
+    def _new_differences(self) -> Differences:
+        """Of the stages that learn; the others take no part in exchanges."""
+        shapes = {stage: self._cut.stages[stage].trainable for stage in range(len(self._cut.stages))}
+        return Differences({stage: known for stage, known in shapes.items() if known}, self._codec)
+
+    @property
+    def _codec(self) -> Codec:
+        return self._job.options.sync_codec
+
+    async def _agree(self, exchange: Exchange, step: int, differences: dict[str, Carried]) -> None:
+        agreement = await exchange.agree(step, differences)
+        for stage in self._machine.roles.stages:
+            if self._cut.stages[stage].trainable:
+                await self._send_agreement(stage, agreement)
+
+    async def _push_agreements(self, stage: int, since: int) -> None:
+        """Those that a stage will need which runs steps again, or was waiting for one."""
+        assert self._exchange is not None
+        for agreement in self._exchange.known(since):
+            await self._send_agreement(stage, agreement)
+
+    async def _send_agreement(self, stage: int, agreement: Agreement) -> None:
+        pending = chunks((key, agreement.values[key]) for key in sorted(self._cut.stages[stage].trainable))
+        while True:
+            chunk = next(pending, None)
+            body, packed = split(dict(chunk or ()))
+            message = wire.Agreement(
+                fence=self.fence,
+                stage=stage,
+                step=agreement.step,
+                last=chunk is None,
+                moves=agreement.moves,
+                packed=packed,
+                tensors=headers(body),
+            )
+            await self._connections.send_state(self._peer_of(stage), message, tuple(body.values()))
+            if chunk is None:
+                return
+
+    def _take_difference(self, peer: PeerId, message: wire.Difference, tensors: dict[str, HostTensor]) -> None:
+        """Raises `ExecutionError` for what is none."""
+        exchange = self._exchange
+        if exchange is None or message.stage not in self._machine.roles.stages_of(peer):
+            raise ExecutionError(f"expected no difference of stage {message.stage} from peer {short(peer)}.")
+        if message.fence == self.fence and (whole := self._differences.take(message, tensors)) is not None:
+            self._start(self._agree(exchange, message.step, whole))
 
     # ------------------------------------------------------------------------------------------------ performing
 
@@ -506,8 +568,15 @@ class Driver:
     async def _serve_state(self, peer: PeerId, channel: Channel) -> None:
         while True:
             envelope = await channel.receive()
-            if self._collection is not None and not isinstance(envelope.message, wire.Pong):
-                await self._collection.take(peer, envelope)
+            match envelope.message:
+                case wire.Pong():
+                    pass
+                case wire.Difference() as message:
+                    self._take_difference(peer, message, envelope.tensors)
+                case _ if self._collection is not None:
+                    await self._collection.take(peer, envelope)
+                case _:
+                    pass
 
     async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
         """Told to the machine unless one of the two turns out to be lost: then its loss is what counts."""

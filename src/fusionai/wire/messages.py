@@ -304,6 +304,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     nesterov: bool = False
     state_bits: Literal[8, 32] = 32
     """Of AdamW's moments: 8 are an eighth of the bits, in blocks of 256 numbers with a scale each."""
+    anchored: bool = False
+    """Local updates: the state has what was agreed on last and what packing the difference lost, too."""
 
 
 class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -326,6 +328,10 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     codecs: Annotated[tuple[Codec, ...], Meta(max_length=1024)] = ()
     """How what a stage gets from those before it, and gives back, is packed: for the second stage, the third and so on;
     empty: nowhere."""
+    sync_every: Count = 0
+    """Local updates: steps between two exchanges with other jobs that train the same model; 0: none."""
+    sync_codec: Codec = "none"
+    """How differences and agreements are packed."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -596,6 +602,31 @@ class Applied(WireMessage, frozen=True, kw_only=True, tag="applied"):
     step: Count
 
 
+class Difference(WireMessage, frozen=True, kw_only=True, tag="difference"):
+    """Stage -> driver, after the optimizer's last step before an exchange: how far the stage's parameters have come
+    since the last agreement (agreed - present, and what packing lost last time), some of them in each message."""
+
+    fence: Fence
+    stage: Count
+    step: Count
+    last: bool
+    packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
+
+
+class Agreement(WireMessage, frozen=True, kw_only=True, tag="agreement"):
+    """Driver -> stage: what all who train this model agreed on after `step`, some parameters in each message. `moves`:
+    to be taken off what was agreed on before; else what is agreed on itself, for whoever missed an exchange."""
+
+    fence: Fence
+    stage: Count
+    step: Count
+    last: bool
+    moves: bool
+    packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
+
+
 class Export(WireMessage, frozen=True, kw_only=True, tag="export"):
     """Driver -> stage: stream your state of `step` applied steps on the state stream."""
 
@@ -698,6 +729,8 @@ Message = (
     | SharedGradient
     | Prepared
     | Commit
+    | Difference
+    | Agreement
     | Applied
     | Export
     | Detach

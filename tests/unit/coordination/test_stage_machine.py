@@ -10,6 +10,7 @@ import pytest
 from fusionai.coordination.stage import (
     EVERY_STEP,
     TABLE,
+    AgreementArrived,
     Attached,
     BackwardArrived,
     Committed,
@@ -126,6 +127,7 @@ EVENTS: tuple[StageEvent, ...] = (
     BackwardArrived(0, 0, 2),
     SharedArrived(0, 2, "partial"),
     Committed(record(0), 0),
+    AgreementArrived(0),
     ExportAsked(0),
     WorkDone(Work("initialise")),
     WorkFailed(Work("forward")),
@@ -764,6 +766,93 @@ def test_a_stage_of_a_replica_runs_its_microbatches_by_their_numbers_in_the_step
     done(machine, Work("forward", 0, 4))
     assert work_of(backward(machine, 4)) == Work("backward", 0, 4)
     assert work_of(done(machine, Work("backward", 0, 4))) == Work("norms", 0)
+
+
+# --------------------------------------------------------------------------------------------------- local updates
+
+
+def agreeing(at: int = 0, **changes: object) -> StageMachine:
+    """Every second step ends in an exchange."""
+    return running(at, microbatches=1, sync_every=2, **changes)
+
+
+def voted(machine: StageMachine, step: int) -> None:
+    forward(machine, 0, step)
+    done(machine, Work("forward", step, 0))
+    backward(machine, 0, step)
+    done(machine, Work("backward", step, 0))
+    assert ReportPrepared(step) in done(machine, Work("norms", step))
+
+
+def test_a_step_that_ends_in_an_exchange_counts_once_the_agreement_is_adopted():
+    machine = agreeing()
+    voted(machine, 0)
+    apply = Work("apply", 0, record=record(0))
+    assert work_of(machine.handle(Committed(record(0), 0))) == apply
+    assert ReportApplied(0) in done(machine, apply), "the first step ends in none"
+    voted(machine, 1)
+    apply = Work("apply", 1, record=record(1))
+    assert work_of(machine.handle(Committed(record(1), 0))) == apply
+    assert work_of(done(machine, apply)) == Work("difference", 1)
+    assert machine.applied == 1
+    assert done(machine, Work("difference", 1)) == []
+    assert machine.wants(ForwardArrived("train", 2, 0, 0))
+    assert work_of(forward(machine, 0, 2)) is None, "of the state that is still to come"
+    assert work_of(machine.handle(AgreementArrived(1))) == Work("adopt", 1)
+    commands = done(machine, Work("adopt", 1))
+    assert ReportApplied(1) in commands
+    assert work_of(commands) == Work("forward", 2, 0)
+
+
+def test_an_agreement_that_nobody_needs_is_dropped():
+    machine = agreeing(at=4)
+    for step in (3, 4, 6):  # gone, and two that end in none
+        assert machine.handle(AgreementArrived(step)) == []
+    assert machine.dropped == 3
+    machine.handle(AgreementArrived(5))
+    machine.handle(AgreementArrived(5))
+    assert machine.dropped == 4, "once"
+
+
+def test_a_fault_during_an_exchange_has_the_difference_sent_again_and_takes_no_second_step():
+    machine = agreeing(at=1)
+    voted(machine, 1)
+    machine.handle(Committed(record(1), 0))
+    done(machine, Work("apply", 1, record=record(1)))
+    done(machine, Work("difference", 1))
+    assert ReportStatus(1, 1, 2) in machine.handle(Attached(SECOND))
+    commands = machine.handle(Resumed(2, "keep", 2, (record(1),)))
+    assert work_of(commands) == Work("difference", 1)
+    done(machine, Work("difference", 1))
+    assert work_of(machine.handle(AgreementArrived(1))) == Work("adopt", 1)
+    assert ReportReady(2) in done(machine, Work("adopt", 1))
+
+
+def test_a_replay_adopts_what_it_is_given_and_says_nothing_again():
+    machine = StageMachine(shape(microbatches=1, sync_every=2))
+    machine.handle(Attached(FIRST))
+    machine.handle(Resumed(2, "import", 1, (record(1),)))
+    machine.handle(StateArrived(1))
+    machine.handle(AgreementArrived(1))
+    forward(machine, 0, 1)
+    done(machine, Work("forward", 1, 0))
+    backward(machine, 0, 1)
+    done(machine, Work("backward", 1, 0))
+    apply = Work("apply", 1, record=record(1))
+    assert work_of(done(machine, Work("norms", 1))) == apply
+    assert work_of(done(machine, apply)) == Work("adopt", 1)
+    assert ReportReady(2) in done(machine, Work("adopt", 1))
+
+
+def test_an_adoption_that_failed_leaves_no_state():
+    machine = agreeing(at=1)
+    voted(machine, 1)
+    machine.handle(Committed(record(1), 0))
+    done(machine, Work("apply", 1, record=record(1)))
+    done(machine, Work("difference", 1))
+    machine.handle(AgreementArrived(1))
+    assert DropSums() in machine.handle(WorkFailed(Work("adopt", 1)))
+    assert machine.applied == -1
 
 
 # ------------------------------------------------------------------------------------------------ retained, the line

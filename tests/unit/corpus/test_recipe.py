@@ -121,7 +121,7 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
     [
         ({"train__batchsize": 3}, "unknown key 'batchsize' in [train]; did you mean 'batch_size'?"),
         ({"trian__x": 3}, "unknown table 'trian' in the top level; did you mean 'train'?"),
-        ({"train__optimizer__wd": 1}, "unknown key 'wd' in [train.optimizer]; known: betas,"),
+        ({"train__optimizer__wd": 1}, "unknown key 'wd' in [train.optimizer]; known: anchored, betas,"),
         ({"data__tokenizer__trian": 600}, "unknown key 'trian' in [data.tokenizer]; did you mean 'train'?"),
         ({"train__batch_size": "x"}, "key 'batch_size' in [train]: expected a whole number, got 'x'."),
         ({"train__batch_size": True}, "key 'batch_size' in [train]: expected a whole number, got true."),
@@ -133,6 +133,7 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"train__optimizer__eps": 0}, "eps: expected a number above 0, got 0."),
         ({"train__optimizer__weight_decay": -1.0}, "weight_decay: expected a number of at least 0, got -1."),
         ({"train__optimizer__momentum": 0.5}, "momentum = 0.5 has no effect with kind = 'adamw'."),
+        ({"train__optimizer__anchored": True}, "anchored = true has no effect in a recipe."),
         ({"train__optimizer": {"kind": "sgd", "betas": [0.9, 0.9]}}, "betas = [0.9, 0.9] has no effect"),
         ({"train__optimizer": {"kind": "sgd", "nesterov": True}}, "nesterov = true needs a momentum above 0."),
         ({"train": None}, "the table [train] is missing."),

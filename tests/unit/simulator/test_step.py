@@ -13,7 +13,7 @@ from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import BlockCost, Lever, Link, PeerProfile, Plan, Problem
 from fusionai.simulator.network import Weather
-from fusionai.simulator.step import BARE, Rules, simulate_steps
+from fusionai.simulator.step import BARE, Durations, Recorded, Rules, simulate_steps
 
 
 def block(number: int, **changes: object) -> BlockCost:
@@ -180,3 +180,34 @@ def test_activations_made_again_lengthen_backwards_by_a_forward_and_nothing_else
     for stage in range(4):
         assert again[stage, "forward"] == pytest.approx(kept[stage, "forward"])
         assert again[stage, "backward"] == pytest.approx(kept[stage, "backward"] + kept[stage, "forward"])
+
+
+def test_recorded_work_is_taken_step_by_step_and_its_scatter_costs_time(posed: Problem, planned: Plan) -> None:
+    """One slow piece of work a step, each time at another stage: medians know nothing of it."""
+    stages, microbatches = len(planned.stages), planned.microbatches
+    usual = Durations(forward_s=0.1, backward_s=0.2, update_s=0.05)
+
+    def recorded(slow_s: float) -> dict[int, Recorded]:
+        pieces = {("forward", m): 0.1 for m in range(microbatches)} | {
+            ("backward", m): 0.2 for m in range(microbatches)
+        }
+        pieces |= {("apply", 0): 0.05}
+        return {
+            stage: Recorded(
+                tuple(pieces | ({("forward", 2): slow_s} if step == stage else {}) for step in range(stages))
+            )
+            for stage in range(stages)
+        }
+
+    rules = Rules(steps=stages + 1, weight_lag=False)
+    steady = simulate_steps(planned, posed, rules, dict.fromkeys(range(stages), usual))
+    assert simulate_steps(planned, posed, rules, recorded(0.1)).committed_s == steady.committed_s
+    scattered = simulate_steps(planned, posed, rules, recorded(1.1))
+    slow = {
+        (span.stage, span.step, span.microbatch)
+        for span in scattered.spans
+        if span.kind == "forward" and span.end_s - span.start_s > 1
+    }
+    # The recorded steps are gone through again and again.
+    assert slow == {(step % stages, step, 2) for step in range(stages + 1)}
+    assert scattered.step_s > steady.step_s + 0.5

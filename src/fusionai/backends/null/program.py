@@ -11,7 +11,7 @@ from typing import Literal
 
 from fusionai.backends.binding import bind_symbols, largest, nearest
 from fusionai.backends.interface import Call
-from fusionai.backends.state import check_entry, gradient_bytes, state_entries, trainable_keys
+from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, state_entries, trainable_keys
 from fusionai.ir.cost import block_costs
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph
@@ -88,11 +88,18 @@ class NullStageProgram:
 
     def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
         for name, entry in self._entries.items():
-            if ("optimizer" if entry.slot else "model") not in parts:
-                continue
-            if name in self._unset:
-                raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
-            yield name, self._imported.get(name) or _zeros(entry.dtype, entry.shape)
+            if ("optimizer" if entry.slot else "model") in parts:
+                yield name, self._exported(name, entry)
+
+    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        if unknown := [name for name in names if name not in self._entries]:
+            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
+        return [(name, self._exported(name, self._entries[name])) for name in names]
+
+    def _exported(self, name: str, entry: StateEntry) -> HostTensor:
+        if name in self._unset:
+            raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
+        return self._imported.get(name) or _zeros(entry.dtype, entry.shape)
 
     def forward(
         self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None

@@ -21,7 +21,7 @@ import torch
 
 from fusionai.backends.binding import bind_symbols, largest, nearest
 from fusionai.backends.interface import Call
-from fusionai.backends.state import check_entry, gradient_bytes, state_entries
+from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, state_entries
 from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
 from fusionai.backends.torch.deferral import Left, deferrable, finish
 from fusionai.backends.torch.dropout import DropoutKey
@@ -288,13 +288,21 @@ class TorchStageProgram:
     def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
         """State as of the last applied step, also while the next one is in flight."""
         for name, entry in self._entries.items():
-            if entry.slot:
-                if "optimizer" in parts and self._optimizer is not None:
-                    yield name, to_host(self._optimizer.read(entry.key, entry.slot), own=True)
-            elif "model" in parts:
-                if entry.key in self._unset:
-                    raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
-                yield name, to_host(self._committed.get(entry.key, self._tensors[entry.key]), own=True)
+            if ("optimizer" if entry.slot else "model") in parts:
+                yield name, self._exported(name, entry)
+
+    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        if unknown := [name for name in names if name not in self._entries]:
+            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
+        return [(name, self._exported(name, self._entries[name])) for name in names]
+
+    def _exported(self, name: str, entry: StateEntry) -> HostTensor:
+        if entry.slot:
+            assert self._optimizer is not None  # or there would be no such entry
+            return to_host(self._optimizer.read(entry.key, entry.slot), own=True)
+        if entry.key in self._unset:
+            raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
+        return to_host(self._committed.get(entry.key, self._tensors[entry.key]), own=True)
 
     @property
     def resident_bytes(self) -> int:

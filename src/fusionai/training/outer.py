@@ -1,0 +1,271 @@
+"""What several jobs that train one model agree on (DiLoCo: A. Douillard et al. 2023, arXiv 2311.08105).
+
+Every job trains so many steps alone. Then the mean of how far they have come is a gradient for an outer step: SGD with
+Nesterov's momentum, as torch computes it, on what was agreed on before. The update goes out packed, what packing loses
+is added to the next one, and all jobs have the same bits again. Differences are summed in the order of the jobs' names.
+
+Decides who takes part in a round: whoever has come since the last one when the last of those expected has come, or when
+`deadline_s` have passed since the first. Whoever comes later is given what is agreed on itself and goes on from there
+at once; how far it had come counts in the next round, so that a slow job's work is late but not lost. (The paper waits
+for all.) Keeps everything on disk before anybody is told: started again, it says the same.
+
+Neighbours: `training.local_updates` is what a job's driver sees of it, `outer_state` is on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.execution.accumulate import as_array
+from fusionai.execution.codecs import Carried, pack, unpack
+from fusionai.ir.init import initialise
+from fusionai.ir.schema import Graph
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.training.job import StateSource
+from fusionai.training.local_updates import Agreement
+from fusionai.wire.codecs import Codec
+
+log = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterRules:
+    """`learning_rate`, `momentum`: of the outer step. 0.7 and 0.9 are the paper's."""
+
+    codec: Codec
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    deadline_s: float = 60.0
+
+
+@dataclass(slots=True)
+class OuterState:
+    """After `round` rounds. By parameter, flat float32: what is agreed on, the momentum, what packing lost."""
+
+    round: int
+    shapes: dict[str, tuple[int, ...]]
+    anchor: dict[str, Floats]
+    momentum: dict[str, Floats]
+    residual: dict[str, Floats]
+
+    @classmethod
+    def first(cls, values: Mapping[str, HostTensor]) -> OuterState:
+        """`values`: what all jobs begin with."""
+        anchor = {key: as_array(values[key]).astype(np.float32) for key in sorted(values)}
+        return cls(
+            round=0,
+            shapes={key: values[key].shape for key in anchor},
+            anchor=anchor,
+            momentum={key: np.zeros_like(value) for key, value in anchor.items()},
+            residual={key: np.zeros_like(value) for key, value in anchor.items()},
+        )
+
+    def step(self, differences: Sequence[Mapping[str, Carried]], rules: OuterRules) -> dict[str, Carried]:
+        """One outer step from the differences of those who take part; what all are to take off."""
+        share, rate, momentum = (np.float32(x) for x in (1 / len(differences), rules.learning_rate, rules.momentum))
+        moves: dict[str, Carried] = {}
+        for key, anchor in self.anchor.items():
+            total = as_array(unpack(differences[0][key])).copy()
+            for other in differences[1:]:
+                total += as_array(unpack(other[key]))
+            gradient = total * share
+            held = self.momentum[key]
+            held *= momentum
+            held += gradient
+            wanted = rate * (gradient + momentum * held) + self.residual[key]
+            tensor = host_tensor("float32", self.shapes[key], wanted.tobytes())
+            moves[key] = pack(key, tensor, rules.codec)
+            moved = as_array(unpack(moves[key]))
+            self.residual[key] = np.subtract(wanted, moved, dtype=np.float32)
+            anchor -= moved
+        self.round += 1
+        return moves
+
+    def agreed(self) -> dict[str, HostTensor]:
+        return {key: host_tensor("float32", self.shapes[key], value.tobytes()) for key, value in self.anchor.items()}
+
+
+def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTensor]:
+    """What the stages of every job begin with: trainable parameters as they initialise them, or as they are given.
+    Raises what `state` raises."""
+    specs = {spec.key: spec for spec in graph.params.values() if spec.trainable}
+    given = dict(state([key for key in sorted(specs) if specs[key].init is None]))
+    for key, spec in specs.items():
+        if spec.init is not None:
+            made = np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, seed))
+            given[key] = host_tensor(spec.dtype, spec.shape, made.tobytes())
+    return given
+
+
+class OuterDisk(Protocol):
+    """Keeps the state and what was said. Blocking; raises `StorageError`."""
+
+    def save(self, state: OuterState, said: Mapping[str, Agreement], rounds: Mapping[str, int]) -> None:
+        """Durable when it returns. `rounds`: of each job, the rounds that its state has."""
+        ...
+
+    def said(self, job: str, since: int) -> Iterable[Agreement]: ...
+
+    def forget(self, job: str, below: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Round:
+    """Who has come, and who waits."""
+
+    differences: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
+    late: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
+    """Of those who missed the round before."""
+    steps: dict[str, int] = field(default_factory=dict[str, int])
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Outer:
+    """All jobs' agreements. Use: `seat` for each job, `close` at the end."""
+
+    def __init__(self, state: OuterState, rules: OuterRules, disk: OuterDisk, rounds: Mapping[str, int]) -> None:
+        """`rounds`: as saved with the state; empty at the start."""
+        self._state = state
+        self._rules = rules
+        self._disk = disk
+        self._rounds = dict(rounds)
+        self._expected: set[str] = set()
+        self._open = _Round()
+        self._turn = asyncio.Lock()
+        """One thing is decided and written at a time."""
+        self._closing: asyncio.Task[None] | None = None
+        self._decided = asyncio.Event()
+        """Set, and replaced, after each round."""
+        self._failed: BaseException | None = None
+
+    @property
+    def round(self) -> int:
+        """Rounds so far."""
+        return self._state.round
+
+    def agreed(self) -> dict[str, HostTensor]:
+        """What is agreed on: what a job that joins now begins with."""
+        return self._state.agreed()
+
+    def seat(self, job: str, *, begins_now: bool = False) -> Seat:
+        """`begins_now`: its state is what is agreed on at present, whatever it was before."""
+        if begins_now:
+            self._rounds[job] = self.round
+        self._rounds.setdefault(job, 0)
+        self._expected.add(job)
+        return Seat(self, job)
+
+    def leave(self, job: str) -> None:
+        """Nobody waits for it any more."""
+        self._expected.discard(job)
+        self._check_complete()
+
+    async def close(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+            await asyncio.gather(self._closing, return_exceptions=True)
+
+    # -------------------------------------------------------------------------------------------------- of one job
+
+    async def agree(self, job: str, step: int, differences: Mapping[str, Carried]) -> Agreement:
+        async with self._turn:
+            for said in self.said(job, step):
+                if said.step == step:
+                    return said
+            if self._rounds[job] < self.round:
+                self._open.late[job] = differences
+                return await self._brought_up(job, step)
+            self._open.differences[job] = differences
+            self._open.steps[job] = step
+            self._open.begun.set()
+            if self._closing is None:
+                self._closing = asyncio.create_task(self._decide_all())
+            self._check_complete()
+        while True:
+            decided = self._decided
+            for said in self.said(job, step):
+                if said.step == step:
+                    return said
+            if self._failed is not None:
+                raise self._failed
+            await decided.wait()
+
+    def said(self, job: str, since: int) -> list[Agreement]:
+        return sorted(self._disk.said(job, since), key=lambda one: one.step)
+
+    def forget(self, job: str, below: int) -> None:
+        self._disk.forget(job, below)
+
+    async def _brought_up(self, job: str, step: int) -> Agreement:
+        """It missed a round: what it started from, others have left behind."""
+        agreement = Agreement(step, False, self._state.agreed())
+        self._rounds[job] = self.round
+        log.info("%s missed an exchange: it counts in the next", job)
+        await asyncio.to_thread(self._disk.save, self._state, {job: agreement}, dict(self._rounds))
+        return agreement
+
+    # ------------------------------------------------------------------------------------------------------ rounds
+
+    def _check_complete(self) -> None:
+        if self._open.differences and self._open.differences.keys() >= self._expected:
+            self._open.complete.set()
+
+    async def _decide_all(self) -> None:
+        while True:
+            await self._open.begun.wait()
+            try:
+                async with asyncio.timeout(self._rules.deadline_s):
+                    await self._open.complete.wait()
+            except TimeoutError:
+                missing = sorted(self._expected - self._open.differences.keys())
+                log.info("round %d goes on without %s", self.round, ", ".join(missing))
+            try:
+                async with self._turn:
+                    await self._decide()
+            except Exception as problem:  # noqa: BLE001 - whoever waits for the round is told
+                self._failed = problem
+            self._decided.set()
+            self._decided = asyncio.Event()
+            if self._failed is not None:
+                return
+
+    async def _decide(self) -> None:
+        """The round's end: nobody is told before it is on the disk."""
+        over, self._open = self._open, _Round()
+        names = sorted(over.differences)
+
+        def work() -> None:
+            late = [over.late[name] for name in sorted(over.late)]
+            moves = self._state.step([*(over.differences[name] for name in names), *late], self._rules)
+            said = {name: Agreement(over.steps[name], True, moves) for name in names}
+            self._rounds |= dict.fromkeys(names, self._state.round)
+            self._disk.save(self._state, said, dict(self._rounds))
+
+        await asyncio.to_thread(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One job's place; an `Exchange`."""
+
+    outer: Outer
+    job: str
+
+    async def agree(self, step: int, differences: Mapping[str, Carried]) -> Agreement:
+        return await self.outer.agree(self.job, step, differences)
+
+    def known(self, since: int) -> list[Agreement]:
+        return self.outer.said(self.job, since)
+
+    def forget(self, below: int) -> None:
+        self.outer.forget(self.job, below)

@@ -1,0 +1,170 @@
+"""The outer state of local updates on the disk, and what was said to each job. Decides what counts: what the index
+names.
+
+    outer/index.json                what counts: round, jobs, who was told what; replaced in one go
+    outer/state-<round>.safetensors `anchor/<key>`, `momentum/<key>`, `residual/<key>`
+    outer/said-<round>-<job>-<step>.safetensors
+
+Files that the index does not name are what an interrupted write left, and removed. Neighbour: `training.outer`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fusionai.execution.accumulate import as_array
+from fusionai.execution.codecs import Carried, joined, split
+from fusionai.primitives.errors import ExecutionError, StorageError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.atomic import storage_errors, write_atomic
+from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
+from fusionai.training.local_updates import Agreement
+from fusionai.training.outer import OuterState
+from fusionai.wire.codecs import PackedTensor
+
+INDEX: Final = "index.json"
+_PARTS: Final = ("anchor", "momentum", "residual")
+Number = Annotated[int, Meta(ge=0)]
+
+
+class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`file` has the values; several jobs may have been told the same."""
+
+    job: str
+    step: Number
+    moves: bool
+    file: str
+    packed: tuple[PackedTensor, ...]
+
+
+class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    round: Number
+    rounds: dict[str, Number]
+    state: str
+    said: tuple[_Said, ...] = ()
+
+
+class OuterFiles:
+    """An `OuterDisk`. One process at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `StorageError`."""
+        self._directory = directory
+        self._turn = threading.Lock()
+        with storage_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._index = self._read_index()
+        self._clean()
+
+    def load(self) -> tuple[OuterState, dict[str, int]] | None:
+        """The state and each job's rounds, if anything was saved. Raises `StorageError`."""
+        index = self._index
+        if index is None:
+            return None
+        file = SafetensorsFile(self._directory / index.state)
+        found: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in file.names:
+            part, _, key = name.partition("/")
+            tensor = file.read(name)
+            if part not in found or tensor.dtype != "float32":
+                raise StorageError(f"{self._directory / index.state} holds {name}, which is no part of an outer state.")
+            found[part][key] = as_array(tensor).copy()
+            shapes[key] = tensor.shape
+        if any(values.keys() != shapes.keys() for values in found.values()):
+            raise StorageError(f"{self._directory / index.state} lacks parts of the outer state.")
+        return OuterState(round=index.round, shapes=shapes, **found), dict(index.rounds)
+
+    def save(self, state: OuterState, said: Mapping[str, Agreement], rounds: Mapping[str, int]) -> None:
+        with self._turn:
+            before = () if self._index is None else self._index.said
+            told = self._write_said(state.round, said)
+            name = f"state-{state.round}.safetensors"
+            if self._index is None or self._index.state != name:
+                parts = dict(zip(_PARTS, (state.anchor, state.momentum, state.residual), strict=True))
+                tensors = {
+                    f"{part}/{key}": host_tensor("float32", state.shapes[key], value.tobytes())
+                    for part, values in parts.items()
+                    for key, value in values.items()
+                }
+                self._write(name, tensors)
+            self._replace(_Index(round=state.round, rounds=dict(rounds), state=name, said=(*before, *told)))
+
+    def said(self, job: str, since: int) -> list[Agreement]:
+        with self._turn:
+            entries = () if self._index is None else self._index.said
+            return [self._read_said(entry) for entry in entries if entry.job == job and entry.step >= since]
+
+    def forget(self, job: str, below: int) -> None:
+        with self._turn:
+            if self._index is None:
+                return
+            kept = tuple(entry for entry in self._index.said if entry.job != job or entry.step >= below)
+            if len(kept) < len(self._index.said):
+                self._replace(msgspec.structs.replace(self._index, said=kept))
+
+    # ----------------------------------------------------------------------------------------------------- details
+
+    def _write_said(self, number: int, said: Mapping[str, Agreement]) -> list[_Said]:
+        """What several are told is written once."""
+        files: dict[int, tuple[str, tuple[PackedTensor, ...]]] = {}
+        entries: list[_Said] = []
+        for job, agreement in sorted(said.items()):
+            values = agreement.values
+            if id(values) not in files:
+                body, packed = split(values)
+                file = f"said-{number}-{job}-{agreement.step}.safetensors"
+                self._write(file, body)
+                files[id(values)] = (file, packed)
+            file, packed = files[id(values)]
+            entries.append(_Said(job=job, step=agreement.step, moves=agreement.moves, file=file, packed=packed))
+        return entries
+
+    def _read_said(self, entry: _Said) -> Agreement:
+        path = self._directory / entry.file
+        file = SafetensorsFile(path)
+        try:
+            values: dict[str, Carried] = joined({name: file.read(name) for name in file.names}, entry.packed)
+        except ExecutionError as problem:
+            raise StorageError(f"{path} is not what {INDEX} says: {problem}") from problem
+        return Agreement(entry.step, entry.moves, values)
+
+    def _write(self, name: str, tensors: Mapping[str, HostTensor]) -> None:
+        path = self._directory / name
+        with storage_errors(path):
+            path.unlink(missing_ok=True)  # of an interrupted write
+        write_safetensors(path, tensors)
+
+    def _replace(self, index: _Index) -> None:
+        write_atomic(self._directory / INDEX, msgspec.json.encode(index))
+        self._index = index
+        self._clean()
+
+    def _read_index(self) -> _Index | None:
+        path = self._directory / INDEX
+        with storage_errors(path, "read"):
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                return None
+        try:
+            return msgspec.json.decode(content, type=_Index)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            raise StorageError(
+                f"{path} does not fit its schema: {problem}.", hint="Was it written by a newer version?"
+            ) from problem
+
+    def _clean(self) -> None:
+        named = set() if self._index is None else {self._index.state, *(entry.file for entry in self._index.said)}
+        for path in self._directory.glob("*.safetensors"):
+            if path.name not in named:
+                with suppress(OSError):
+                    path.unlink()
