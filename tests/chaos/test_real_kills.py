@@ -36,6 +36,7 @@ def killed_pids(killer: Killer) -> set[int]:
     return {blow.target.pid for blow in killer.blows}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_everybody_is_killed_once_and_nobody_can_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     choose = random.Random(seed := seed_of(1))

@@ -221,6 +221,7 @@ def test_somebody_who_stops_without_ending_is_replaced(
     assert fall.longest_gap_s < FROZEN_S + STARVED_S
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_without_spares_requests_wait_and_go_on_when_a_machine_joins(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]

@@ -143,6 +143,7 @@ def test_a_killed_stage_changes_no_token_and_whoever_comes_back_lets_others_go_o
     print("gaps", *(f"{gap:.2f} s" for gap in gaps))  # noqa: T201 - for whoever measures
 
 
+@pytest.mark.long
 def test_a_draft_model_guesses_in_the_owners_process(directory: Path, tmp_path: Path):
     """Here it is the model itself, which is always right; one with other tokens is refused."""
 
