@@ -104,6 +104,8 @@ class Driver:
         """Newer plan version -> what it is and why, until the machine goes over to it."""
         self._cut = cut(job, deployment.plan)
         self._differences = self._new_differences()
+        self._agreed_from = 0
+        """Agreements of earlier steps were given up."""
         saved_from = max(0, saved - 1)
         self._machine = DriverMachine(
             shape=job.shape(),
@@ -228,8 +230,7 @@ class Driver:
                 for stage in self._machine.roles.stages:
                     saves = save and self._cut.saves(stage)
                     self._to(stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=saves))
-                if self._exchange is not None:
-                    self._exchange.forget(min(line, max(0, self._machine.saved)) - 1)
+                self._forget_agreements(min(line, max(0, self._machine.saved)) - 1)
             case commands.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
@@ -387,10 +388,16 @@ class Driver:
             if self._cut.stages[stage].trainable:
                 await self._send_agreement(stage, agreement)
 
+    def _forget_agreements(self, below: int) -> None:
+        """What no stage will run again."""
+        if self._exchange is not None and below > self._agreed_from:
+            self._agreed_from = below
+            self._last(asyncio.to_thread(self._exchange.forget, below))
+
     async def _push_agreements(self, stage: int, since: int) -> None:
         """Those that a stage will need which runs steps again, or was waiting for one."""
         assert self._exchange is not None
-        for agreement in self._exchange.known(since):
+        for agreement in await asyncio.to_thread(self._exchange.known, since):
             await self._send_agreement(stage, agreement)
 
     async def _send_agreement(self, stage: int, agreement: Agreement) -> None:

@@ -38,11 +38,11 @@ class Exchange(Protocol):
         ...
 
     def known(self, since: int) -> Iterable[Agreement]:
-        """Those of steps from `since` on that were made, in order: for stages that run these steps again."""
+        """Those of steps from `since` on that were made, in order: for stages that run these steps again. Blocking."""
         ...
 
     def forget(self, below: int) -> None:
-        """No stage runs steps before this one again."""
+        """No stage runs steps before this one again. Blocking."""
         ...
 
 

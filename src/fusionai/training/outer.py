@@ -179,9 +179,8 @@ class Outer:
 
     async def agree(self, job: str, step: int, differences: Mapping[str, Carried]) -> Agreement:
         async with self._turn:
-            for said in self.said(job, step):
-                if said.step == step:
-                    return said
+            if (known := await self._known(job, step)) is not None:
+                return known
             if self._rounds[job] < self.round:
                 self._open.late[job] = differences
                 return await self._brought_up(job, step)
@@ -193,17 +192,23 @@ class Outer:
             self._check_complete()
         while True:
             decided = self._decided
-            for said in self.said(job, step):
-                if said.step == step:
-                    return said
+            if (known := await self._known(job, step)) is not None:
+                return known
             if self._failed is not None:
                 raise self._failed
             await decided.wait()
 
+    async def _known(self, job: str, step: int) -> Agreement | None:
+        """Off the loop: whoever writes meanwhile is waited for."""
+        said = await asyncio.to_thread(self.said, job, step)
+        return next((one for one in said if one.step == step), None)
+
     def said(self, job: str, since: int) -> list[Agreement]:
+        """Blocking."""
         return sorted(self._disk.said(job, since), key=lambda one: one.step)
 
     def forget(self, job: str, below: int) -> None:
+        """Blocking."""
         self._disk.forget(job, below)
 
     async def _brought_up(self, job: str, step: int) -> Agreement:
