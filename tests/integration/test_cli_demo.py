@@ -59,7 +59,8 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int):
     demo.wait_for("Stopping")
     if interrupts == 2:
         demo.interrupt()
-    assert demo.ended() == {1: 1, 2: 130}[interrupts], demo.text
+    # The second may come when everything has ended: then there is nothing left to give up.
+    assert demo.ended() in {1: {1}, 2: {1, 130}}[interrupts], demo.text
     assert "Traceback" not in demo.text
     assert not _processes_naming(str(tmp_path))
 

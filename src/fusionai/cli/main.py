@@ -7,16 +7,19 @@ beside this one, `cli.console` prints, `primitives.errors` says whose mistake it
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 import click
 
@@ -124,6 +127,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _explain(error)
     return result if isinstance(result, int) else EXIT_DONE
+
+
+def entry() -> NoReturn:
+    """The `fusion` script: the command line's exit code is the process's, whatever strikes while Python closes down."""
+    code = EXIT_INTERRUPTED
+    try:
+        code = main()
+        _end_at_once_when_interrupted()
+    except KeyboardInterrupt:  # between a command's own handlers and ours
+        _end_at_once_when_interrupted()
+    sys.exit(code)
+
+
+def _end_at_once_when_interrupted() -> None:
+    """Everything a command started has ended. Libraries' exit handlers may still take a while, and a Ctrl-C that is
+    raised inside one of them is printed as a traceback of theirs."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(EXIT_INTERRUPTED)
+
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            stream.flush()
+    signal.signal(signal.SIGINT, leave)
 
 
 def _first_command(given: Sequence[str]) -> int:

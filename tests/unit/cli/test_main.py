@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,22 @@ def test_a_reader_that_goes_away_causes_no_traceback():
     assert b"Traceback" not in writer.stderr.read()
     writer.stderr.close()
     assert writer.wait(timeout=60) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT can't be sent to one process there")
+def test_an_interrupt_while_python_closes_down_ends_it_at_once():
+    code = (
+        "import atexit, sys\n"
+        "from fusionai.cli.main import entry\n"
+        "atexit.register(lambda: (print('closing down', flush=True), sys.stdin.read()))\n"
+        "sys.argv = ['fusion', '--help']\n"
+        "entry()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        assert any(line == b"closing down\n" for line in command.stdout)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(timeout=60) == 130
+        assert command.stderr.read() == b""
