@@ -8,9 +8,10 @@ many microbatches, who computes the loss. The peers are the shipped `fusion join
 (tests/harness/fault_proxy.py, in a process of its own) that delays and throttles every connection both ways.
 
 Blind: the simulator's code is as it is before the first run; its hash stands in the result. Of each run it gets the
-plan, the links as they were shaped, and, from the first half of the steps that are counted, the seconds of each
-stage's pieces of work: forward, backward, weight gradients and update. What it says is compared with the median step of
-the second half. Beside it stands what the plan itself predicted, from the peers' profiles alone.
+plan, the links as they were shaped, and, from every other step of those that are counted, the seconds of each stage's
+pieces of work: forward, backward, weight gradients and update. What it says is compared with the median of the steps
+between them (in turn, not one half and then the other: shared machines get faster and slower within a minute). Beside
+it stands what the plan itself predicted, from the peers' profiles alone.
 
 Not compared: the profiles' operations per second (that is the plan's error), and steps before the third.
 """
@@ -247,7 +248,7 @@ def keep_proxies(asked: str) -> None:
 
 def compared(case: Case, planned: Planned, done: list[StepDone]) -> Outcome:
     counted = done[WARM_UP_STEPS:]
-    known, unknown = counted[: len(counted) // 2], counted[len(counted) // 2 :]
+    known, unknown = counted[::2], counted[1::2]
     problem = shaped(case, planned)
     measured = durations(known, planned.plan)
     # One more than were recorded: the first stands before its commit, not between two.

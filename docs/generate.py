@@ -37,6 +37,7 @@ from fusionai.corpus.tables import (
     Output,
     Placement,
     RecipeTables,
+    Replicas,
     TokenizerTable,
     Train,
 )
@@ -58,6 +59,7 @@ RECIPE_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "evaluation": Evaluation,
     "placement": Placement,
     "faults": Faults,
+    "replicas": Replicas,
     "output": Output,
 }
 Arrow = tuple[str, str, str]

@@ -43,6 +43,11 @@ def train(
     loaded = load_recipe(recipe)
     console.note(loaded.describe())
     options = TrainOptions(home=home, invitation=invitation, device=device, threads=threads)
+    if loaded.replicas is not None:
+        from fusionai.cli.train_replicas import train_with_replicas
+
+        train_with_replicas(loaded, loaded.replicas, options, json_file)
+        return
     story = RunStory()
     with Watch(loaded.job.name, loaded.job.steps, story.faults) as watch:
 

@@ -195,7 +195,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         stages=recipe.placement.stages,
         microbatches=recipe.train.microbatches,
         microbatch_tokens=prepared.tokens_per_microbatch,
-        optimizer_bytes_per_trainable_byte=state_bytes_ratio(recipe.train.optimizer),
+        optimizer_bytes_per_trainable_byte=state_bytes_ratio(recipe.optimizer),
         takeover=recipe.faults.numerics,
         compression=recipe.train.compression,
         recompute=recipe.train.recompute,

@@ -15,12 +15,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.background import in_background
 from fusionai.client.beginning import begin, nobody
+from fusionai.client.checkpoint_header import checkpoint_header
 from fusionai.client.fault_records import FaultRecord, FaultRecords
 from fusionai.client.job_directory import (
     check_checkpoint,
@@ -36,6 +35,7 @@ from fusionai.client.pool_watch import PoolWatch
 from fusionai.client.preparation import Prepared, excluded_peers, prepare, standing_problem
 from fusionai.client.records import JobRecords
 from fusionai.client.replanning import Replanner, is_present
+from fusionai.client.replica import ReplicaPart
 from fusionai.client.reporting import Reporting
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import learning_rate
@@ -46,7 +46,6 @@ from fusionai.primitives.errors import ExecutionError, FusionError, TransportErr
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.types import PeerProfile, Plan
-from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.reader import latest, open_latest, sweep
 from fusionai.storage.rundir import RunDirectory
@@ -67,12 +66,14 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The plan in force; `members`: everybody in the pool when it was made."""
+    """The plan in force; `members`: everybody in the pool when it was made. `first_step`: of a replica that began when
+    so many of the job's steps were over."""
 
     job: JobId
     plan: Plan
     members: tuple[PeerProfile, ...]
     prepared: Prepared
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +113,16 @@ class TrainingResult:
 
 
 async def train(
-    recipe: Recipe, options: TrainOptions, *, on_event: Callable[[RunEvent], None], stop: asyncio.Event
+    recipe: Recipe,
+    options: TrainOptions,
+    *,
+    on_event: Callable[[RunEvent], None],
+    stop: asyncio.Event,
+    part: ReplicaPart | None = None,
 ) -> TrainingResult:
-    """Raises `RecipeError`, `ModelError`, `DataError`, `PlanError`, `TransportError`, `RefusedError`, `StorageError`,
-    `ExecutionError` (a stage failed; running the recipe again resumes)."""
+    """`part`: where this is one of several replicas. Raises `RecipeError`, `ModelError`, `DataError`, `PlanError`,
+    `TransportError`, `RefusedError`, `StorageError`, `ExecutionError` (a stage failed; running the recipe again
+    resumes)."""
     # A stranger to every pool leaves no directory behind; a job that is done needs no pool.
     membership = None if has_directory(recipe) else await owner_membership(options.home, options.invitation)
     directory = open_directory(recipe)
@@ -130,7 +137,9 @@ async def train(
         on_event(Noted("looking for the pool"))
         membership = membership or await owner_membership(options.home, options.invitation)
         driving = asyncio.Event()
-        working = asyncio.create_task(_run(recipe, options, directory, journal, membership, on_event, stop, driving))
+        working = asyncio.create_task(
+            _run(recipe, options, directory, journal, membership, on_event, stop, driving, part)
+        )
         asked_early = asyncio.create_task(_cancel_unless(driving, stop, working))
         try:
             return await working
@@ -153,6 +162,7 @@ async def _run(
     on_event: Callable[[RunEvent], None],
     stop: asyncio.Event,
     driving: asyncio.Event,
+    part: ReplicaPart | None,
 ) -> TrainingResult:
     """`driving` is set when the job has become the pool's: from then on it is ended in order, not dropped."""
     asked = asyncio.Event()
@@ -173,7 +183,8 @@ async def _run(
         members = await _look(pool, journal)
         backend, _ = await compute.run(lambda: open_backend("torch", device=options.device, threads=options.threads))
         report, _ = await compute.run(backend.probe)
-        prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
+        note = lambda text: on_event(Noted(text))  # noqa: E731
+        prepared = part.prepared if part else await in_background(lambda: prepare(recipe, directory, note))
         host = Host(
             peer=membership.peer,
             backend=backend,
@@ -187,7 +198,7 @@ async def _run(
         reader = await in_background(lambda: open_latest(directory.checkpoints))
         if reader is not None:
             check_checkpoint(prepared, reader)
-        owner = _owner_profile(membership.peer, report)
+        owner = owner_profile(membership.peer, report)
         replanner = Replanner(
             pool=pool,
             job=job,
@@ -195,7 +206,7 @@ async def _run(
             steps=recipe.job.steps,
             problem=await in_background(lambda: standing_problem(prepared, members or (), owner)),
             policy=recipe.faults.takeover,
-            excluded=lambda members: excluded_peers(recipe, members),
+            excluded=lambda members: excluded_peers(recipe, members) | (part.excluded(members) if part else set()),
             journal=journal,
             directory=directory,
             clock=clock,
@@ -207,12 +218,12 @@ async def _run(
             members,
             pool_name=membership.pool,
             driving=driving,
-            note=lambda text: on_event(Noted(text)),
+            note=note,
         )
         keep_recipe(recipe, directory)
         journal.start_incarnation()
         present = (*(member.profile for member in members or () if is_present(member)), owner)
-        on_event(Planned(job, deployment.plan, present, prepared))
+        on_event(Planned(job, deployment.plan, present, prepared, part.first_step if part else 0))
         if reader is not None or journal.committed:
             base = 0 if reader is None else reader.step
             on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))
@@ -236,7 +247,7 @@ async def _run(
             on_event(event)
 
         driver = Driver(
-            _training_job(recipe, prepared, job, membership.peer, options),
+            _training_job(recipe, prepared, job, membership.peer, options, part),
             host,
             deployment,
             journal=journal,
@@ -244,7 +255,10 @@ async def _run(
             saved=-1 if reader is None else reader.step,
             replanner=replanner,
             on_progress=watched,
+            exchange=None if part is None else part.exchange,
         )
+        if part is not None:
+            part.driver = driver
         watch = PoolWatch(replanner, driver, membership.peer, clock)
         watchers = [
             asyncio.create_task(_stop_when(stop, driver, "Ctrl-C")),
@@ -307,7 +321,7 @@ def _named(reason: str, names: Mapping[str, str]) -> str:
     return reason
 
 
-def _owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
+def owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
     return PeerProfile(
         peer=peer,
         name="job owner",
@@ -321,8 +335,16 @@ def _owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
     )
 
 
-def _training_job(recipe: Recipe, prepared: Prepared, job: JobId, owner: PeerId, options: TrainOptions) -> TrainingJob:
-    evaluation = recipe.evaluation
+def _training_job(
+    recipe: Recipe,
+    prepared: Prepared,
+    job: JobId,
+    owner: PeerId,
+    options: TrainOptions,
+    part: ReplicaPart | None,
+) -> TrainingJob:
+    evaluation, replicas = recipe.evaluation, recipe.replicas
+    first_step, total_steps = (0, recipe.job.steps) if part is None else (part.first_step, part.total_steps)
     every = 0 if evaluation is None else (evaluation.every or recipe.job.steps)
     return TrainingJob(
         job=job,
@@ -331,12 +353,14 @@ def _training_job(recipe: Recipe, prepared: Prepared, job: JobId, owner: PeerId,
         options=StageOptions(
             seed=recipe.job.seed,
             precision=recipe.train.precision,
-            optimizer=recipe.train.optimizer,
+            optimizer=recipe.optimizer,
             microbatches=recipe.train.microbatches,
             takeover=recipe.faults.numerics,
+            sync_every=0 if replicas is None else replicas.every,
+            sync_codec="none" if replicas is None else replicas.codec,
         ),
         steps=recipe.job.steps,
-        learning_rate=lambda step: learning_rate(recipe.train, recipe.job.steps, step),
+        learning_rate=lambda step: learning_rate(recipe.train, total_steps, first_step + step),
         clip_norm=recipe.train.clip_norm,
         data=prepared.source,
         state=prepared.captured.state,
@@ -349,14 +373,7 @@ def _training_job(recipe: Recipe, prepared: Prepared, job: JobId, owner: PeerId,
 
 
 def _checkpoints(recipe: Recipe, prepared: Prepared, directory: RunDirectory) -> Checkpoints:
-    params = prepared.captured.graph.params.values()
-    header = CheckpointHeader(
-        graph_hash=prepared.graph_hash,
-        data_fingerprint=prepared.source.fingerprint,
-        recipe=msgspec.to_builtins(recipe),
-        aliases={alias: spec.key for spec in params for alias in spec.aliases},
-        private_keys=prepared.captured.private_keys,
-    )
+    header = checkpoint_header(recipe, prepared)
     return Checkpoints(directory.checkpoints, header, files=prepared.files, keep=recipe.job.keep_checkpoints)
 
 

@@ -230,7 +230,7 @@ class DriverMachine:
             self._positions,
             self._snapshots,
             committed=self.step,
-            checkpoint=self._checkpoint,
+            checkpoint=None if self.saved < 0 else self.saved,
             records_from=min(self.records, default=self.step),
         )
         told = TellRestored(

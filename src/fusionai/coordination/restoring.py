@@ -47,22 +47,24 @@ def decide(
     snapshots: Mapping[str, Set[tuple[int, int]]],
     *,
     committed: int,
-    checkpoint: int,
+    checkpoint: int | None,
     records_from: int,
 ) -> Restoration:
-    """`snapshots`: living member -> its (stage, step). `checkpoint`: step of the newest complete one, 0 when the first
-    state can be made again. `records_from`: the oldest commit record at hand."""
+    """`snapshots`: living member -> its (stage, step). `checkpoint`: step of the newest complete one, None where the
+    first state is made again by rule; a job that begins with somebody else's state has one of step 0. `records_from`:
+    the oldest commit record at hand."""
     lost = frozenset(stage for stage in roles.stages if not is_fine(positions[stage], committed, records_from))
     if not lost:
         return Restoration(base=committed, sources={}, holders={})
     known = {step for held in snapshots.values() for _, step in held}
-    for base in sorted({*known, checkpoint, committed}, reverse=True):
+    beginning = checkpoint or 0
+    for base in sorted({*known, beginning, committed}, reverse=True):
         if not records_from <= base <= committed:
             continue
         restored = _closure(roles, positions, snapshots, lost, base, committed, checkpoint)
         if restored is None:
             continue
-        if len(restored) == len(roles.places) and base == checkpoint:
+        if len(restored) == len(roles.places) and base == beginning:
             break
         sources: dict[int, Source] = {}
         for stage in sorted(restored):
@@ -71,7 +73,7 @@ def decide(
             sources[stage] = source
         return Restoration(base=base, sources=sources, holders=_holders(roles, snapshots, sources, base))
     everybody: dict[int, Source] = {stage: _from_checkpoint(roles, stage, checkpoint) for stage in roles.stages}
-    return Restoration(base=checkpoint, sources=everybody, holders={}, rollback=True)
+    return Restoration(base=beginning, sources=everybody, holders={}, rollback=True)
 
 
 def is_fine(position: StagePosition, committed: int, records_from: int) -> bool:
@@ -87,7 +89,7 @@ def _closure(
     lost: frozenset[int],
     base: int,
     committed: int,
-    checkpoint: int,
+    checkpoint: int | None,
 ) -> frozenset[int] | None:
     """Everybody that has to start from `base` with the lost ones; None where somebody's state of it is nowhere."""
     restored = lost
@@ -104,17 +106,17 @@ def _closure(
 
 
 def _source(
-    roles: Roles, snapshots: Mapping[str, Set[tuple[int, int]]], stage: int, base: int, checkpoint: int
+    roles: Roles, snapshots: Mapping[str, Set[tuple[int, int]]], stage: int, base: int, checkpoint: int | None
 ) -> Source | None:
     if stage in roles.stateless:
         return "initialise"
     if any((stage, base) in held for held in snapshots.values()):
         return "snapshot"
-    return _from_checkpoint(roles, stage, checkpoint) if base == checkpoint else None
+    return _from_checkpoint(roles, stage, checkpoint) if base == (checkpoint or 0) else None
 
 
-def _from_checkpoint(roles: Roles, stage: int, checkpoint: int) -> Source:
-    return "import" if checkpoint > 0 and stage not in roles.stateless else "initialise"
+def _from_checkpoint(roles: Roles, stage: int, checkpoint: int | None) -> Source:
+    return "import" if checkpoint is not None and stage not in roles.stateless else "initialise"
 
 
 def _holders(

@@ -7,9 +7,29 @@ is, how many samples all steps before it took. Neighbours: `source` and `tensors
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from fusionai.corpus.permutation import Permutation
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How steps are dealt out among replicas, one to each in turn: nobody gets what another one gets.
+
+    A replica that begins late has `first` of its own steps less: others have had those of their share by then."""
+
+    replica: int = 0
+    replicas: int = 1
+    first: int = 0
+
+    def step(self, step: int) -> int:
+        """Which one of all replicas' steps the replica's own `step` is."""
+        return (self.first + step) * self.replicas + self.replica
+
+
+ALONE: Final = Deal()
 
 
 class SampleOrder:

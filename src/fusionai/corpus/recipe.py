@@ -34,6 +34,7 @@ from fusionai.corpus.tables import (
     Output,
     Placement,
     RecipeTables,
+    Replicas,
     TensorData,
     TextData,
     TokenizerTable,
@@ -50,7 +51,7 @@ DEFAULT_MASK_FRACTION = 0.15
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A checked recipe. `path` is the file it came from; `directory` the absolute directory of the job's output.
-    `evaluation` is None when no part of the data is kept for it."""
+    `evaluation` is None when no part of the data is kept for it, `replicas` when the job is one pipeline."""
 
     path: str
     directory: str
@@ -61,7 +62,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     evaluation: Evaluation | None
     placement: Placement
     faults: Faults
+    replicas: Replicas | None = None
     output: Output
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """As the stages run it: where replicas exchange, its state has what that needs, too."""
+        return msgspec.structs.replace(self.train.optimizer, anchored=self.replicas is not None)
 
     def describe(self) -> str:
         """One line for logs; names, sizes and settings, never a word of the data."""
@@ -76,7 +83,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             f"{train.microbatches} microbatches, {train.optimizer.kind} at {train.learning_rate:g} "
             f"({train.schedule}, {train.warmup_steps} warm-up steps), "
             f"{'no clipping' if train.clip_norm is None else f'clipping at {train.clip_norm:g}'}, {train.precision}, "
-            f"{'' if train.compression == 'none' else f'{train.compression} between stages, '}seed {self.job.seed}"
+            f"{'' if train.compression == 'none' else f'{train.compression} between stages, '}"
+            f"{'' if self.replicas is None else f'{_replica_words(self.replicas)}, '}seed {self.job.seed}"
         )
 
 
@@ -115,6 +123,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
         evaluation=check.evaluation(tables),
         placement=check.placement(tables.placement),
         faults=tables.faults,
+        replicas=check.replicas(tables),
         output=tables.output,
     )
 
@@ -302,6 +311,25 @@ class _Checker:
             return None
         return tables.evaluation or Evaluation()
 
+    def replicas(self, tables: RecipeTables) -> Replicas | None:
+        replicas = tables.replicas
+        if replicas is None:
+            return None
+        if tables.job.steps % replicas.every:
+            raise self.fail(
+                "replicas",
+                f"the job's {tables.job.steps} steps can't be divided into rounds of every = {replicas.every}.",
+                hint=f"The last round must be whole: {_next_multiple(tables.job.steps, replicas.every)} steps are.",
+            )
+        if tables.placement.required:
+            raise self.fail(
+                "placement",
+                f"required = {show(list(tables.placement.required))} has no effect with [replicas]: machines are "
+                "divided among them.",
+                hint="Remove it.",
+            )
+        return replicas
+
     def placement(self, placement: Placement) -> Placement:
         both = sorted(set(placement.required) & set(placement.excluded))
         if both:
@@ -315,6 +343,15 @@ def known_input(name: str, inputs: tuple[str, ...], recipe: Recipe) -> None:
         raise RecipeError(
             f"{Path(recipe.path).name}: [data] columns: the model has no input {name!r}; {nearest(name, inputs)}"
         )
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def _replica_words(replicas: Replicas) -> str:
+    packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
+    return f"{replicas.count} replicas that exchange every {replicas.every} steps{packed}"
 
 
 def _model_words(model: Model) -> str:

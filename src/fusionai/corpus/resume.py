@@ -23,6 +23,7 @@ _FREE: Final = (
     "evaluation.every",
     "placement",
     "faults",
+    "replicas.deadline_s",
     "output",
 )
 """Settings that change no number of the training."""

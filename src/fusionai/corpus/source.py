@@ -6,6 +6,7 @@ which samples, `tokens` holds them, `tensors` is the same for arrays; the job ow
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.corpus.masking import IGNORED, mask_rows
-from fusionai.corpus.order import SampleOrder, evaluation_samples
+from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
 from fusionai.corpus.permutation import derived_key
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.tables import TensorData, TextData
@@ -91,6 +92,7 @@ class TokenSource:
         self._rows = len(tokens.train) // length
         self._evaluation_rows = len(tokens.evaluation) // length
         self._seed = recipe.job.seed
+        self._deal = ALONE
         require_rows(self._rows, 1, "training", len(tokens.train), length)
         self._evaluation_batches = 0
         if recipe.evaluation is not None:
@@ -121,7 +123,14 @@ class TokenSource:
     def evaluation_batches(self) -> int:
         return self._evaluation_batches
 
+    def dealt(self, deal: Deal) -> TokenSource:
+        """The same data as one of several replicas sees it: its steps are those that `deal` gives it."""
+        share = copy.copy(self)
+        share._deal = deal
+        return share
+
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        step = self._deal.step(step)
         rows = _rows(self._tokens.train, self._order.microbatch(step, microbatch), self._length)
         return self._batch(rows, derived_key(self._seed, "mask", step, microbatch))
 
@@ -132,10 +141,10 @@ class TokenSource:
         return self._batch(rows, derived_key(self._seed, "mask evaluation", index))
 
     def cursor(self, step: int) -> int:
-        return self._order.cursor(step)
+        return self._order.cursor(self._deal.step(step))
 
     def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(step)
+        return self._order.data_epoch(self._deal.step(step))
 
     def describe(self) -> str:
         manifest = self._tokens.manifest

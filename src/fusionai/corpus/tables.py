@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.wire.codecs import Compression
+from fusionai.wire.codecs import Codec, Compression
 from fusionai.wire.messages import OptimizerSpec
 
 Task = Literal["causal_lm", "masked_lm", "classification", "regression", "module_loss"]
@@ -236,6 +236,19 @@ class Faults(_Table, frozen=True, kw_only=True):
         return "tolerant" if self.takeover == "tolerant" else "exact"
 
 
+class Replicas(_Table, frozen=True, kw_only=True):
+    """Several pipelines train one model, each on `train.batch_size` sequences of its own at a time, and agree every
+    `every` steps (DiLoCo, arXiv 2311.08105). `codec`: how differences and agreements are packed; `learning_rate` and
+    `momentum` are the outer step's. Nobody waits longer than `deadline_s` for the others."""
+
+    count: Annotated[int, Meta(ge=2, le=64)]
+    every: Positive = 50
+    codec: Codec = "int4"
+    learning_rate: PositiveFloat = 0.7
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    deadline_s: PositiveFloat = 60.0
+
+
 class Output(_Table, frozen=True, kw_only=True):
     """What is written besides checkpoints and telemetry."""
 
@@ -253,4 +266,5 @@ class RecipeTables(_Table, frozen=True, kw_only=True):
     evaluation: Evaluation | None = None
     placement: Placement = Placement()
     faults: Faults = Faults()
+    replicas: Replicas | None = None
     output: Output = Output()

@@ -8,6 +8,7 @@ records. All records are held in memory as arrays. Neighbours: `text` reads the 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.corpus.files import find_files
-from fusionai.corpus.order import SampleOrder, evaluation_samples
+from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.split import Split
 from fusionai.corpus.strict import kind_word, nearest
@@ -38,6 +39,7 @@ class TensorSource:
         train = recipe.train
         if self._samples == 0:
             raise DataError("the training part of the data has no records.")
+        self._deal = ALONE
         self._order = SampleOrder(
             samples=self._samples,
             batch_size=train.batch_size,
@@ -73,18 +75,24 @@ class TensorSource:
     def evaluation_batches(self) -> int:
         return self._evaluation_batches
 
+    def dealt(self, deal: Deal) -> TensorSource:
+        """The same data as one of several replicas sees it: its steps are those that `deal` gives it."""
+        share = copy.copy(self)
+        share._deal = deal
+        return share
+
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
-        return _take(self._train, self._order.microbatch(step, microbatch))
+        return _take(self._train, self._order.microbatch(self._deal.step(step), microbatch))
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
         size = self._order.microbatch_size
         return _take(self._evaluation, evaluation_samples(self._evaluation_samples, size, self._seed, index))
 
     def cursor(self, step: int) -> int:
-        return self._order.cursor(step)
+        return self._order.cursor(self._deal.step(step))
 
     def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(step)
+        return self._order.data_epoch(self._deal.step(step))
 
     def describe(self) -> str:
         inputs = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self._train.items())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,6 +118,20 @@ class OuterDisk(Protocol):
     def forget(self, job: str, below: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """A round is over. `number` counts from 1; `late`: of those that took part, who had missed the round before.
+    `nbytes`: what all of them sent and were sent."""
+
+    number: int
+    jobs: tuple[str, ...]
+    late: tuple[str, ...]
+    nbytes: int
+
+
+def _ignored(_round: RoundDone) -> None: ...
+
+
 @dataclass(slots=True)
 class _Round:
     """Who has come, and who waits."""
@@ -126,6 +140,8 @@ class _Round:
     late: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
     """Of those who missed the round before."""
     steps: dict[str, int] = field(default_factory=dict[str, int])
+    caught_up_bytes: int = 0
+    """What they were told instead."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -133,8 +149,17 @@ class _Round:
 class Outer:
     """All jobs' agreements. Use: `seat` for each job, `close` at the end."""
 
-    def __init__(self, state: OuterState, rules: OuterRules, disk: OuterDisk, rounds: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        state: OuterState,
+        rules: OuterRules,
+        disk: OuterDisk,
+        rounds: Mapping[str, int],
+        *,
+        on_round: Callable[[RoundDone], None] = _ignored,
+    ) -> None:
         """`rounds`: as saved with the state; empty at the start."""
+        self._on_round = on_round
         self._state = state
         self._rules = rules
         self._disk = disk
@@ -153,17 +178,21 @@ class Outer:
         """Rounds so far."""
         return self._state.round
 
-    def agreed(self) -> dict[str, HostTensor]:
-        """What is agreed on: what a job that joins now begins with."""
-        return self._state.agreed()
-
-    def seat(self, job: str, *, begins_now: bool = False) -> Seat:
-        """`begins_now`: its state is what is agreed on at present, whatever it was before."""
-        if begins_now:
-            self._rounds[job] = self.round
+    def seat(self, job: str) -> Seat:
+        """For one that began with what all began with, or has taken part before."""
         self._rounds.setdefault(job, 0)
         self._expected.add(job)
         return Seat(self, job)
+
+    async def newcomer(self, job: str) -> tuple[Seat, dict[str, HostTensor]]:
+        """For one that begins now: its seat, and what is agreed on, which is to be its state."""
+        async with self._turn:
+            self._rounds[job] = self.round
+            return self.seat(job), await asyncio.to_thread(self._state.agreed)
+
+    def is_behind(self, job: str) -> bool:
+        """Whether it has missed the last round."""
+        return self._rounds.get(job, 0) < self.round
 
     def leave(self, job: str) -> None:
         """Nobody waits for it any more."""
@@ -214,6 +243,7 @@ class Outer:
     async def _brought_up(self, job: str, step: int) -> Agreement:
         """It missed a round: what it started from, others have left behind."""
         agreement = Agreement(step, False, self._state.agreed())
+        self._open.caught_up_bytes += _carried_bytes(agreement.values)
         self._rounds[job] = self.round
         log.info("%s missed an exchange: it counts in the next", job)
         await asyncio.to_thread(self._disk.save, self._state, {job: agreement}, dict(self._rounds))
@@ -247,16 +277,23 @@ class Outer:
     async def _decide(self) -> None:
         """The round's end: nobody is told before it is on the disk."""
         over, self._open = self._open, _Round()
-        names = sorted(over.differences)
+        names, late = sorted(over.differences), sorted(over.late)
+        differences = [*(over.differences[name] for name in names), *(over.late[name] for name in late)]
 
-        def work() -> None:
-            late = [over.late[name] for name in sorted(over.late)]
-            moves = self._state.step([*(over.differences[name] for name in names), *late], self._rules)
+        def work() -> int:
+            moves = self._state.step(differences, self._rules)
             said = {name: Agreement(over.steps[name], True, moves) for name in names}
             self._rounds |= dict.fromkeys(names, self._state.round)
             self._disk.save(self._state, said, dict(self._rounds))
+            sent_bytes = sum(map(_carried_bytes, differences))
+            return sent_bytes + len(names) * _carried_bytes(moves) + over.caught_up_bytes
 
-        await asyncio.to_thread(work)
+        nbytes = await asyncio.to_thread(work)
+        self._on_round(RoundDone(self.round, tuple(names), tuple(late), nbytes))
+
+
+def _carried_bytes(values: Mapping[str, Carried]) -> int:
+    return sum(one.nbytes for one in values.values())
 
 
 @dataclass(frozen=True, slots=True)

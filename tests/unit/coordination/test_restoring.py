@@ -53,7 +53,7 @@ def resolve(
     at: Mapping[int, StagePosition],
     plan: Roles | None = None,
     *,
-    checkpoint: int = 0,
+    checkpoint: int | None = None,
     records_from: int = 0,
 ) -> Restoration:
     return decide(plan or roles(), at, held, committed=C, checkpoint=checkpoint, records_from=records_from)
@@ -128,8 +128,11 @@ def test_without_a_checkpoint_the_first_state_is_made_again():
     assert found == Restoration(base=0, sources={1: "initialise"}, holders={})
 
 
-def test_the_checkpoint_of_the_first_step_is_imported():
-    assert resolve({}, positions(retained_from=1, s1=LOST), checkpoint=1).sources == {1: "import"}
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_job_may_begin_with_a_checkpoint(step: int):
+    """Of its step 0 it may hold what no rule makes: what others agreed on."""
+    found = resolve({}, positions(retained_from=step, s1=LOST), checkpoint=step)
+    assert found == Restoration(base=step, sources={1: "import"}, holders={})
 
 
 def test_a_checkpoint_of_the_official_step_restores_the_lost_alone():
@@ -203,7 +206,7 @@ def test_when_everybody_would_start_at_the_checkpoint_they_vote_again():
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int, int]:
+def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int | None, int]:
     stages = draw(st.integers(1, 4))
     pairs = [pair for pair in itertools.combinations(range(stages), 2) if pair[1] == pair[0] + 1 or draw(st.booleans())]
     neighbours = {stage: frozenset({a + b - stage for a, b in pairs if stage in (a, b)}) for stage in range(stages)}
@@ -219,21 +222,22 @@ def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int, 
     at = {stage: draw(position) for stage in range(stages)}
     snapshot = st.tuples(st.integers(0, stages - 1), st.integers(3, C + 1))
     held = {peer: draw(st.sets(snapshot, max_size=5)) for peer in ("g", "h", "p0", "p1")}
-    checkpoint = draw(st.integers(0, C))
-    return plan, at, held, checkpoint, max(0, checkpoint - draw(st.integers(0, 2)))
+    checkpoint = draw(st.none() | st.integers(0, C))
+    return plan, at, held, checkpoint, max(0, (checkpoint or 0) - draw(st.integers(0, 2)))
 
 
 @settings(derandomize=True, max_examples=examples(200), deadline=None)
 @given(case=cases())
 def test_the_newest_step_and_the_fewest_stages_of_all_that_would_do(
-    case: tuple[Roles, dict[int, StagePosition], HELD, int, int],
+    case: tuple[Roles, dict[int, StagePosition], HELD, int | None, int],
 ):
     plan, at, held, checkpoint, records_from = case
     found = decide(plan, at, held, committed=C, checkpoint=checkpoint, records_from=records_from)
     lost = {stage for stage in plan.stages if not is_fine(at[stage], C, records_from)}
+    beginning = checkpoint or 0
 
     def exists(stage: int, base: int) -> bool:
-        return stage in plan.stateless or base == checkpoint or any((stage, base) in kept for kept in held.values())
+        return stage in plan.stateless or base == beginning or any((stage, base) in kept for kept in held.values())
 
     def does(restored: frozenset[int], base: int) -> bool:
         beside = {other for stage in restored for other in plan.neighbours[stage]} - restored
@@ -249,13 +253,17 @@ def test_the_newest_step_and_the_fewest_stages_of_all_that_would_do(
     best = next(((base, chosen) for base in steps for chosen in subsets if lost and does(chosen, base)), None)
     if not lost:
         assert found == Restoration(base=C, sources={}, holders={})
-    elif best is None or (best[0] == checkpoint and len(best[1]) == len(plan.places)):
+    elif best is None or (best[0] == beginning and len(best[1]) == len(plan.places)):
         assert found.rollback
-        assert (found.base, set(found.sources)) == (checkpoint, set(plan.stages))
+        assert (found.base, set(found.sources)) == (beginning, set(plan.stages))
     else:
         assert not found.rollback
         assert (found.base, frozenset(found.sources)) == best
     for stage, source in found.sources.items():
         here = (stage, found.base) in held.get(plan.places[stage], set())
         assert (stage in found.holders) == (source == "snapshot" and not here)
+        if source == "import":
+            assert found.base == checkpoint
+        if source == "initialise" and stage not in plan.stateless:
+            assert checkpoint is None
     assert all((stage, found.base) in held[holder] for stage, holder in found.holders.items())

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.corpus.masking import IGNORED, mask_rows
-from fusionai.corpus.order import SampleOrder, evaluation_samples
+from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
 from fusionai.corpus.permutation import Permutation, derived_key, mix
 from fusionai.corpus.split import Split
 from harness.examples import examples
@@ -118,3 +118,16 @@ def test_masking_hides_at_least_one_token(token: int) -> None:
         tokens = np.full((1, 4), token, dtype=np.int64)
         _, labels = masked(tokens, key=key, fraction=0.001)
         assert (labels != IGNORED).sum() == 1
+
+
+@given(replicas=st.integers(1, 8), steps=st.integers(1, 20))
+def test_every_step_is_dealt_to_one_replica(replicas: int, steps: int) -> None:
+    dealt = [Deal(number, replicas).step(step) for number in range(replicas) for step in range(steps)]
+    assert sorted(dealt) == list(range(replicas * steps))
+    assert [ALONE.step(step) for step in range(steps)] == list(range(steps))
+
+
+@given(replicas=st.integers(1, 8), first=st.integers(0, 20), step=st.integers(0, 20))
+def test_who_begins_late_goes_on_where_the_others_are(replicas: int, first: int, step: int) -> None:
+    for number in range(replicas):
+        assert Deal(number, replicas, first).step(step) == Deal(number, replicas).step(first + step)

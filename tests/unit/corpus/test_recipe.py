@@ -84,6 +84,18 @@ def test_defaults_and_paths_relative_to_the_recipe() -> None:
     assert recipe.train.optimizer.kind == "adamw"
 
 
+def test_replicas() -> None:
+    alone = recipe_from_table(changed(), FILE)
+    assert alone.replicas is None
+    assert not alone.optimizer.anchored
+    recipe = recipe_from_table(changed(replicas={"count": 3, "every": 5, "codec": "int2"}), FILE)
+    assert recipe.replicas is not None
+    assert (recipe.replicas.count, recipe.replicas.every, recipe.replicas.learning_rate) == (3, 5, 0.7)
+    assert recipe.optimizer.anchored
+    assert not recipe.train.optimizer.anchored
+    assert "3 replicas that exchange every 5 steps in int2" in recipe.describe()
+
+
 def test_every_source_of_model_data_and_tokenizer() -> None:
     local = recipe_from_table(changed(model={"path": "m"}, data__tokenizer=None), FILE)
     assert local.model.source == LocalModel(path="/somewhere/m")
@@ -166,6 +178,11 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"job__name": "A b"}, "expected lower-case letters, digits and hyphens, got 'A b'."),
         ({"evaluation__every": 5}, "there is no data for it."),
         ({"placement": {"required": ["p"], "excluded": ["p"]}}, "peer 'p' is both required and excluded."),
+        ({"replicas": {"count": 1}}, "key 'count' in [replicas]: expected a whole number >= 2, got 1."),
+        ({"replicas": {"count": 2, "every": 3}}, "the job's 10 steps can't be divided into rounds of every = 3."),
+        ({"replicas": {"count": 2, "codec": "int9"}}, "key 'codec' in [replicas]: expected one of 'none', 'int8'"),
+        ({"replicas": {"count": 2, "momentum": 1.0}}, "key 'momentum' in [replicas]: expected a number < 1.0"),
+        ({"replicas": {"count": 2, "every": 5}, "placement": {"required": ["p"]}}, "has no effect with [replicas]"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_it(settings: dict[str, object], message: str) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.corpus.source import TokenSource, open_source, plain_batch, shifted
 from fusionai.corpus.tables import HubTokenizer, LocalTokenizer
@@ -356,3 +357,20 @@ def test_too_few_evaluation_records(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n' * 9)
     with pytest.raises(DataError, match="the evaluation part has 1 records, a microbatch takes 2"):
         open_source(tensor_recipe(tmp_path, "a.jsonl", {"x": "x"}, evaluation_fraction=0.11), tmp_path)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
+def test_replicas_share_the_data(tmp_path: Path, task: str) -> None:
+    """What two replicas see in a step each is what a job alone sees in two steps; evaluation is the same for all."""
+    write_corpus(tmp_path)
+    alone = open_source(recipe(tmp_path, task, evaluation_fraction=0.2), tmp_path / "tokens")
+    for number in range(2):
+        share = alone.dealt(Deal(number, 2, first=1))
+        for step in range(3):
+            theirs, whole = share.microbatch(step, 1), alone.microbatch(2 * (step + 1) + number, 1)
+            assert {name: bytes(tensor.data) for name, tensor in theirs.items()} == {
+                name: bytes(tensor.data) for name, tensor in whole.items()
+            }
+            assert share.cursor(step) == alone.cursor(2 * (step + 1) + number)
+        assert bytes(share.evaluation(0)["input_ids"].data) == bytes(alone.evaluation(0)["input_ids"].data)
+        assert share.fingerprint == alone.fingerprint

@@ -1,0 +1,196 @@
+"""`fusion train` of a recipe with `[replicas]`: several pipelines at once, live on the terminal, a report for each.
+
+Decides what is shown and written. Neighbours: `client.replicas` does it, `dashboard.replicas_view` draws,
+`cli.train` is the same for one pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+
+from fusionai.cli import console
+from fusionai.cli.json_output import write_json
+from fusionai.cli.observation import show_observation
+from fusionai.cli.run_report import RunStory
+from fusionai.cli.running import run_until_stopped
+from fusionai.client.replicas import InReplica, ReplicasEvent, ReplicasResult, train_replicas
+from fusionai.client.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions
+from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.tables import Replicas
+from fusionai.dashboard.replicas_view import ReplicasView
+from fusionai.dashboard.report import write_report
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.types import Plan
+from fusionai.training import progress
+from fusionai.training.outer import RoundDone
+
+
+def train_with_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, json_file: Path | None) -> None:
+    """Raises what `client.replicas` raises."""
+    with _Watch(recipe, replicas) as watch:
+        result = run_until_stopped(
+            lambda stop: train_replicas(recipe, replicas, options, on_event=watch.see, stop=stop)
+        )
+    firsts = result.first_steps
+    steps = max((firsts[number] + one.steps for number, one in result.replicas.items()), default=0)
+    state = "done" if result.stopped is None else f"stopped ({result.stopped}); the same command resumes"
+    console.line(f"{recipe.job.name}: {state}; {steps} of {recipe.job.steps} steps")
+    losses = mean_losses(result)
+    if losses:
+        console.line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} (mean of the replicas)")
+    for number, reason in result.failed.items():
+        console.line(f"replica {number} failed: {reason}")
+    for number, story in watch.stories.items():
+        if observed := story.observed():
+            console.line(f"replica {number}:")
+            show_observation(observed, story.names(), story.shared_cores())
+    exchange = _exchange(result, replicas)
+    if result.rounds:
+        console.line(str(exchange["sentence"]))
+    if result.checkpoint is not None:
+        console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
+    if recipe.output.report:
+        _write_reports(recipe, result, watch.stories)
+    if json_file is not None:
+        write_json(
+            json_file,
+            "train",
+            {
+                "job": recipe.job.name,
+                "steps": steps,
+                "stopped": result.stopped,
+                "losses": losses,
+                "checkpoint": result.checkpoint,
+                "directory": result.directory,
+                "exchange": exchange,
+                "failed": result.failed,
+                "replicas": [
+                    _figures(number, one, firsts[number], watch.story(number))
+                    for number, one in result.replicas.items()
+                ],
+            },
+        )
+
+
+def _figures(number: int, result: TrainingResult, first_step: int, story: RunStory) -> dict[str, object]:
+    return {
+        "replica": number,
+        "job": result.job,
+        "first_step": first_step,
+        "steps": result.steps,
+        "stopped": result.stopped,
+        "losses": result.losses,
+        "evaluations": [{"step": step, "loss": loss} for step, loss in story.evaluations],
+        "checkpoint": result.checkpoint,
+        "directory": result.directory,
+        "faults": result.faults,
+        "observed": story.observed(),
+        "plan": None if story.planned is None else story.planned.plan,
+    }
+
+
+def mean_losses(result: ReplicasResult) -> list[float]:
+    """By step of the job, over the replicas that took it."""
+    by_step: dict[int, list[float]] = {}
+    for number, one in result.replicas.items():
+        for step, loss in enumerate(one.losses, result.first_steps[number]):
+            by_step.setdefault(step, []).append(loss)
+    return [fmean(by_step[step]) for step in sorted(by_step)]
+
+
+def _exchange(result: ReplicasResult, replicas: Replicas) -> dict[str, object]:
+    """What the replicas sent and were sent, and what gradients summed at every step would have been."""
+    members = max(1, len(result.replicas))
+    every_step = 2 * members * result.trained_bytes * replicas.every * result.rounds
+    times = every_step / result.exchanged_bytes if result.exchanged_bytes else None
+    less = "" if times is None else f", {times:.0f} x less than gradients at every step would be"
+    return {
+        "rounds": result.rounds,
+        "exchanged_bytes": result.exchanged_bytes,
+        "every_step_bytes": every_step,
+        "times_less": times,
+        "sentence": f"exchanged {format_bytes(result.exchanged_bytes)} in {result.rounds} rounds{less}",
+    }
+
+
+def _write_reports(recipe: Recipe, result: ReplicasResult, stories: Mapping[int, RunStory]) -> None:
+    for number, one in result.replicas.items():
+        if number in stories and (data := stories[number].data(recipe, one)) is not None:
+            write_report(data, one.directory / "report.html")
+            console.line(f"report of replica {number}: {one.directory / 'report.html'}")
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Shows events and keeps the stories of all replicas."""
+
+    recipe: Recipe
+    replicas: Replicas
+    stories: dict[int, RunStory] = field(default_factory=dict[int, RunStory])
+    _firsts: dict[int, int] = field(default_factory=dict[int, int])
+    """Of each replica, the step of the job that it began at."""
+    _view: ReplicasView | None = None
+
+    def __enter__(self) -> _Watch:
+        self._view = ReplicasView(self.recipe.job.name, self.recipe.job.steps, self.replicas.count)
+        self._view.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._view is not None:
+            self._view.__exit__(kind, problem, trace)
+
+    def story(self, number: int) -> RunStory:
+        return self.stories.setdefault(number, RunStory())
+
+    def see(self, event: ReplicasEvent) -> None:
+        assert self._view is not None
+        match event:
+            case Noted(text=text):
+                self._view.note(console.printable(text))
+            case RoundDone(number=number, jobs=jobs, late=late, nbytes=nbytes):
+                missing = "" if len(jobs) == self.replicas.count else f" of {self.replicas.count}"
+                behind = f", and what {', '.join(late)} had left over" if late else ""
+                self._view.exchanged(
+                    f"round {number}: {len(jobs)}{missing} replicas agree{behind} ({format_bytes(nbytes)})"
+                )
+            case InReplica(number=number, event=inner):
+                story = self.story(number)
+                for text in story.see(inner):
+                    self._view.note(console.printable(f"replica {number}: {text}"))
+                self._see(self._view, number, inner, story)
+
+    def _see(self, view: ReplicasView, number: int, event: RunEvent, story: RunStory) -> None:
+        match event:
+            case Noted(text=text):
+                view.note(console.printable(f"replica {number}: {text}"))
+            case Planned(plan=plan, first_step=first_step):
+                self._firsts[number] = first_step
+                view.machines(number, console.printable(_machines(plan, story)))
+            case progress.PlanChanged(plan=plan):
+                view.machines(number, console.printable(_machines(plan, story)))
+            case progress.StepDone(record=record, replayed=False):
+                over = self._firsts.get(number, 0) + record.step + 1
+                view.step(number, over, loss=record.loss, tokens_per_s=event.tokens_per_s, step_s=event.step_s)
+            case progress.Evaluated(step=step, loss=loss):
+                view.note(f"replica {number}: evaluation after step {step}: loss {loss:.4f}")
+            case progress.CheckpointSaved(step=step, path=path, seconds=seconds):
+                view.note(f"replica {number}: checkpoint of step {step} in {format_seconds(seconds)}: {path}")
+            case progress.Warned(text=text):
+                view.note(console.printable(f"replica {number}: warning: {text}"))
+            case progress.Waiting(reason=reason):
+                view.state(number, console.printable(f"waits: {reason}"))
+            case _:
+                pass
+
+
+def _machines(plan: Plan, story: RunStory) -> str:
+    names = [story.faults.name(stage.peer) for stage in plan.stages if stage.peer != plan.feed]
+    guards = {story.faults.name(guard.peer): None for guard in plan.guards}
+    return ", ".join(names) + (f" (guarded by {', '.join(guards)})" if guards else "")

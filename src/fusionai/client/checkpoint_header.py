@@ -1,0 +1,20 @@
+"""What a job says about its checkpoints. Neighbours: `client.train` and `client.newcomer` write some."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusionai.client.preparation import Prepared
+from fusionai.corpus.recipe import Recipe
+from fusionai.storage.checkpoint import CheckpointHeader
+
+
+def checkpoint_header(recipe: Recipe, prepared: Prepared) -> CheckpointHeader:
+    params = prepared.captured.graph.params.values()
+    return CheckpointHeader(
+        graph_hash=prepared.graph_hash,
+        data_fingerprint=prepared.source.fingerprint,
+        recipe=msgspec.to_builtins(recipe),
+        aliases={alias: spec.key for spec in params for alias in spec.aliases},
+        private_keys=prepared.captured.private_keys,
+    )

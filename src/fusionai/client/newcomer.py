@@ -1,0 +1,48 @@
+"""The beginning of a replica that joins others at work: a checkpoint of its step 0 with what they agree on.
+
+Decides that its optimizer begins anew: moments of another replica belong to another path. Blocking, all of it.
+Neighbours: `training.outer` says what is agreed on, `client.train` finds the checkpoint as after any restart.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from fusionai.backends.state import ANCHOR, state_entries
+from fusionai.client.checkpoint_header import checkpoint_header
+from fusionai.client.preparation import Prepared
+from fusionai.corpus.recipe import Recipe
+from fusionai.ir.init import initialise
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.atomic import storage_errors
+from fusionai.storage.checkpoint import CheckpointWriter
+from fusionai.storage.rundir import RunDirectory
+
+
+def begin_with(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepared, directory: RunDirectory) -> None:
+    """Raises `StorageError`."""
+    with storage_errors(directory.checkpoints, "removed"):
+        shutil.rmtree(directory.checkpoints)  # of a beginning that was interrupted: it has taken no step
+    header = checkpoint_header(recipe, prepared)
+    with CheckpointWriter(directory.checkpoints, 0, header, files=prepared.files) as writer:
+        for name, tensor in _entries(agreed, recipe, prepared):
+            writer.add(name, tensor)
+        writer.finish()
+
+
+def _entries(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepared) -> Iterator[tuple[str, HostTensor]]:
+    """What has no rule and is not trained comes from the job owner at every start, and is in no checkpoint."""
+    graph = prepared.captured.graph
+    specs = {spec.key: spec for spec in graph.params.values()}
+    for name, entry in state_entries(graph, recipe.optimizer).items():
+        spec = specs[entry.key]
+        if entry.slot == ANCHOR or (not entry.slot and spec.trainable):
+            yield name, agreed[entry.key]
+        elif entry.slot:
+            yield name, host_tensor(entry.dtype, entry.shape, bytes(entry.nbytes))
+        elif spec.init is not None:
+            made = np.asarray(initialise(spec.key, spec.shape, spec.dtype, spec.init, recipe.job.seed))
+            yield name, host_tensor(spec.dtype, spec.shape, made.tobytes())

@@ -1,0 +1,425 @@
+"""A job of several replicas from its recipe to its end: pipelines that train one model, each with machines of its own.
+
+Every replica is a job as `client.train` runs it, with a share of the machines and of the data and a directory of its
+own; `training.outer` is what they agree through, in this process. The loop is `_Replicas.run`: begin those that have
+machines, then see who ends, who may begin, and whether to stop. Decides when a replica that waits for machines begins,
+and that the job is over when one replica has taken all its steps: whoever is behind then has its work in what all
+agreed on, as far as it came.
+
+Neighbours: `client.replica_crews` says whose machine is whose, `scheduling.replica_groups` divides them at the
+beginning, `client.newcomer` is how one begins late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from fusionai.backends.registry import open_backend
+from fusionai.client.background import in_background
+from fusionai.client.beginning import PLAN_PAUSE_S, WAITED_FOR, nobody
+from fusionai.client.job_directory import job_id, keep_recipe, open_directory
+from fusionai.client.newcomer import begin_with
+from fusionai.client.owner import owner_membership
+from fusionai.client.pool_session import Member, PoolSession
+from fusionai.client.preparation import Prepared, excluded_peers, prepare, problem_for
+from fusionai.client.replica import ReplicaPart
+from fusionai.client.replica_crews import Crews
+from fusionai.client.replica_directory import Past, ReplicaDirectories
+from fusionai.client.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions, owner_profile, train
+from fusionai.corpus.order import Deal
+from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.resume import check_resumable
+from fusionai.corpus.tables import Replicas
+from fusionai.primitives.errors import FusionError, PlanError, TransportError
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.replica_groups import divide
+from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.storage.rundir import RunDirectory
+from fusionai.training import progress
+from fusionai.training.local_updates import Exchange
+from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, beginning
+from fusionai.training.outer_disk import OuterFiles
+
+LOOK_S: Final = 2.0
+"""Between two looks at the pool for machines of a replica that waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class InReplica:
+    """`event` of the job of replica `number`."""
+
+    number: int
+    event: RunEvent
+
+
+ReplicasEvent = Noted | InReplica | RoundDone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasResult:
+    """`replicas`: of those that ran in this start. `checkpoint`: what all agreed on last, once the job is done; else
+    one of a replica. `exchanged_bytes`, `rounds`: of this start."""
+
+    directory: Path
+    stopped: str | None
+    replicas: Mapping[int, TrainingResult] = field(default_factory=dict[int, TrainingResult])
+    first_steps: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Of the job's steps, how many were over when each of them began."""
+    failed: Mapping[int, str] = field(default_factory=dict[int, str])
+    checkpoint: Path | None = None
+    rounds: int = 0
+    exchanged_bytes: int = 0
+    trained_bytes: int = 0
+    """Of everything that is trained, as a reduction at every step would send it."""
+
+
+async def train_replicas(
+    recipe: Recipe,
+    replicas: Replicas,
+    options: TrainOptions,
+    *,
+    on_event: Callable[[ReplicasEvent], None],
+    stop: asyncio.Event,
+) -> ReplicasResult:
+    """`replicas`: the recipe's. Raises what `client.train` raises, where it concerns all replicas or the last of
+    them."""
+    directory = open_directory(recipe)
+    places = ReplicaDirectories(recipe)
+    pasts = await in_background(lambda: [places.past(number) for number in range(replicas.count)])
+    if any(pasts) and (kept := directory.kept_recipe()) is not None:
+        check_resumable(kept, recipe)
+    membership = await owner_membership(options.home, options.invitation)
+    options = dataclasses.replace(options, invitation=None)
+    async with PoolSession(membership) as pool:
+        opening = asyncio.create_task(_opened(recipe, replicas, options, pool, directory, places, on_event))
+        asked = asyncio.create_task(stop.wait())
+        try:  # stopping means dropping everything as long as there is nothing to save
+            await asyncio.wait({opening, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                return ReplicasResult(stopped="Ctrl-C", directory=directory.root)
+            job = opening.result()
+        finally:
+            opening.cancel()
+            asked.cancel()
+        try:
+            await job.run(pasts, stop)
+        finally:
+            await job.close()
+    return job.result(directory)
+
+
+async def _opened(
+    recipe: Recipe,
+    replicas: Replicas,
+    options: TrainOptions,
+    pool: PoolSession,
+    directory: RunDirectory,
+    places: ReplicaDirectories,
+    on_event: Callable[[ReplicasEvent], None],
+) -> _Replicas:
+    prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
+    keep_recipe(recipe, directory)
+    files = await in_background(lambda: OuterFiles(places.outer))
+    loaded = await in_background(files.load)
+    if loaded is None:
+        graph, seed, given = prepared.captured.graph, recipe.job.seed, prepared.captured.state
+        values = await in_background(lambda: beginning(graph, seed, given))
+        loaded = OuterState.first(values), {}
+    backend = await in_background(lambda: open_backend("torch", device=options.device, threads=options.threads))
+    owner = owner_profile(pool.membership.peer, await in_background(backend.probe))
+    return _Replicas(
+        recipe=recipe,
+        replicas=replicas,
+        options=options,
+        pool=pool,
+        prepared=prepared,
+        places=places,
+        owner=owner,
+        on_event=on_event,
+        state=loaded[0],
+        rounds_of=loaded[1],
+        files=files,
+    )
+
+
+@dataclass(slots=True)
+class _Running:
+    """One replica at work. `steps` of its own are official."""
+
+    part: ReplicaPart
+    stop: asyncio.Event
+    task: asyncio.Task[TrainingResult]
+    steps: int
+    has_plan: bool = False
+
+
+@dataclass(kw_only=True)
+class _Replicas:
+    recipe: Recipe
+    replicas: Replicas
+    options: TrainOptions
+    pool: PoolSession
+    prepared: Prepared
+    places: ReplicaDirectories
+    owner: PeerProfile
+    on_event: Callable[[ReplicasEvent], None]
+    state: OuterState
+    rounds_of: dict[str, int]
+    files: OuterFiles
+    _crews: Crews = field(default_factory=Crews)
+    _running: dict[int, _Running] = field(default_factory=dict[int, _Running])
+    _waiting: dict[int, str] = field(default_factory=dict[int, str])
+    """Why each has not begun."""
+    _results: dict[int, TrainingResult] = field(default_factory=dict[int, TrainingResult])
+    _first_steps: dict[int, int] = field(default_factory=dict[int, int])
+    _failed: dict[int, FusionError] = field(default_factory=dict[int, FusionError])
+    _stopped: str | None = None
+    _over: bool = False
+    """Nobody begins any more."""
+    _tried: frozenset[str] = frozenset()
+    """Machines that were found not to be enough."""
+    _rounds: int = 0
+    _exchanged_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        rules = OuterRules(
+            codec=self.replicas.codec,
+            learning_rate=self.replicas.learning_rate,
+            momentum=self.replicas.momentum,
+            deadline_s=self.replicas.deadline_s,
+        )
+        self._trained_bytes = sum(4 * value.size for value in self.state.anchor.values())
+        self._outer = Outer(self.state, rules, self.files, self.rounds_of, on_round=self._round_done)
+
+    # ------------------------------------------------------------------------------------------------- the loop
+
+    async def run(self, pasts: list[Past | None], stop: asyncio.Event) -> None:
+        await self._begin(pasts)
+        asked = asyncio.create_task(stop.wait())
+        try:
+            while self._running:
+                tasks = {running.task for running in self._running.values()}
+                awaited = tasks if self._over else {*tasks, asked}
+                await asyncio.wait(awaited, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done() and not self._over:
+                    self._stop_all("Ctrl-C")
+                for number in [number for number, one in self._running.items() if one.task.done()]:
+                    self._note_end(number, self._running.pop(number))
+                if not self._over:
+                    await self._begin_waiting()
+        finally:
+            asked.cancel()
+        if not self._results:
+            waited = PlanError(f"no replica could begin: {'; '.join(self._waiting.values())}.")
+            raise next(iter(self._failed.values()), waited)
+
+    async def close(self) -> None:
+        for running in self._running.values():
+            running.task.cancel()
+        await asyncio.gather(*(running.task for running in self._running.values()), return_exceptions=True)
+        await self._outer.close()
+
+    def result(self, directory: RunDirectory) -> ReplicasResult:
+        done = [one for _, one in sorted(self._results.items()) if one.stopped is None]
+        some = done or sorted(self._results.values(), key=lambda one: one.steps, reverse=True)
+        return ReplicasResult(
+            replicas=dict(sorted(self._results.items())),
+            first_steps=self._first_steps,
+            failed={number: error.message for number, error in sorted(self._failed.items())},
+            stopped=None if done else self._stopped or "its replicas failed",
+            checkpoint=some[0].checkpoint if some else None,
+            directory=directory.root,
+            rounds=self._rounds,
+            exchanged_bytes=self._exchanged_bytes,
+            trained_bytes=self._trained_bytes,
+        )
+
+    # --------------------------------------------------------------------------------------------------- beginning
+
+    async def _begin(self, pasts: list[Past | None]) -> None:
+        """Raises `PlanError` where not even one replica of a new job fits."""
+        finished = [n for n, past in enumerate(pasts) if past is not None and self._is_finished(past)]
+        if finished:  # nobody is needed any more, and no pool
+            for number in finished:
+                await self._start(number, 0 if (past := pasts[number]) is None else past.first_step, ())
+            return
+        if not any(pasts):
+            problem = problem_for(self.prepared, await self._all_free(), self.owner, self._note)
+            groups = await in_background(lambda: divide(problem, self.replicas.count))
+            for number, group in enumerate(groups):
+                self._crews.give(number, group.peers)
+            for number in range(len(groups)):
+                await in_background(lambda n=number: self.places.begin(n, 0))
+                await self._start(number, 0, ())
+            for number in range(len(groups), self.replicas.count):
+                self._wait(number, f"the pool has machines for {len(groups)} of {self.replicas.count} replicas")
+            return
+        for number, past in enumerate(pasts):
+            if past is None:
+                self._wait(number, "it had not begun")
+            else:
+                await self._start(number, past.first_step, past.peers)
+
+    async def _all_free(self) -> tuple[Member, ...]:
+        """Who stands by. Who still clears what it had of another job is waited for: a replica more may depend on it."""
+        members = await self.pool.pool()
+        for attempt in range(WAITED_FOR):
+            clearing = [one.profile.name for one in members if one.view.clears]
+            if not clearing:
+                break
+            if attempt == 0:
+                self._note(f"waiting for {', '.join(clearing)}: still clearing what another job left there")
+            await asyncio.sleep(PLAN_PAUSE_S)
+            members = await self.pool.pool()
+        free = tuple(one for one in members if _is_free(one))
+        if not free:
+            raise nobody(self.pool.membership.pool, members)
+        return free
+
+    def _is_finished(self, past: Past) -> bool:
+        return past.has_checkpoint and past.first_step + past.steps >= self.recipe.job.steps
+
+    async def _start(
+        self, number: int, first_step: int, peers: tuple[str, ...], exchange: Exchange | None = None
+    ) -> None:
+        recipe = self.places.recipe_of(number, first_step)
+        directory = await in_background(lambda: open_directory(recipe))
+        self._first_steps[number] = first_step
+        self._crews.give(number, peers)
+        self._crews.know(number, job_id(recipe, self.pool.membership.peer, directory))
+        deal = Deal(number, self.replicas.count, first_step)
+        part = ReplicaPart(
+            number=number,
+            prepared=dataclasses.replace(self.prepared, source=self.prepared.source.dealt(deal)),
+            exchange=exchange or self._outer.seat(_name(number)),
+            kept_out=lambda members, in_need: self._crews.kept_out(number, members, in_need=in_need),
+            first_step=first_step,
+            total_steps=self.recipe.job.steps,
+        )
+        stop = asyncio.Event()
+        seen = lambda event: self._seen(number, event)  # noqa: E731
+        task = asyncio.create_task(train(recipe, self.options, on_event=seen, stop=stop, part=part))
+        self._running[number] = _Running(part, stop, task, 0)
+
+    def _wait(self, number: int, why: str) -> None:
+        self._waiting[number] = why
+        self._note(f"replica {number} waits for machines: {why}")
+
+    async def _begin_waiting(self) -> None:
+        """One of those that wait, if the machines that stand by are enough for it."""
+        if not self._waiting or not all(running.has_plan for running in self._running.values()):
+            return
+        try:
+            members = await self.pool.pool()
+        except TransportError:
+            return  # those at work say so
+        kept_out = excluded_peers(self.recipe, members)
+        idle = tuple(one for one in members if _is_free(one) and one.view.peer not in kept_out)
+        there = frozenset(one.view.peer for one in idle)
+        number, first_step = min(self._waiting), self._steps_over()
+        if not idle or there == self._tried or first_step >= self.recipe.job.steps:
+            return
+        self._tried = there
+        if (made := await in_background(lambda: self._plan_among(idle))) is None:
+            return
+        past = await in_background(lambda: self.places.past(number))
+        exchange = None
+        if past is not None:
+            first_step = past.first_step
+        elif first_step:
+            exchange = await self._welcome(number, first_step)
+        await in_background(lambda: self.places.begin(number, first_step))
+        del self._waiting[number]
+        self._note(f"replica {number} begins" + (f" at step {first_step}" if first_step else ""))
+        peers = tuple(one.peer for one in (*made.stages, *made.guards) if one.peer != made.feed)
+        await self._start(number, first_step, peers, exchange)
+
+    def _plan_among(self, members: tuple[Member, ...]) -> Plan | None:
+        try:
+            return planned(problem_for(self.prepared, members, self.owner, lambda _text: None))
+        except PlanError:
+            return None
+
+    async def _welcome(self, number: int, first_step: int) -> Exchange:
+        """It begins with what the others agree on."""
+        seat, agreed = await self._outer.newcomer(_name(number))
+        recipe = self.places.recipe_of(number, first_step)
+        await in_background(lambda: begin_with(agreed, recipe, self.prepared, open_directory(recipe)))
+        return seat
+
+    def _steps_over(self) -> int:
+        """Steps of the job that a replica can't take any more: whole rounds of whoever is farthest."""
+        farthest = max((one.part.first_step + one.steps for one in self._running.values()), default=0)
+        return farthest // self.replicas.every * self.replicas.every
+
+    # ------------------------------------------------------------------------------------------------------ events
+
+    def _note(self, text: str) -> None:
+        self.on_event(Noted(text))
+
+    def _seen(self, number: int, event: RunEvent) -> None:
+        running = self._running.get(number)
+        match event:
+            case progress.StepDone(record=record) if running is not None:
+                running.steps = max(running.steps, record.step + 1)
+            case Planned() if running is not None:
+                running.has_plan = True
+            case _:
+                pass
+        self.on_event(InReplica(number, event))
+
+    def _round_done(self, event: RoundDone) -> None:
+        self._rounds += 1
+        self._exchanged_bytes += event.nbytes
+        self.on_event(event)
+
+    def _note_end(self, number: int, running: _Running) -> None:
+        """What becomes of the others when one has ended."""
+        self._outer.leave(_name(number))
+        self._crews.forget(number)
+        self._tried = frozenset()
+        try:
+            result = running.task.result()
+        except PlanError as error:
+            self._wait(number, error.message.rstrip("."))
+        except FusionError as error:
+            self._failed[number] = error
+            self._note(f"warning: replica {number} failed, the others go on: {error.message}")
+        else:
+            self._results[number] = result
+            if result.stopped is None:
+                self._end_those_behind()
+            elif not self._over:
+                self._stop_all(result.stopped)
+
+    def _end_those_behind(self) -> None:
+        """A replica has taken all its steps. Who was in its last round is done, too, and only has to save."""
+        self._over = True
+        for number, running in self._running.items():
+            left = self.recipe.job.steps - running.part.first_step - running.steps
+            if left > 0:
+                self._note(f"replica {number} is {left} steps behind: it ends, for another one is done")
+                self._stop(running, "another replica is done")
+
+    def _stop_all(self, reason: str) -> None:
+        self._over, self._stopped = True, reason
+        for running in self._running.values():
+            self._stop(running, reason)
+
+    def _stop(self, running: _Running, reason: str) -> None:
+        if running.part.driver is not None:
+            running.part.driver.stop(reason)
+        running.stop.set()
+
+
+def _name(number: int) -> str:
+    return f"replica-{number}"
+
+
+def _is_free(member: Member) -> bool:
+    return member.view.state == "idle" and member.view.rests_s == 0 and not member.view.clears

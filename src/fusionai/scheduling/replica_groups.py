@@ -1,0 +1,122 @@
+"""Who trains together with whom: the pool's peers divided into groups, each a pipeline of its own.
+
+Decides the groups and their plans. All replicas take equally large steps and meet after each round, so that the slowest
+sets the pace: groups are made equal in memory first and then in speed, and peers of the slowest are exchanged for those
+of others as long as its plan gets faster. Where not all replicas fit, as many as do. Never looks at running jobs.
+
+Neighbours: `planner` plans one group, `client.replicas` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.types import PeerProfile, Plan, Problem
+
+MOST_TRIES: Final = 60
+"""Plans made in search of better groups; each takes some milliseconds to some tenths of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`peers`: ids, those included that its plan has no use for."""
+
+    peers: tuple[str, ...]
+    plan: Plan
+
+
+def divide(problem: Problem, most: int) -> tuple[Group, ...]:
+    """At most `most` groups of the problem's peers. Raises the planner's `PlanError` where not even one fits."""
+    kept_out = set(problem.excluded)
+    peers = sorted((one for one in problem.peers if one.peer not in kept_out), key=_strength, reverse=True)
+    for count in range(min(most, len(peers)), 1, -1):
+        groups = _planned(problem, _dealt(peers, count, _needed_bytes(problem)))
+        if groups is not None:
+            return tuple(_improved(problem, groups))
+    return (_group(problem, peers),)
+
+
+def _strength(peer: PeerProfile) -> tuple[float, int, str]:
+    return peer.effective_flops_per_s, peer.memory_bytes, peer.peer
+
+
+def _needed_bytes(problem: Problem) -> float:
+    """Of one replica, less activations: a first guess at what a group must have; its plan knows."""
+    trained = 1 + problem.optimizer_bytes_per_trainable_byte  # a gradient, and what the optimizer keeps
+    return sum(block.parameter_bytes + trained * block.trainable_bytes for block in problem.blocks)
+
+
+def _dealt(peers: Sequence[PeerProfile], count: int, needed_bytes: float) -> list[list[PeerProfile]]:
+    """Strongest first, each to whoever has least: of those that lack memory, if there are any, else of all."""
+    hands: list[list[PeerProfile]] = [[] for _ in range(count)]
+
+    def wealth(hand: list[PeerProfile]) -> tuple[bool, float]:
+        enough = sum(one.memory_bytes for one in hand) >= needed_bytes
+        return enough, sum(one.effective_flops_per_s for one in hand)
+
+    for peer in peers:
+        min(hands, key=wealth).append(peer)
+    return hands
+
+
+def among(problem: Problem, peers: Sequence[PeerProfile]) -> Problem:
+    """The same problem with these peers alone."""
+    absent = {one.peer for one in problem.peers} - {one.peer for one in peers}
+    links = {pair: link for pair, link in problem.links.items() if absent.isdisjoint(pair.split(">"))}
+    return msgspec.structs.replace(problem, peers=tuple(peers), links=links, excluded=())
+
+
+def _group(problem: Problem, peers: Iterable[PeerProfile]) -> Group:
+    those = tuple(peers)
+    return Group(tuple(one.peer for one in those), planned(among(problem, those)))
+
+
+def _planned(problem: Problem, hands: Iterable[Sequence[PeerProfile]]) -> list[Group] | None:
+    """None if one of them can't be planned."""
+    try:
+        return [_group(problem, hand) for hand in hands]
+    except PlanError:
+        return None
+
+
+def _improved(problem: Problem, groups: list[Group]) -> list[Group]:
+    profiles = {one.peer: one for one in problem.peers}
+    tries = 0
+    better = True
+    while better:
+        better = False
+        slow = max(range(len(groups)), key=lambda place: groups[place].plan.step_time_s)
+        for other, mine, theirs in _exchanges(groups, slow):
+            if tries >= MOST_TRIES:
+                return groups
+            tries += 2
+            pair = _planned(problem, [[profiles[peer] for peer in hand] for hand in (mine, theirs)])
+            if pair is None:
+                continue
+            if max(one.plan.step_time_s for one in pair) < groups[slow].plan.step_time_s:
+                groups[slow], groups[other] = pair
+                better = True
+                break
+    return groups
+
+
+def _exchanges(groups: Sequence[Group], slow: int) -> Iterator[tuple[int, list[str], list[str]]]:
+    """Another group, and whom the slow one and that one would have: one for one exchanged, or one handed over."""
+    mine = groups[slow].peers
+    for other, group in enumerate(groups):
+        if other == slow:
+            continue
+        for given in (*mine, None):
+            for taken in group.peers:
+                hands = [peer for peer in mine if peer != given], [peer for peer in group.peers if peer != taken]
+                if given is not None:
+                    hands[1].append(given)
+                hands[0].append(taken)
+                if hands[1]:
+                    yield other, *hands

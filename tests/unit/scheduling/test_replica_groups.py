@@ -1,0 +1,122 @@
+"""Peers divided among replicas: as many as fit, equally strong, nobody twice."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.replica_groups import MOST_TRIES, among, divide
+from fusionai.scheduling.types import Link, PeerProfile, Problem
+from harness.examples import examples
+from harness.problems import problems
+from harness.told_pool import problem, profile
+
+
+def pool(*speeds: float, memory_bytes: int = 2**30) -> Problem:
+    peers = [
+        msgspec.structs.replace(profile(f"p{number}"), flops_per_s=speed * 1e9, memory_bytes=memory_bytes)
+        for number, speed in enumerate(speeds)
+    ]
+    return msgspec.structs.replace(problem(*peers), stages=None)
+
+
+def speeds(made: Problem, peers: tuple[str, ...]) -> float:
+    known = {one.peer: one.flops_per_s / 1e9 for one in made.peers}
+    return sum(known[peer] for peer in peers)
+
+
+def test_groups_are_equally_fast() -> None:
+    made = pool(4, 1, 3, 2)
+    groups = divide(made, 2)
+    assert [speeds(made, group.peers) for group in groups] == [5, 5]
+
+
+def test_as_many_as_there_are_machines() -> None:
+    assert len(divide(pool(1, 1, 1), 5)) == 3
+
+
+def test_as_many_as_fit() -> None:
+    """A machine holds half a model: four machines are two replicas, whatever was asked for."""
+    whole = 5 * 1000 * 4
+    made = pool(1, 1, 1, 1, memory_bytes=int(whole * 0.7))
+    groups = divide(made, 4)
+    assert [len(group.peers) for group in groups] == [2, 2]
+
+
+def test_a_group_that_lacks_memory_comes_first() -> None:
+    """The two strong machines would be a group each by speed alone; only together with a large one does it hold."""
+    small, large = 12_000, 40_000
+    peers = [
+        msgspec.structs.replace(profile(name), flops_per_s=speed, memory_bytes=memory_bytes)
+        for name, speed, memory_bytes in (("a", 9e9, small), ("b", 8e9, small), ("c", 1e9, large), ("d", 1e9, large))
+    ]
+    groups = divide(msgspec.structs.replace(problem(*peers), stages=None), 2)
+    assert len(groups) == 2
+    assert all({"c", "d"} & set(group.peers) for group in groups)
+
+
+def test_not_even_one_fits() -> None:
+    with pytest.raises(PlanError):
+        divide(pool(1, 1, memory_bytes=1000), 2)
+
+
+def test_who_is_kept_out_is_in_no_group() -> None:
+    made = msgspec.structs.replace(pool(1, 1, 1), excluded=("p0",))
+    assert {peer for group in divide(made, 2) for peer in group.peers} == {"p1", "p2"}
+
+
+def test_near_machines_are_together() -> None:
+    """By speed alone p0 goes with p3, but p0 and p1 share a fast line, and so do p2 and p3."""
+    made = pool(4, 3, 3, 4)
+    near = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    far = Link(bandwidth_bytes_per_s=1e3, latency_s=0.5)
+    sides = ({"p0", "p1"}, {"p2", "p3"})
+    links = {
+        f"{a.peer}>{b.peer}": near if any({a.peer, b.peer} <= side for side in sides) else far
+        for a in made.peers
+        for b in made.peers
+        if a != b
+    }
+    heavy = tuple(msgspec.structs.replace(block, forward_flops=1e9, backward_flops=2e9) for block in made.blocks)
+    made = msgspec.structs.replace(made, links=links, blocks=heavy)
+    groups = divide(made, 2)
+    assert {frozenset(group.peers) for group in groups} == {frozenset(side) for side in sides}
+
+
+@given(made=problems(most_peers=6), most=st.integers(1, 4))
+@settings(max_examples=examples(30), deadline=None)
+def test_nobody_is_in_two_groups_and_every_group_has_the_planners_plan(made: Problem, most: int) -> None:
+    free = msgspec.structs.replace(made, stages=None, required=())
+    try:
+        groups = divide(free, most)
+    except PlanError:
+        with pytest.raises(PlanError):
+            planned(free)
+        return
+    assert 1 <= len(groups) <= most
+    named = [peer for group in groups for peer in group.peers]
+    assert sorted(named) == sorted({one.peer for one in free.peers} - set(free.excluded))
+    known: dict[str, PeerProfile] = {one.peer: one for one in free.peers}
+    for group in groups:
+        assert planned(among(free, [known[peer] for peer in group.peers])) == group.plan
+    assert divide(free, most) == groups
+
+
+def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large pools not every exchange is tried."""
+    from fusionai.scheduling import replica_groups
+
+    made = 0
+
+    def counted(one: Problem) -> object:
+        nonlocal made
+        made += 1
+        return planned(one)
+
+    monkeypatch.setattr(replica_groups, "planned", counted)
+    divide(pool(*(1 + number % 7 for number in range(24))), 4)
+    assert made <= MOST_TRIES + 2 + 4

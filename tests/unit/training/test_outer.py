@@ -1,0 +1,110 @@
+"""Rounds of several jobs: who takes part, who begins late, what is told of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fusionai.execution.accumulate import as_array
+from fusionai.execution.codecs import Carried
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.training.local_updates import Agreement
+from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone
+
+PLAIN = OuterRules(codec="none", learning_rate=1.0, momentum=0.0, deadline_s=0.01)
+
+
+def tensor(*values: float) -> HostTensor:
+    return host_tensor("float32", (len(values),), np.asarray(values, np.float32).tobytes())
+
+
+def moved(*values: float) -> dict[str, Carried]:
+    return {"w": tensor(*values)}
+
+
+@dataclass
+class Memory:
+    """An `OuterDisk` that forgets nothing."""
+
+    told: dict[str, list[Agreement]] = field(default_factory=dict)
+
+    def save(self, state: OuterState, said: Mapping[str, Agreement], rounds: Mapping[str, int]) -> None:
+        for job, agreement in said.items():
+            self.told.setdefault(job, []).append(agreement)
+
+    def said(self, job: str, since: int) -> Iterable[Agreement]:
+        return [one for one in self.told.get(job, ()) if one.step >= since]
+
+    def forget(self, job: str, below: int) -> None: ...
+
+
+def opened(rounds: list[RoundDone]) -> Outer:
+    return Outer(OuterState.first({"w": tensor(0, 0)}), PLAIN, Memory(), {}, on_round=rounds.append)
+
+
+def value(agreed: Mapping[str, HostTensor]) -> list[float]:
+    return as_array(agreed["w"]).tolist()
+
+
+def test_a_newcomer_begins_with_what_is_agreed_on_and_is_in_the_next_round() -> None:
+    rounds: list[RoundDone] = []
+
+    async def body() -> None:
+        outer = opened(rounds)
+        first = outer.seat("a")
+        await first.agree(3, moved(2, 4))
+        second, agreed = await outer.newcomer("b")
+        assert value(agreed) == [-2, -4]
+        assert not outer.is_behind("b")
+        both = await asyncio.gather(first.agree(7, moved(1, 1)), second.agree(3, moved(3, 1)))
+        assert [one.moves for one in both] == [True, True]
+        await outer.close()
+
+    asyncio.run(body())
+    assert [(one.number, one.jobs, one.late) for one in rounds] == [(1, ("a",), ()), (2, ("a", "b"), ())]
+    assert [one.nbytes for one in rounds] == [2 * 8, 4 * 8]
+
+
+def test_who_misses_a_round_is_behind_until_it_has_been_told() -> None:
+    rounds: list[RoundDone] = []
+
+    async def body() -> None:
+        outer = opened(rounds)
+        first, second = outer.seat("a"), outer.seat("b")
+        await first.agree(3, moved(2, 4))
+        assert outer.is_behind("b")
+        told = await second.agree(3, moved(4, 0))
+        assert (told.moves, value(dict(told.values))) == (False, [-2, -4])  # pyright: ignore[reportArgumentType]
+        assert not outer.is_behind("b")
+        both = await asyncio.gather(first.agree(7, moved(0, 0)), second.agree(7, moved(2, 0)))
+        assert all(one.moves for one in both)
+        assert as_array(both[0].values["w"]).tolist() == [2, 0], "three differences, one of them late"  # pyright: ignore
+        await outer.close()
+
+    asyncio.run(body())
+    assert rounds[1].late == ("b",)
+    assert rounds[1].nbytes == (3 + 2 + 1) * 8, "three differences, two agreements, and what b was told instead"
+
+
+def test_who_has_left_is_not_waited_for() -> None:
+    rounds: list[RoundDone] = []
+
+    async def body() -> None:
+        outer = Outer(
+            OuterState.first({"w": tensor(0, 0)}),
+            OuterRules(codec="none", deadline_s=3600.0),
+            Memory(),
+            {},
+            on_round=rounds.append,
+        )
+        first = outer.seat("a")
+        outer.seat("b")
+        outer.leave("b")
+        await first.agree(0, moved(1, 1))
+        await outer.close()
+
+    asyncio.run(body())
+    assert [one.jobs for one in rounds] == [("a",)]
