@@ -1,39 +1,61 @@
-"""What home links leave of training: tokens per second by bandwidth, latency and codec.
+"""What home links leave of training: tokens per second by bandwidth, latency and codec, and with local updates.
 
     python benchmarks/homes.py [--part both|real|simulated] [--rounds 2] [--steps 8] [--loss FILE] [--json FILE]
 
 Real: four `fusion join` on this machine, a part of a core each, with `--upload-limit` and `--download-limit`, behind
 the proxies of `truth` that make the latency, the same job with each codec in turn; speeds as ratios to `none` of the
 same link and round. Beside a step stands what the simulator says of it, with the codec's bytes and the stages' measured
-work.
+work. `local updates`: the same machines as `[replicas] count = "auto"` divides them, each replica with the batch of the
+pipeline, exchanging every `EVERY` steps in int4; its tokens per second are counted over whole rounds, exchanges
+included.
 
 Simulated: fifty RTX 3080 of the catalogue's figures on equal home links; the planner's plan of each codec, and the step
-that the simulator makes of it. `adaptive` chooses a codec per boundary.
+that the simulator makes of it. `adaptive` chooses a codec per boundary. `local updates`: as many groups as take most
+steps together, `adaptive` within; each 50 steps all of them send and are sent every parameter in int4 over the job
+owner's line, which is like everybody's, one after the other and beside nothing else.
 
-What a codec costs in loss is measured by `compression`; with `--loss` its result stands in the same table.
+What a codec costs in loss is measured by `compression`, what local updates cost by `local_updates`; with `--loss` and
+`--local-loss` their results stand in the same table.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 import truth
+from fusionai.client.replicas import InReplica, ReplicasEvent, train_replicas
+from fusionai.client.train import TrainOptions
+from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.replica_groups import Group, fastest
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.step import Rules, simulate_steps
-from fusionai.wire.codecs import Compression
+from fusionai.training.outer import RoundDone
+from fusionai.training.progress import StepDone
+from fusionai.wire.codecs import Codec, Compression, bytes_on_link
 from planner_pools import BYTES_PER_PARAMETER, DEVICES, GB, MODELS, POOL_ROLES, REACHED, TOKENS
 
 CODECS: Final[tuple[Compression, ...]] = ("none", "int8", "adaptive")
+LOCAL: Final = "local updates"
+EVERY: Final = 8
+"""Steps between exchanges of the real runs; a real job would take 50, and exchange a sixth as often."""
+ROUNDS: Final = 3
+"""Of which the first is not counted."""
+SIMULATED_EVERY: Final = 50
+EXCHANGED: Final[Codec] = "int4"
+ANCHORED: Final = 8 / BYTES_PER_PARAMETER
+"""What was agreed on and what packing lost, in float32, per byte of a parameter."""
 BANDWIDTHS_MBIT_PER_S: Final = (10, 20, 100, 1000)
 LATENCIES_S: Final = (0.01, 0.04)
 """One way, between any two."""
@@ -56,10 +78,11 @@ def real(rounds: int, steps: int) -> list[dict[str, Any]]:
                 microbatches=MICROBATCHES,
                 loss="pool",
             )
-            runs: dict[str, list[dict[str, Any]]] = {codec: [] for codec in CODECS}
+            runs: dict[str, list[dict[str, Any]]] = {codec: [] for codec in (*CODECS, LOCAL)}
             for _ in range(rounds):
                 for codec in CODECS:
                     runs[codec].append(_run(case, codec, steps))
+                runs[LOCAL].append(_run_local(case))
             row = {"mbit_per_s": bandwidth, "one_way_s": latency_s, "codecs": {}}
             for codec in CODECS:
                 ratios = [plain["step_s"] / run["step_s"] for plain, run in zip(runs["none"], runs[codec], strict=True)]
@@ -68,11 +91,17 @@ def real(rounds: int, steps: int) -> list[dict[str, Any]]:
                     "simulated_to_real": statistics.median(run["simulated_s"] / run["step_s"] for run in runs[codec]),
                     "runs": runs[codec],
                 }
+            local = zip(runs["none"], runs[LOCAL], strict=True)
+            row[LOCAL] = {
+                "speed_to_none": statistics.median(one["tokens_per_s"] / plain["tokens_per_s"] for plain, one in local),
+                "runs": runs[LOCAL],
+            }
             rows.append(row)
             told = ", ".join(
                 f"{codec} x{one['speed_to_none']:.2f} (simulated {one['simulated_to_real'] - 1:+.1%})"
                 for codec, one in row["codecs"].items()
             )
+            told += f", {LOCAL} x{row[LOCAL]['speed_to_none']:.2f} with {runs[LOCAL][-1]['replicas']} replicas"
             print(f"real, {bandwidth:5} Mbit/s, {latency_s * 1000:.0f} ms: {told}", flush=True)
     return rows
 
@@ -94,6 +123,33 @@ def _run(case: truth.Case, codec: Compression, steps: int) -> dict[str, Any]:
     }
 
 
+def _run_local(case: truth.Case) -> dict[str, Any]:
+    rounds: list[float] = []
+    tokens: list[tuple[float, float]] = []
+    """(when, tokens of a step)"""
+
+    def see(event: ReplicasEvent) -> None:
+        match event:
+            case RoundDone():
+                rounds.append(time.monotonic())
+            case InReplica(event=StepDone(tokens_per_s=per_s, step_s=step_s, replayed=False)):
+                tokens.append((time.monotonic(), per_s * step_s))
+            case _:
+                pass
+
+    async def job(recipe: Recipe, options: TrainOptions) -> int:
+        assert recipe.replicas is not None
+        done = await train_replicas(recipe, recipe.replicas, options, on_event=see, stop=asyncio.Event())
+        assert not done.failed, done.failed
+        return len(done.replicas)
+
+    # The exchange's codec packs what crosses between stages, too, where that pays.
+    replicas = {"count": "auto", "every": EVERY, "codec": EXCHANGED}
+    number = truth.in_pool(case, job, steps=EVERY * ROUNDS, compression="adaptive", declared=True, replicas=replicas)
+    counted = sum(amount for at_s, amount in tokens if rounds[0] < at_s <= rounds[-1])
+    return {"tokens_per_s": counted / (rounds[-1] - rounds[0]), "replicas": number, "rounds": len(rounds)}
+
+
 def simulated() -> list[dict[str, Any]]:
     rows = []
     for model in SIMULATED_MODELS:
@@ -102,10 +158,11 @@ def simulated() -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"model": model, "mbit_per_s": bandwidth, "one_way_s": latency_s, "codecs": {}}
                 for codec in CODECS:
                     row["codecs"][codec] = _simulated(homes(model, bandwidth * 1e6 / 8, latency_s, codec))
+                row[LOCAL] = _simulated_local(homes(model, bandwidth * 1e6 / 8, latency_s, "adaptive"))
                 rows.append(row)
                 told = ", ".join(
                     f"{codec} {one['tokens_per_s']:,.0f} tokens/s on {one['machines']}" if one else f"{codec} too small"
-                    for codec, one in row["codecs"].items()
+                    for codec, one in (*row["codecs"].items(), (LOCAL, row[LOCAL]))
                 )
                 print(f"simulated, {model:>4}, {bandwidth:5} Mbit/s, {latency_s * 1000:.0f} ms: {told}", flush=True)
     return rows
@@ -169,6 +226,32 @@ def _simulated(problem: Problem) -> dict[str, Any] | None:
     }
 
 
+def _simulated_local(problem: Problem) -> dict[str, Any] | None:
+    kept = problem.optimizer_bytes_per_trainable_byte + ANCHORED
+    problem = msgspec.structs.replace(problem, optimizer_bytes_per_trainable_byte=kept)
+    try:
+        groups = fastest(problem, HOMES)
+    except PlanError:
+        return None
+    step_s = max(_step_s(problem, group) for group in groups)
+    parameters = sum(block.trainable_bytes for block in problem.blocks) / BYTES_PER_PARAMETER
+    exchanged_bytes = len(groups) * bytes_on_link(EXCHANGED, 4 * parameters)
+    exchange_s = 2 * exchanged_bytes / problem.peers[0].uplink.bandwidth_bytes_per_s
+    tokens = len(groups) * problem.microbatches * problem.microbatch_tokens
+    return {
+        "tokens_per_s": tokens * SIMULATED_EVERY / (SIMULATED_EVERY * step_s + exchange_s),
+        "replicas": len(groups),
+        "machines": sum(len({stage.peer for stage in group.plan.stages}) for group in groups),
+        "step_s": step_s,
+        "exchange_s": exchange_s,
+    }
+
+
+def _step_s(problem: Problem, group: Group) -> float:
+    peers = tuple(one for one in problem.peers if one.peer in group.peers)
+    return simulate_steps(group.plan, msgspec.structs.replace(problem, peers=peers), Rules(steps=1, bare=True)).step_s
+
+
 def losses(path: Path) -> dict[str, float]:
     """Codec -> held-out loss over that of `none` with the same seed, median over seeds."""
     ratios: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))["ratios"]
@@ -181,6 +264,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--loss", type=Path, metavar="FILE", help="what `compression` wrote")
+    parser.add_argument("--local-loss", type=Path, metavar="FILE", help="what `local_updates` wrote")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     report: dict[str, Any] = {
@@ -191,9 +275,13 @@ def main() -> None:
         "simulated": None if options.part == "real" else simulated(),
         "real": None if options.part == "simulated" else real(options.rounds, options.steps),
         "loss_to_none": None if options.loss is None else losses(options.loss),
+        "loss_to_every_step": None if options.local_loss is None else losses(options.local_loss),
     }
     if report["loss_to_none"]:
         print(", ".join(f"loss of {codec}: x{ratio:.4f}" for codec, ratio in report["loss_to_none"].items()))
+    if report["loss_to_every_step"]:
+        told = (f"{LOCAL} in {codec}: x{ratio:.4f}" for codec, ratio in report["loss_to_every_step"].items())
+        print(", ".join(told))
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -30,9 +30,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -47,6 +48,7 @@ from fusionai.training.progress import FaultSeen, StepDone
 from fusionai.transport.event_loop import run
 from fusionai.wire.codecs import Compression
 
+Result = TypeVar("Result")
 ROOT: Final = Path(__file__).resolve().parents[1]
 WARM_UP_STEPS: Final = 2
 CORES: Final = 1.6
@@ -116,7 +118,13 @@ def cases(count: int, seed: int) -> list[Case]:
     return drawn
 
 
-def recipe(case: Case, directory: Path, steps: int, compression: Compression = "none") -> Recipe:
+def recipe(
+    case: Case,
+    directory: Path,
+    steps: int,
+    compression: Compression = "none",
+    replicas: Mapping[str, object] | None = None,
+) -> Recipe:
     files = [str(path) for path in python_library.select(300_000).files]
     return recipe_from_table(
         {
@@ -141,7 +149,8 @@ def recipe(case: Case, directory: Path, steps: int, compression: Compression = "
                 "compression": compression,
                 "optimizer": {"kind": "adamw"},
             },
-            "placement": {"stages": len(case.shares), "loss": case.loss},
+            "placement": {"loss": case.loss} | ({} if replicas else {"stages": len(case.shares)}),
+            **({} if replicas is None else {"replicas": replicas}),
             "output": {"tensorboard": False, "report": False},
         },
         directory / "truth.toml",
@@ -172,12 +181,31 @@ def real_run(
             case _:
                 pass
 
+    async def job(asked: Recipe, options: TrainOptions) -> None:
+        await train(asked, options, on_event=see, stop=asyncio.Event())
+
+    in_pool(case, job, steps=steps, compression=compression, declared=declared)
+    if faults or len(planned) != 1 or len(done) != steps:
+        raise SystemExit(f"run {case.number}: {len(done)} of {steps} steps, {len(planned)} plans, faults: {faults}")
+    return planned[0], done
+
+
+def in_pool(
+    case: Case,
+    job: Callable[[Recipe, TrainOptions], Awaitable[Result]],
+    *,
+    steps: int,
+    compression: Compression = "none",
+    declared: bool = False,
+    replicas: Mapping[str, object] | None = None,
+) -> Result:
+    """What `job` makes of the case's recipe in the case's pool; `declared` as in `real_run`."""
     # A peer that keeps to its bandwidth itself is not held to it a second time.
     between = replace(case, bandwidth_bytes_per_s=UNLIMITED_BYTES_PER_S) if declared else case
     with tempfile.TemporaryDirectory(prefix="fusion-truth-") as place, Proxies(between) as proxies:
         directory = Path(place)
 
-        async def main() -> None:
+        async def main() -> Result:
             peers = [
                 LocalPeer(
                     name=f"peer-{n}",
@@ -190,12 +218,9 @@ def real_run(
             ]
             async with LocalPool(directory, peers) as local:
                 options = TrainOptions(home=directory / "owner", invitation=local.invitation, device="cpu", threads=1)
-                await train(recipe(case, directory, steps, compression), options, on_event=see, stop=asyncio.Event())
+                return await job(recipe(case, directory, steps, compression, replicas), options)
 
-        run(main())
-    if faults or len(planned) != 1 or len(done) != steps:
-        raise SystemExit(f"run {case.number}: {len(done)} of {steps} steps, {len(planned)} plans, faults: {faults}")
-    return planned[0], done
+        return run(main())
 
 
 class Proxies:

@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
+from fusionai.cli.apart_view import apart, apart_figures, show_apart
 from fusionai.cli.asked import Asked, captured, problem_of
 from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
 from fusionai.cli.holders_view import show_holders
@@ -194,6 +195,9 @@ def plan(
             show_holders(replicated, found, names)
         case ManyLines():
             show_lines(replicated, found, names)
+    separate = apart(problem, found)
+    if separate is not None:
+        show_apart(separate, found, names)
     if picture_file is not None:
         _draw(picture_file, found, between, names)
         if replicated is not None:
@@ -204,7 +208,13 @@ def plan(
         write_json(
             json_file,
             "plan",
-            {**written, "compression": compression, "codecs": list(found.codecs), "lighter": packed},
+            {
+                **written,
+                "compression": compression,
+                "codecs": list(found.codecs),
+                "lighter": packed,
+                "local_updates": apart_figures(separate, names),
+            },
         )
 
 

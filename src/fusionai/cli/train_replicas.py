@@ -136,7 +136,7 @@ class _Watch:
     _view: ReplicasView | None = None
 
     def __enter__(self) -> _Watch:
-        self._view = ReplicasView(self.recipe.job.name, self.recipe.job.steps, self.replicas.count)
+        self._view = ReplicasView(self.recipe.job.name, self.recipe.job.steps)
         self._view.__enter__()
         return self
 
@@ -155,7 +155,8 @@ class _Watch:
             case Noted(text=text):
                 self._view.note(console.printable(text))
             case RoundDone(number=number, jobs=jobs, late=late, nbytes=nbytes):
-                missing = "" if len(jobs) == self.replicas.count else f" of {self.replicas.count}"
+                number_of_all = len(self._firsts) if self.replicas.count == "auto" else self.replicas.count
+                missing = "" if len(jobs) == number_of_all else f" of {number_of_all}"
                 behind = f", and what {', '.join(late)} had left over" if late else ""
                 self._view.exchanged(
                     f"round {number}: {len(jobs)}{missing} replicas agree{behind} ({format_bytes(nbytes)})"

@@ -1,7 +1,8 @@
 """Which machine is whose among a job's replicas. Decides; asks nobody, and looks at nothing but what it is shown.
 
 A machine that works is whose it works for. One that stands by stays with the replica it was given to, and a new one
-goes to the weakest; but a replica that has lost somebody and has nobody to spare may have anybody who stands by.
+goes to the weakest, unless a replica waits that might begin with it; but a replica that has lost somebody and has
+nobody to spare may have anybody who stands by.
 Neighbours: `client.replicas` keeps it, `scheduling.replica_groups` divides machines at the beginning.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fusionai.client.pool_session import Member
+from fusionai.client.replanning import is_present
 from fusionai.primitives.ids import JobId
 
 
@@ -21,6 +23,8 @@ class Crews:
         """Peer -> replica."""
         self._jobs: dict[JobId, int] = {}
         self._numbers: set[int] = set()
+        self.someone_waits = False
+        """New machines are nobody's until `share_out`."""
 
     def give(self, number: int, peers: Iterable[str]) -> None:
         """From now on they are this replica's, whoever had them."""
@@ -40,6 +44,13 @@ class Crews:
 
     def see(self, members: Iterable[Member]) -> None:
         """Who works for whom now, and who is new."""
+        self._see(members, place_new=not self.someone_waits)
+
+    def share_out(self, members: Iterable[Member]) -> None:
+        """Whoever waits can't begin with those who are new."""
+        self._see(members, place_new=True)
+
+    def _see(self, members: Iterable[Member], *, place_new: bool) -> None:
         new: list[Member] = []
         strength = dict.fromkeys(self._numbers, 0.0)
         for member in members:
@@ -47,11 +58,12 @@ class Crews:
             if (number := self._jobs.get(JobId(member.view.job))) is not None:
                 self._crew[peer] = number
             if peer in self._crew:
-                strength[self._crew[peer]] += member.profile.effective_flops_per_s
+                if is_present(member):
+                    strength[self._crew[peer]] += member.profile.effective_flops_per_s
             else:
                 new.append(member)
         for member in sorted(new, key=lambda one: (-one.profile.effective_flops_per_s, one.view.peer)):
-            if strength:
+            if strength and place_new:
                 weakest = min(sorted(strength), key=lambda number: strength[number])
                 self._crew[member.view.peer] = weakest
                 strength[weakest] += member.profile.effective_flops_per_s

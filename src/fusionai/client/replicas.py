@@ -37,8 +37,8 @@ from fusionai.corpus.resume import check_resumable
 from fusionai.corpus.tables import Replicas
 from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.replica_groups import divide
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.replica_groups import Exchanging, Group, divide, fastest
+from fusionai.scheduling.types import PeerProfile, Plan, Problem
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 from fusionai.training.local_updates import Exchange
@@ -90,7 +90,7 @@ async def train_replicas(
     them."""
     directory = open_directory(recipe)
     places = ReplicaDirectories(recipe)
-    pasts = await in_background(lambda: [places.past(number) for number in range(replicas.count)])
+    pasts = await in_background(lambda: [places.past(number) for number in range(replicas.most)])
     if any(pasts) and (kept := directory.kept_recipe()) is not None:
         check_resumable(kept, recipe)
     membership = await owner_membership(options.home, options.invitation)
@@ -250,20 +250,38 @@ class _Replicas:
             return
         if not any(pasts):
             problem = problem_for(self.prepared, await self._all_free(), self.owner, self._note)
-            groups = await in_background(lambda: divide(problem, self.replicas.count))
+            groups = await in_background(lambda: self._divided(problem))
             for number, group in enumerate(groups):
                 self._crews.give(number, group.peers)
             for number in range(len(groups)):
                 await in_background(lambda n=number: self.places.begin(n, 0))
                 await self._start(number, 0, ())
-            for number in range(len(groups), self.replicas.count):
-                self._wait(number, f"the pool has machines for {len(groups)} of {self.replicas.count} replicas")
+        else:
+            for number, past in enumerate(pasts):
+                if past is not None:
+                    await self._start(number, past.first_step, past.peers)
+        self._wait_for_more()
+
+    def _divided(self, problem: Problem) -> tuple[Group, ...]:
+        if self.replicas.count == "auto":
+            return fastest(problem, self.replicas.most, Exchanging(self.replicas.every, self.replicas.codec))
+        return divide(problem, self.replicas.count)
+
+    def _wait_for_more(self) -> None:
+        """Where the number is free, one more may always come; of a given number, all that are missing."""
+        self._add_waiting()
+        self._crews.someone_waits = bool(self._waiting)
+
+    def _add_waiting(self) -> None:
+        known = {*self._running, *self._waiting, *self._results, *self._failed}
+        absent = [number for number in range(self.replicas.most) if number not in known]
+        if self.replicas.count == "auto":
+            if absent and not self._waiting:
+                self._waiting[absent[0]] = "no machines stand by for one more"
             return
-        for number, past in enumerate(pasts):
-            if past is None:
-                self._wait(number, "it had not begun")
-            else:
-                await self._start(number, past.first_step, past.peers)
+        there = self.replicas.count - len(absent)
+        for number in absent:
+            self._wait(number, f"the pool has machines for {there} of {self.replicas.count} replicas")
 
     async def _all_free(self) -> tuple[Member, ...]:
         """Who stands by. Who still clears what it had of another job is waited for: a replica more may depend on it."""
@@ -292,7 +310,7 @@ class _Replicas:
         self._first_steps[number] = first_step
         self._crews.give(number, peers)
         self._crews.know(number, job_id(recipe, self.pool.membership.peer, directory))
-        deal = Deal(number, self.replicas.count, first_step)
+        deal = Deal(number, self.replicas.most, first_step)
         part = ReplicaPart(
             number=number,
             prepared=dataclasses.replace(self.prepared, source=self.prepared.source.dealt(deal)),
@@ -312,6 +330,7 @@ class _Replicas:
 
     async def _begin_waiting(self) -> None:
         """One of those that wait, if the machines that stand by are enough for it."""
+        self._crews.someone_waits = bool(self._waiting) and self._steps_over() < self.recipe.job.steps
         if not self._waiting or not all(running.has_plan for running in self._running.values()):
             return
         try:
@@ -326,6 +345,7 @@ class _Replicas:
             return
         self._tried = there
         if (made := await in_background(lambda: self._plan_among(idle))) is None:
+            self._crews.share_out(members)
             return
         past = await in_background(lambda: self.places.past(number))
         exchange = None
@@ -338,6 +358,7 @@ class _Replicas:
         self._note(f"replica {number} begins" + (f" at step {first_step}" if first_step else ""))
         peers = tuple(one.peer for one in (*made.stages, *made.guards) if one.peer != made.feed)
         await self._start(number, first_step, peers, exchange)
+        self._wait_for_more()
 
     def _plan_among(self, members: tuple[Member, ...]) -> Plan | None:
         try:
@@ -382,13 +403,13 @@ class _Replicas:
         """What becomes of the others when one has ended."""
         self._outer.leave(_name(number))
         self._crews.forget(number)
-        self._tried = frozenset()
         try:
             result = running.task.result()
-        except PlanError as error:
+        except PlanError as error:  # tried again when others stand by than those it was begun with
             self._wait(number, error.message.rstrip("."))
         except FusionError as error:
             self._failed[number] = error
+            self._tried = frozenset()
             self._note(f"warning: replica {number} failed, the others go on: {error.message}")
         else:
             self._results[number] = result

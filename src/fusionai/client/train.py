@@ -202,7 +202,7 @@ async def _run(
         replanner = Replanner(
             pool=pool,
             job=job,
-            title=recipe.job.name,
+            title=recipe.job.name if part is None else f"{recipe.job.name}, replica {part.number}",
             steps=recipe.job.steps,
             problem=await in_background(lambda: standing_problem(prepared, members or (), owner)),
             policy=recipe.faults.takeover,

@@ -351,7 +351,8 @@ def _next_multiple(number: int, of: int) -> int:
 
 def _replica_words(replicas: Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
-    return f"{replicas.count} replicas that exchange every {replicas.every} steps{packed}"
+    number = "as many replicas as pay" if replicas.count == "auto" else f"{replicas.count} replicas"
+    return f"{number} that exchange every {replicas.every} steps{packed}"
 
 
 def _model_words(model: Model) -> str:

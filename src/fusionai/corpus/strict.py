@@ -117,6 +117,16 @@ def _choices_in(annotation: Any) -> tuple[object, ...]:
     return ()
 
 
+def _numbers_in(annotation: Any) -> str:
+    """What whole numbers a union allows beside its choices; empty for none."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((found for part in get_args(annotation) if (found := _numbers_in(part))), "")
+    if get_origin(annotation) is not Annotated or get_args(annotation)[0] is not int:
+        return ""
+    bounds = [part.ge for part in get_args(annotation) if isinstance(part, msgspec.Meta) and part.ge is not None]
+    return f"a whole number >= {bounds[0]}" if bounds else "a whole number"
+
+
 def _description_of(annotation: Any) -> str:
     """What a pattern means, in the words its `Meta` has for it."""
     for part in get_args(annotation):
@@ -144,7 +154,9 @@ def _sentence(problem: str, table: Mapping[str, object], kind: type[msgspec.Stru
         value = value[part]
     choices = _choices_in(_annotation_at(kind, keys))
     if choices:
-        expected = "one of " + ", ".join(repr(choice) for choice in choices)
+        numbers = _numbers_in(_annotation_at(kind, keys))
+        expected = f"{numbers} or " if numbers else "one of "
+        expected += ", ".join(repr(choice) for choice in choices)
     elif " matching regex " in said:
         expected = _description_of(_annotation_at(kind, keys))
     else:

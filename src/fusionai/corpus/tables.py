@@ -7,7 +7,7 @@ Neighbours: `strict` fills these, `recipe` checks them against each other.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +30,7 @@ FactoryName = Annotated[
 ]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+MOST_REPLICAS: Final = 64
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -241,12 +242,17 @@ class Replicas(_Table, frozen=True, kw_only=True):
     `every` steps (DiLoCo, arXiv 2311.08105). `codec`: how differences and agreements are packed; `learning_rate` and
     `momentum` are the outer step's. Nobody waits longer than `deadline_s` for the others."""
 
-    count: Annotated[int, Meta(ge=2, le=64)]
+    count: Annotated[int, Meta(ge=2, le=MOST_REPLICAS)] | Literal["auto"]
     every: Positive = 50
     codec: Codec = "int4"
     learning_rate: PositiveFloat = 0.7
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     deadline_s: PositiveFloat = 60.0
+
+    @property
+    def most(self) -> int:
+        """So many there may be at once."""
+        return MOST_REPLICAS if self.count == "auto" else self.count
 
 
 class Output(_Table, frozen=True, kw_only=True):

@@ -43,7 +43,6 @@ class ReplicasView:
 
     title: str
     total_steps: int
-    count: int
     console: Console = field(default_factory=Console)
     _rows: dict[int, _Row] = field(default_factory=dict[int, _Row])
     _notes: list[str] = field(default_factory=list[str])
@@ -52,7 +51,6 @@ class ReplicasView:
     _live: Live | None = None
 
     def __enter__(self) -> ReplicasView:
-        self._rows = {number: _Row() for number in range(self.count)}
         if self.console.is_terminal:
             self._live = Live(
                 console=self.console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S, transient=False
@@ -67,13 +65,13 @@ class ReplicasView:
 
     def machines(self, number: int, names: str) -> None:
         """Who runs a replica, in a few words."""
-        row = self._rows[number]
+        row = self._row(number)
         row.machines, row.state = names, "beginning"
         self._line(f"replica {number}: {names}")
 
     def step(self, number: int, step: int, *, loss: float, tokens_per_s: float, step_s: float) -> None:
         """A committed step: `step` of the job's steps are over for this replica."""
-        row = self._rows[number]
+        row = self._row(number)
         row.step, row.loss, row.tokens_per_s, row.step_s, row.state = step, loss, tokens_per_s, step_s, "training"
         self._losses.append(loss)
         self._line(
@@ -83,7 +81,7 @@ class ReplicasView:
 
     def state(self, number: int, text: str) -> None:
         """What a replica does when it does not train."""
-        self._rows[number].state = text
+        self._row(number).state = text
 
     def exchanged(self, text: str) -> None:
         """A round is over."""
@@ -95,6 +93,9 @@ class ReplicasView:
             self._notes = [*self._notes[1 - _NOTES_SHOWN :], text]
         self._line(text)
 
+    def _row(self, number: int) -> _Row:
+        return self._rows.setdefault(number, _Row())
+
     def _line(self, text: str) -> None:
         if self._live is None:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -103,7 +104,7 @@ class ReplicasView:
         table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
         for heading in ("replica", "machines", "", "step", "loss", "tokens/s", "a step", ""):
             table.add_column(heading, overflow="fold")
-        for number, row in self._rows.items():
+        for number, row in sorted(self._rows.items()):
             table.add_row(
                 str(number),
                 escape(row.machines),

@@ -1,8 +1,9 @@
 """Who trains together with whom: the pool's peers divided into groups, each a pipeline of its own.
 
-Decides the groups and their plans. All replicas take equally large steps and meet after each round, so that the slowest
-sets the pace: groups are made equal in memory first and then in speed, and peers of the slowest are exchanged for those
-of others as long as its plan gets faster. Where not all replicas fit, as many as do. Never looks at running jobs.
+Decides the groups, their plans and, where it is free, their number. All replicas take equally large steps and meet
+after each round, so that the slowest sets the pace: groups are made equal in memory first and then in speed, and peers
+of the slowest are exchanged for those of others as long as its plan gets faster. Where not all replicas fit, as many as
+do. Never looks at running jobs.
 
 Neighbours: `planner` plans one group, `client.replicas` runs them.
 """
@@ -18,9 +19,14 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
+from fusionai.wire.codecs import Codec, bytes_on_link
 
 MOST_TRIES: Final = 60
 """Plans made in search of better groups; each takes some milliseconds to some tenths of a second."""
+ALIKE: Final = 1.02
+"""Groups whose steps differ by no more are not improved."""
+COUNTS: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""That are tried where the number is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,14 @@ class Group:
 
     peers: tuple[str, ...]
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """How often replicas agree, and how what they send is packed."""
+
+    every: int
+    codec: Codec
 
 
 def divide(problem: Problem, most: int) -> tuple[Group, ...]:
@@ -40,6 +54,45 @@ def divide(problem: Problem, most: int) -> tuple[Group, ...]:
         if groups is not None:
             return tuple(_improved(problem, groups))
     return (_group(problem, peers),)
+
+
+def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> tuple[Group, ...]:
+    """Of so many groups as take most steps together in the same time; the fewest of equals. Raises as `divide`."""
+    share_s = 0.0 if exchange is None else exchange_s(problem, exchange)
+    best = divide(problem, 1)
+    for count in COUNTS:
+        if count > min(most, len(problem.peers)):
+            break
+        groups = divide(problem, count)
+        if len(groups) < count:  # more don't fit either
+            break
+        if pace(groups, share_s) > pace(best, share_s):
+            best = groups
+    return best
+
+
+def pace(groups: Sequence[Group], share_s: float = 0.0) -> float:
+    """Steps of all groups together, per second, by their plans. `share_s`: what each group's part in the exchanges
+    takes of every step of all; a group alone has none."""
+    exchanging_s = len(groups) * share_s if len(groups) > 1 else 0.0
+    return len(groups) / (max(group.plan.step_time_s for group in groups) + exchanging_s)
+
+
+def exchange_s(problem: Problem, exchange: Exchanging) -> float:
+    """Of a step, for one group: all that is trained goes to the job owner and comes back once in `every` steps, over a
+    line that all groups share. Without an owner: none."""
+    if problem.owner is None:
+        return 0.0
+    packed_bytes = bytes_on_link(exchange.codec, sum(block.trainable_bytes for block in problem.blocks))
+    down, up = problem.owner.downlink, problem.owner.uplink
+    return packed_bytes * (1 / down.bandwidth_bytes_per_s + 1 / up.bandwidth_bytes_per_s) / exchange.every
+
+
+def anchored(problem: Problem) -> Problem:
+    """The same where replicas exchange: stages keep what was agreed on and what packing lost, each as large as what is
+    trained."""
+    kept = problem.optimizer_bytes_per_trainable_byte + 2.0
+    return msgspec.structs.replace(problem, optimizer_bytes_per_trainable_byte=kept)
 
 
 def _strength(peer: PeerProfile) -> tuple[float, int, str]:
@@ -91,7 +144,10 @@ def _improved(problem: Problem, groups: list[Group]) -> list[Group]:
     better = True
     while better:
         better = False
-        slow = max(range(len(groups)), key=lambda place: groups[place].plan.step_time_s)
+        steps_s = [group.plan.step_time_s for group in groups]
+        slow = max(range(len(groups)), key=lambda place: steps_s[place])
+        if steps_s[slow] < ALIKE * min(steps_s):
+            return groups
         for other, mine, theirs in _exchanges(groups, slow):
             if tries >= MOST_TRIES:
                 return groups

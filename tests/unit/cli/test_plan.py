@@ -195,6 +195,49 @@ def test_what_several_holders_of_each_block_would_bring(
 
 
 @pytest.mark.slow
+def test_what_replicas_that_agree_now_and_then_would_bring(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Two machines and two half as fast, each large enough for the model, over lines as of homes."""
+    monkeypatch.setenv("COLUMNS", "300")
+    homes = """
+[[peers]]
+name = "fast"
+count = 2
+flops_per_s = 1e10
+memory = "4GB"
+uplink = "20Mbit"
+downlink = "20Mbit"
+
+[[peers]]
+name = "slow"
+count = 2
+flops_per_s = 5e9
+memory = "4GB"
+uplink = "20Mbit"
+downlink = "20Mbit"
+"""
+    (files / "pool.toml").write_text(homes + OWNER)
+    assert planned(files) == 0
+    written = json.loads((files / "plan.json").read_text())
+    apart = written["local_updates"]
+    assert (apart["every"], apart["codec"]) == (50, "int4")
+    named = [peer for replica in apart["replicas"] for peer in replica["peers"]]
+    assert sorted(named) == ["fast-1", "fast-2", "slow-1", "slow-2"]
+    slowest_s = max(replica["step_time_s"] for replica in apart["replicas"])
+    count = len(apart["replicas"])
+    tokens = 4 * 32
+    expected = count * tokens / (slowest_s + apart["exchange_s"] / 50)
+    assert apart["tokens_per_s"] == pytest.approx(expected)
+    assert apart["tokens_per_s"] > 1.05 * written["tokens_per_s"]
+    shown = capsys.readouterr().out
+    assert f"As {count} replicas that agree every 50 steps ([replicas] in the recipe): " in shown
+    assert planned(files, "--require", "fast-1") == 0
+    assert json.loads((files / "plan.json").read_text())["local_updates"] is None
+    assert "replicas that agree" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_what_several_serving_lines_would_bring(
     graph: None, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

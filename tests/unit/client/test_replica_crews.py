@@ -39,6 +39,21 @@ def test_a_new_machine_goes_to_the_weakest() -> None:
     assert kept_out(crews(), 0, *members) == {"c", "d"}
 
 
+def test_new_machines_are_kept_for_whoever_waits_until_they_are_not_enough() -> None:
+    made = crews()
+    made.someone_waits = True
+    members = works("a", "job-0"), member("b"), works("c", "job-1"), member("d")
+    assert "d" in kept_out(made, 0, *members)
+    assert "d" in kept_out(made, 1, *members)
+    made.share_out(members)
+    assert "d" not in kept_out(made, 1, *members)
+
+
+def test_whose_machines_are_lost_is_weak() -> None:
+    members = member("a", state="lost"), member("b", state="lost"), works("c", "job-1"), member("d")
+    assert "d" not in kept_out(crews(), 0, *members)
+
+
 def test_new_machines_are_spread() -> None:
     made = crews()
     made.see([works("a", "job-0"), member("b"), works("c", "job-1"), member("d"), member("e"), member("f")])

@@ -93,7 +93,12 @@ def test_replicas() -> None:
     assert (recipe.replicas.count, recipe.replicas.every, recipe.replicas.learning_rate) == (3, 5, 0.7)
     assert recipe.optimizer.anchored
     assert not recipe.train.optimizer.anchored
+    assert recipe.replicas.most == 3
     assert "3 replicas that exchange every 5 steps in int2" in recipe.describe()
+    free = recipe_from_table(changed(replicas={"count": "auto", "every": 10}), FILE)
+    assert free.replicas is not None
+    assert free.replicas.most == 64
+    assert "as many replicas as pay that exchange every 10 steps in int4" in free.describe()
 
 
 def test_every_source_of_model_data_and_tokenizer() -> None:
@@ -178,7 +183,8 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"job__name": "A b"}, "expected lower-case letters, digits and hyphens, got 'A b'."),
         ({"evaluation__every": 5}, "there is no data for it."),
         ({"placement": {"required": ["p"], "excluded": ["p"]}}, "peer 'p' is both required and excluded."),
-        ({"replicas": {"count": 1}}, "key 'count' in [replicas]: expected a whole number >= 2, got 1."),
+        ({"replicas": {"count": 1}}, "key 'count' in [replicas]: expected a whole number >= 2 or 'auto', got 1."),
+        ({"replicas": {"count": "all"}}, "expected a whole number >= 2 or 'auto', got 'all'."),
         ({"replicas": {"count": 2, "every": 3}}, "the job's 10 steps can't be divided into rounds of every = 3."),
         ({"replicas": {"count": 2, "codec": "int9"}}, "key 'codec' in [replicas]: expected one of 'none', 'int8'"),
         ({"replicas": {"count": 2, "momentum": 1.0}}, "key 'momentum' in [replicas]: expected a number < 1.0"),

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.replica_groups import MOST_TRIES, among, divide
+from fusionai.scheduling.replica_groups import (
+    MOST_TRIES,
+    Exchanging,
+    among,
+    anchored,
+    divide,
+    exchange_s,
+    fastest,
+    pace,
+)
 from fusionai.scheduling.types import Link, PeerProfile, Problem
 from harness.examples import examples
 from harness.problems import problems
@@ -85,6 +94,43 @@ def test_near_machines_are_together() -> None:
     made = msgspec.structs.replace(made, links=links, blocks=heavy)
     groups = divide(made, 2)
     assert {frozenset(group.peers) for group in groups} == {frozenset(side) for side in sides}
+
+
+def test_as_many_as_pay() -> None:
+    """Machines that hold the model alone need no pipelines; a slow one beside fast ones would set the pace of all."""
+    assert len(fastest(pool(1, 1, 1), 8)) == 3
+    assert len(fastest(pool(9, 9, 1), 8)) == 2
+
+
+def test_a_slow_line_of_the_owner_makes_replicas_fewer() -> None:
+    """Each replica's part of the exchanges goes over it."""
+    made = pool(1, 1, 1, 1)
+    exchange = Exchanging(every=1, codec="none")
+    assert exchange_s(made, exchange) == pytest.approx(2 * 5000 / 1e9)
+    assert len(fastest(made, 4, exchange)) == 4
+    slow = Link(bandwidth_bytes_per_s=1e5, latency_s=0.0)
+    assert made.owner is not None
+    narrow = msgspec.structs.replace(made, owner=msgspec.structs.replace(made.owner, uplink=slow, downlink=slow))
+    assert exchange_s(narrow, exchange) == pytest.approx(0.1)
+    assert len(fastest(narrow, 4, exchange)) == 1
+    seldom = Exchanging(every=1000, codec="int4")
+    assert exchange_s(narrow, seldom) < 1e-4
+    assert len(fastest(narrow, 4, seldom)) == 4
+
+
+def test_exchanging_takes_memory() -> None:
+    assert anchored(pool(1)).optimizer_bytes_per_trainable_byte == 4.0
+
+
+@given(made=problems(most_peers=5))
+@settings(max_examples=examples(15), deadline=None)
+def test_no_number_of_groups_is_faster(made: Problem) -> None:
+    free = msgspec.structs.replace(made, stages=None, required=())
+    try:
+        best = fastest(free, 4)
+    except PlanError:
+        return
+    assert all(pace(best) >= pace(divide(free, count)) for count in (1, 2, 3, 4))
 
 
 @given(made=problems(most_peers=6), most=st.integers(1, 4))

@@ -1,0 +1,89 @@
+"""What replicas that train apart and agree now and then would bring, in a terminal. Decides when that is worth saying.
+
+Neighbours: `cli.plan` shows it under the plan of one pipeline; `scheduling.replica_groups` divides the machines;
+`fusion train` runs it for a recipe with `[replicas]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from fusionai.cli import console
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_seconds, format_speed
+from fusionai.scheduling.replica_groups import Exchanging, Group, anchored, exchange_s, fastest, pace
+from fusionai.scheduling.types import Plan, Problem
+
+USUAL: Final = Exchanging(every=50, codec="int4")
+"""What a recipe's `[replicas]` has by itself."""
+MOST_PEERS: Final = 32
+"""Of more, dividing them takes longer than a command should."""
+WORTH: Final = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """`tokens_per_s`: of all replicas together, exchanges included; `exchange_s`: of every round."""
+
+    groups: tuple[Group, ...]
+    tokens_per_s: float
+    exchange_s: float
+
+
+def apart(problem: Problem, chain: Plan) -> Apart | None:
+    """None where it is not worth a word: one group, hardly faster, more machines than can be divided in a moment."""
+    if problem.task != "train" or len(problem.peers) > MOST_PEERS or problem.stages is not None or problem.required:
+        return None
+    try:
+        groups = fastest(anchored(problem), len(problem.peers), USUAL)
+    except PlanError:
+        return None  # with what the exchanges need, nothing fits
+    share_s = exchange_s(problem, USUAL)
+    tokens_per_s = pace(groups, share_s) * problem.microbatches * problem.microbatch_tokens
+    if len(groups) == 1 or tokens_per_s < WORTH * chain.tokens_per_s:
+        return None
+    return Apart(groups, tokens_per_s, len(groups) * share_s * USUAL.every)
+
+
+def show_apart(found: Apart, chain: Plan, names: Mapping[str, str]) -> None:
+    console.line()
+    times = found.tokens_per_s / chain.tokens_per_s
+    console.line(
+        f"As {len(found.groups)} replicas that agree every {USUAL.every} steps ([replicas] in the recipe): "
+        f"{format_speed(found.tokens_per_s)} tokens/s together, {times:.3g} x the plan above, each on a batch "
+        f"of its own; an exchange in {USUAL.codec} takes {format_seconds(found.exchange_s)} beside nothing else."
+    )
+    console.table(
+        ("replica", "stages on", "step", "also there"),
+        [
+            (
+                str(number),
+                ", ".join(names.get(stage.peer, stage.peer) for stage in group.plan.stages if "stage" in stage.roles),
+                format_seconds(group.plan.step_time_s),
+                ", ".join(names.get(peer, peer) for peer in group.peers if peer not in _used(group.plan)),
+            )
+            for number, group in enumerate(found.groups)
+        ],
+        right=(2,),
+    )
+
+
+def apart_figures(found: Apart | None, names: Mapping[str, str]) -> dict[str, object] | None:
+    if found is None:
+        return None
+    return {
+        "every": USUAL.every,
+        "codec": USUAL.codec,
+        "tokens_per_s": found.tokens_per_s,
+        "exchange_s": found.exchange_s,
+        "replicas": [
+            {"peers": [names.get(peer, peer) for peer in group.peers], "step_time_s": group.plan.step_time_s}
+            for group in found.groups
+        ],
+    }
+
+
+def _used(plan: Plan) -> set[str]:
+    return {stage.peer for stage in plan.stages}
