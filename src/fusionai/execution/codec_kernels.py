@@ -40,6 +40,15 @@ def from_levels(levels: Any, scales: Any, x: Any) -> None:
             x[group, at] = np.float32(levels[group, at]) * scale
 
 
+def times_windows(x: Any, sequence: Any, starts: Any, out: Any) -> None:
+    """Each row of x float32 [groups, width] times `sequence` from starts int64 [groups] on."""
+    groups, width = x.shape
+    for group in range(groups):
+        start = starts[group]
+        for at in range(width):
+            out[group, at] = x[group, at] * sequence[start + at]
+
+
 def butterflies(x: Any) -> None:
     """Each row of x float32 [groups, width] times the Hadamard matrix, in place. `width` is a power of two."""
     groups, width = x.shape

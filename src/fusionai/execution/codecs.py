@@ -21,13 +21,14 @@ from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from fusionai.execution import codec_kernels as kernels
 from fusionai.execution.accumulate import as_array, as_bytes
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.compiled import available, compiled
-from fusionai.wire.codecs import SCALE_BYTES, Codec, PackedTensor, group_of, level_bytes, packed_bytes, packs
+from fusionai.wire.codecs import GROUPS, SCALE_BYTES, Codec, PackedTensor, group_of, level_bytes, packed_bytes, packs
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -56,6 +57,8 @@ _FEW: Final[dict[Codec, _Few]] = {
 }
 _FACTOR: Final = np.float32(1 / 8)
 """Of a turned group. All factors are powers of two, hence exact."""
+_WINDOWS: Final = 2**16
+"""Signs of a group are those of a window of one sequence; there are so many."""
 _CHUNK: Final = 2**16
 """Numbers worked on at a time where nothing is compiled: they stay in the cache."""
 
@@ -298,14 +301,47 @@ def _from_trits(levels: npt.NDArray[np.uint8], scales: Floats, width: int) -> Fl
 
 def _turned(x: Floats) -> Floats:
     """Orthogonal but for a power of two, which the scale takes up."""
-    return _butterflied(x * _signs(x.shape[1])) * _FACTOR
+    return _butterflied(_signed(x)) * _FACTOR
 
 
 def _turned_back(y: Floats) -> Floats:
-    x = _butterflied(y)
-    x *= _signs(y.shape[1])
+    x = _signed(_butterflied(y))
     x *= np.float32(1 / (float(_FACTOR) * y.shape[1]))
     return x
+
+
+def _signed(x: Floats) -> Floats:
+    """Each group times signs of its own, the same for everybody and for ever: no library's random numbers are.
+
+    Were they the same for all, what packing loses of rows that are alike would be alike too: it would not cancel out
+    in a sum over rows, as gradients of weights are, and what rows have in common is most of them."""
+    groups, width = x.shape
+    starts = _starts(groups)
+    if available():
+        out = np.empty_like(x)
+        compiled(kernels.times_windows)(x, _sequence(), starts, out)
+        return out
+    return x * sliding_window_view(_sequence(), width)[starts]
+
+
+def _starts(groups: int) -> npt.NDArray[np.int64]:
+    """Where in the sequence each group's signs begin: its number, well mixed (the last steps of MurmurHash3)."""
+    mixed = np.arange(groups, dtype=np.uint32)
+    mixed += np.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed ^= mixed >> np.uint32(shift)
+        mixed *= np.uint32(factor)
+    mixed ^= mixed >> np.uint32(16)
+    return (mixed % np.uint32(_WINDOWS)).astype(np.int64)
+
+
+@cache
+def _sequence() -> Floats:
+    """1 and -1 from SHA-256."""
+    length = _WINDOWS + max(group for groups in GROUPS.values() for group in groups)
+    digests = b"".join(hashlib.sha256(b"fusionai %d" % number).digest() for number in range(-(-length // 256)))
+    bits = np.unpackbits(np.frombuffer(digests, np.uint8))[:length]
+    return 1 - 2 * bits.astype(np.float32)
 
 
 def _butterflied(x: Floats) -> Floats:
@@ -321,11 +357,3 @@ def _butterflied(x: Floats) -> Floats:
             x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
             half *= 2
     return x.reshape(rows, width)
-
-
-@cache
-def _signs(width: int) -> Floats:
-    """1 and -1, the same for everybody and for ever: no library's random numbers are."""
-    digests = b"".join(hashlib.sha256(b"fusionai %d" % number).digest() for number in range(-(-width // 256)))
-    bits = np.unpackbits(np.frombuffer(digests, np.uint8))[:width]
-    return np.where(bits, np.float32(-1), np.float32(1))
