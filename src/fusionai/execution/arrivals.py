@@ -16,7 +16,7 @@ from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor, tensor_bytes
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec, PackedTensor, codec_between, packs
+from fusionai.wire.codecs import Codec, PackedTensor, codec_between, follows, packs
 
 
 class Arrivals:
@@ -48,7 +48,8 @@ class Arrivals:
                 f"stage {self._stage} expected {list(expected)} from {_place(message.producer)}, got {list(tensors)}."
             )
         for name, carried in tensors.items():
-            was = self._as_agreed(name, carried, codec_between(self._codecs, message.producer, self._stage))
+            codec = codec_between(self._codecs, message.producer, self._stage)
+            was = self._as_agreed(name, carried, codec, following=True)
             declared = "int64" if self._dtypes[name] == "symint" else self._dtypes[name]
             half = declared == "float32" and was.dtype == "bfloat16"
             if was.dtype != declared and not half:
@@ -71,12 +72,19 @@ class Arrivals:
             self._float(key, was)
             self._size(key, f"parameter {key}", was)
 
-    def _as_agreed(self, name: str, carried: Carried, codec: Codec) -> HostTensor | PackedTensor:
+    def _as_agreed(
+        self, name: str, carried: Carried, codec: Codec, *, following: bool = False
+    ) -> HostTensor | PackedTensor:
         """What was sent, before it was packed. Who packs otherwise than agreed gives others other numbers."""
         was, found = (carried.was, carried.was.codec) if isinstance(carried, Packed) else (carried, "none")
         expected = codec if packs(codec, was.dtype, was.shape) else "none"
         if found != expected:
             raise ExecutionError(f"stage {self._stage} expected {name!r} packed as {expected}, got {found}.")
+        follow = following and follows(expected, was.shape)
+        if isinstance(was, PackedTensor) and was.following != follow:
+            raise ExecutionError(
+                f"stage {self._stage} expected rows of {name!r} {'following each other' if follow else 'on their own'}."
+            )
         return was
 
     def _of_here(self, message: wire.Forward | wire.Backward) -> None:

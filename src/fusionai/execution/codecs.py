@@ -5,30 +5,41 @@ by a Hadamard matrix with fixed signs: what was one large number among small one
 2402.04396, does with weights), and every group looks as if drawn from a normal distribution. `int4` then has levels of
 -7 to 7, `int2` and `ternary` the four and the three values that lose least of such a distribution.
 
+Rows of activations have most of their energy in common. Where few bits are left, they *follow* each other: what is
+packed is the difference from the mean of the rows before, as it comes back from packing, so that both sides know it
+(predictive coding, closed loop). No row knows of those behind it.
+
 The same tensor gives the same bits on every machine: a replay sends again what was sent. A group that holds a number
 which is not finite comes back as NaN throughout: nothing wrong becomes invisible.
 
-Neighbours: `wire.codecs` has the sizes, `execution.work` packs and unpacks in the compute thread.
+Neighbours: `wire.codecs` has the sizes, `turning` turns groups, `work` packs and unpacks in the compute thread.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from math import prod
 from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from fusionai.execution import codec_kernels as kernels
 from fusionai.execution.accumulate import as_array, as_bytes
+from fusionai.execution.turning import starts_of, turned, turned_back
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.compiled import available, compiled
-from fusionai.wire.codecs import GROUPS, SCALE_BYTES, Codec, PackedTensor, group_of, level_bytes, packed_bytes, packs
+from fusionai.wire.codecs import (
+    Codec,
+    PackedTensor,
+    follows,
+    group_of,
+    level_bytes,
+    packed_bytes,
+    packs,
+)
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -55,10 +66,10 @@ _FEW: Final[dict[Codec, _Few]] = {
     "int2": _Few(np.float32(0.4528), np.float32(1.5104), np.float32(0.9816)),
     "ternary": _Few(np.float32(0), np.float32(1.2240), np.float32(0.6120)),
 }
-_FACTOR: Final = np.float32(1 / 8)
-"""Of a turned group. All factors are powers of two, hence exact."""
-_WINDOWS: Final = 2**16
-"""Signs of a group are those of a window of one sequence; there are so many."""
+_PIECE: Final = 8
+"""Rows that are packed together where they follow others."""
+_REMEMBERED: Final = 64
+"""Rows: older ones count less and less."""
 _CHUNK: Final = 2**16
 """Numbers worked on at a time where nothing is compiled: they stay in the cache."""
 
@@ -79,20 +90,23 @@ Carried = HostTensor | Packed
 """What arrives: as it was, or packed."""
 
 
-def pack(name: str, tensor: HostTensor, codec: Codec) -> Carried:
-    """As it is where the codec does not pack such a tensor."""
+def pack(name: str, tensor: HostTensor, codec: Codec, *, following: bool = False) -> Carried:
+    """As it is where the codec does not pack such a tensor. `following`: of activations, whose rows (along the last but
+    one dimension) have much in common; counts where the codec follows."""
     if not packs(codec, tensor.dtype, tensor.shape):
         return tensor
-    data = _encoded(as_array(tensor), codec, tensor.shape)
+    following = following and follows(codec, tensor.shape)
+    data = _encoded(as_array(tensor), codec, tensor.shape, following=following)
     assert tensor.dtype in ("float32", "bfloat16")
-    return Packed(PackedTensor(name, codec, tensor.dtype, tensor.shape), host_tensor("uint8", (data.size,), data.data))
+    was = PackedTensor(name, codec, tensor.dtype, tensor.shape, following)
+    return Packed(was, host_tensor("uint8", (data.size,), data.data))
 
 
 def unpack(carried: Carried) -> HostTensor:
     if isinstance(carried, HostTensor):
         return carried
     was = carried.was
-    x = _decoded(np.frombuffer(carried.data.data, np.uint8), was.codec, was.shape)
+    x = _decoded(np.frombuffer(carried.data.data, np.uint8), was.codec, was.shape, following=was.following)
     if was.dtype == "bfloat16":
         return host_tensor("bfloat16", was.shape, as_bytes(x, "bfloat16"))
     return host_tensor("float32", was.shape, x.data)
@@ -115,7 +129,7 @@ def joined(body: Mapping[str, HostTensor], packed: Sequence[PackedTensor]) -> di
         data = carried.get(was.name)
         if not isinstance(data, HostTensor):
             raise ExecutionError(f"{was.name!r} was packed {'twice' if data is not None else 'and did not come'}.")
-        packable = packs(was.codec, was.dtype, was.shape)
+        packable = packs(was.codec, was.dtype, was.shape) and not (was.following and not follows(was.codec, was.shape))
         expected_bytes = packed_bytes(was.codec, was.shape) if packable else 0
         if not packable or data.dtype != "uint8" or data.nbytes != expected_bytes:
             raise ExecutionError(
@@ -129,54 +143,149 @@ def joined(body: Mapping[str, HostTensor], packed: Sequence[PackedTensor]) -> di
 # ------------------------------------------------------------------------------------------------------------- codecs
 
 
-def _encoded(x: Floats, codec: Codec, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    width = shape[-1] if shape else 1
-    group = group_of(codec, width)
-    rows = x.reshape(-1, width)
-    if missing := -width % group:
-        rows = np.pad(rows, ((0, 0), (0, missing)))
-    groups = rows.reshape(-1, group)
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Of a tensor `[lead, rows, width]`: groups of `group` numbers, `per_row` in a row that is filled up with zeros."""
+
+    codec: Codec
+    lead: int
+    rows: int
+    width: int
+    group: int
+
+    @classmethod
+    def of(cls, codec: Codec, shape: tuple[int, ...]) -> _Layout:
+        width, rows = shape[-1] if shape else 1, shape[-2] if len(shape) > 1 else 1
+        return cls(codec, prod(shape[:-2]), rows, width, group_of(codec, width))
+
+    @property
+    def per_row(self) -> int:
+        return -(-self.width // self.group)
+
+    @property
+    def groups(self) -> int:
+        return self.lead * self.rows * self.per_row
+
+    def parts(self, packed: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
+        """Levels [lead, rows, per_row, bytes], scales [lead, rows, per_row]."""
+        split = self.groups * level_bytes(self.codec, self.group)
+        rows = (self.lead, self.rows, self.per_row)
+        # Levels may end at an odd byte.
+        return packed[:split].reshape(*rows, -1), packed[split:].view(np.uint16).reshape(rows)
+
+
+def _encoded(x: Floats, codec: Codec, shape: tuple[int, ...], *, following: bool) -> npt.NDArray[np.uint8]:
+    layout = _Layout.of(codec, shape)
+    rows = x.reshape(layout.lead, layout.rows, layout.width)
+    if missing := -layout.width % layout.group:
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, missing)))
     out = np.empty(packed_bytes(codec, shape), np.uint8)
-    split = len(groups) * level_bytes(codec, group)
-    levels, scales = out[:split].reshape(len(groups), -1), out[split:].view(np.uint16)
+    levels, scales = layout.parts(out)
+    starts = starts_of(layout.groups).reshape(scales.shape)
+    before = _Before(layout.lead, rows.shape[2])
+    for some in _pieces(layout.rows) if following else (slice(None),):
+        differences = before.taken_off(rows[:, some]) if following else rows[:, some]
+        groups = np.ascontiguousarray(differences).reshape(-1, layout.group)
+        own = starts[:, some].reshape(-1)
+        made, scale = _quantised(groups, codec, own)
+        levels[:, some], scales[:, some] = made.reshape(levels[:, some].shape), scale.reshape(scales[:, some].shape)
+        if following:
+            before.see(_restored(made, scale, codec, layout.group, own).reshape(differences.shape))
+    return out
+
+
+def _decoded(packed: npt.NDArray[np.uint8], codec: Codec, shape: tuple[int, ...], *, following: bool) -> Floats:
+    layout = _Layout.of(codec, shape)
+    levels, scales = layout.parts(packed)
+    starts = starts_of(layout.groups).reshape(scales.shape)
+    rows = np.empty((layout.lead, layout.rows, layout.per_row * layout.group), np.float32)
+    before = _Before(layout.lead, rows.shape[2])
+    for some in _pieces(layout.rows) if following else (slice(None),):
+        made = np.ascontiguousarray(levels[:, some]).reshape(-1, levels.shape[3])
+        scale = np.ascontiguousarray(scales[:, some]).reshape(-1)
+        back = _restored(made, scale, codec, layout.group, starts[:, some].reshape(-1))
+        differences = back.reshape(rows[:, some].shape)
+        rows[:, some] = before.see(differences) if following else differences
+    return np.ascontiguousarray(rows[:, :, : layout.width]).reshape(-1)
+
+
+def _pieces(rows: int) -> Iterator[slice]:
+    """Rows that are packed together: they have the same rows before them. The first ones alone, then more and more."""
+    start, most = 0, 1
+    while start < rows:
+        stop = min(start + most, rows)
+        yield slice(start, stop)
+        start, most = stop, min(stop, _PIECE)
+
+
+class _Before:
+    """What rows have in common so far, as the receiver knows it: their mean, the older ones fading."""
+
+    def __init__(self, lead: int, width: int) -> None:
+        self._mean = np.zeros((lead, 1, width), np.float32)
+        self._seen = 0
+
+    def taken_off(self, rows: Floats) -> Floats:
+        return rows - self._mean
+
+    def see(self, differences: Floats) -> Floats:
+        """The rows that these are [lead, some, width]; they count from the next ones on. A number that is not finite
+        does not: it would be in all rows behind it."""
+        rows = differences + self._mean
+        total = rows[:, 0]
+        for place in range(1, rows.shape[1]):  # in this order on every machine
+            total = total + rows[:, place]
+        self._seen += rows.shape[1]
+        share = np.float32(rows.shape[1] / min(self._seen, _REMEMBERED))
+        mean = self._mean[:, 0]
+        with np.errstate(invalid="ignore"):
+            moved = mean + (total * np.float32(1 / rows.shape[1]) - mean) * share
+        self._mean = np.where(np.isfinite(moved), moved, mean)[:, None]
+        return rows
+
+
+def _quantised(
+    groups: Floats, codec: Codec, starts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
+    """Levels [groups, bytes] and scales [groups], bfloat16."""
+    levels = np.empty((len(groups), level_bytes(codec, groups.shape[1])), np.uint8)
+    scales = np.empty(len(groups), np.uint16)
     match codec:
         case "int8":
             _to_levels(groups, _MOST[codec], levels.view(np.int8), scales)
         case "int4":
             signed = np.empty(groups.shape, np.int8)
-            _to_levels(_turned(groups), _MOST[codec], signed, scales)
+            _to_levels(turned(groups, starts), _MOST[codec], signed, scales)
             nibbles = (signed + np.int8(8)).view(np.uint8)
             np.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << np.uint8(4), out=levels)
         case "int2":
-            _fours(*_to_few(_turned(groups), _FEW[codec], scales), levels)
+            _fours(*_to_few(turned(groups, starts), _FEW[codec], scales), levels)
         case _:
-            _trits(*_to_few(_turned(groups), _FEW[codec], scales), levels)
-    return out
+            _trits(*_to_few(turned(groups, starts), _FEW[codec], scales), levels)
+    return levels, scales
 
 
-def _decoded(packed: npt.NDArray[np.uint8], codec: Codec, shape: tuple[int, ...]) -> Floats:
-    width = shape[-1] if shape else 1
-    group = group_of(codec, width)
-    number = packed.size // (level_bytes(codec, group) + SCALE_BYTES)
-    split = packed.size - SCALE_BYTES * number
-    levels = packed[:split].reshape(number, -1)
-    # Levels of several rows may end at an odd byte.
-    scales = np.frombuffer(packed[split:].tobytes(), np.uint16).astype(np.uint32) << np.uint32(16)
-    scale = scales.view(np.float32)
+def _restored(
+    levels: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.uint16],
+    codec: Codec,
+    group: int,
+    starts: npt.NDArray[np.int64],
+) -> Floats:
+    """[groups, group]."""
+    scale = (scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
     match codec:
         case "int8":
-            x = _from_levels(levels.view(np.int8), scale)
+            return _from_levels(levels.view(np.int8), scale)
         case "int4":
-            signed = np.empty((number, group), np.int8)
+            signed = np.empty((len(levels), group), np.int8)
             signed[:, ::2] = (levels & np.uint8(15)).view(np.int8) - np.int8(8)
             signed[:, 1::2] = (levels >> np.uint8(4)).view(np.int8) - np.int8(8)
-            x = _turned_back(_from_levels(signed, scale))
+            return turned_back(_from_levels(signed, scale), starts)
         case "int2":
-            x = _turned_back(_from_fours(levels, scale))
+            return turned_back(_from_fours(levels, scale), starts)
         case _:
-            x = _turned_back(np.ascontiguousarray(_from_trits(levels, scale, group)))
-    rows = x.reshape(-1, width + -width % group)
-    return np.ascontiguousarray(rows[:, :width]).reshape(-1)
+            return turned_back(np.ascontiguousarray(_from_trits(levels, scale, group)), starts)
 
 
 def _to_levels(x: Floats, most: int, levels: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> None:
@@ -294,66 +403,3 @@ def _from_trits(levels: npt.NDArray[np.uint8], scales: Floats, width: int) -> Fl
     few = _FEW["ternary"]
     table = (np.arange(256)[:, None] // 3 ** np.arange(5) % 3 - 1).astype(np.float32) * few.outer
     return table[levels].reshape(len(levels), -1)[:, :width] * scales[:, None]
-
-
-# ----------------------------------------------------------------------------------------------------------- rotation
-
-
-def _turned(x: Floats) -> Floats:
-    """Orthogonal but for a power of two, which the scale takes up."""
-    return _butterflied(_signed(x)) * _FACTOR
-
-
-def _turned_back(y: Floats) -> Floats:
-    x = _signed(_butterflied(y))
-    x *= np.float32(1 / (float(_FACTOR) * y.shape[1]))
-    return x
-
-
-def _signed(x: Floats) -> Floats:
-    """Each group times signs of its own, the same for everybody and for ever: no library's random numbers are.
-
-    Were they the same for all, what packing loses of rows that are alike would be alike too: it would not cancel out
-    in a sum over rows, as gradients of weights are, and what rows have in common is most of them."""
-    groups, width = x.shape
-    starts = _starts(groups)
-    if available():
-        out = np.empty_like(x)
-        compiled(kernels.times_windows)(x, _sequence(), starts, out)
-        return out
-    return x * sliding_window_view(_sequence(), width)[starts]
-
-
-def _starts(groups: int) -> npt.NDArray[np.int64]:
-    """Where in the sequence each group's signs begin: its number, well mixed (the last steps of MurmurHash3)."""
-    mixed = np.arange(groups, dtype=np.uint32)
-    mixed += np.uint32(0x9E3779B9)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        mixed ^= mixed >> np.uint32(shift)
-        mixed *= np.uint32(factor)
-    mixed ^= mixed >> np.uint32(16)
-    return (mixed % np.uint32(_WINDOWS)).astype(np.int64)
-
-
-@cache
-def _sequence() -> Floats:
-    """1 and -1 from SHA-256."""
-    length = _WINDOWS + max(group for groups in GROUPS.values() for group in groups)
-    digests = b"".join(hashlib.sha256(b"fusionai %d" % number).digest() for number in range(-(-length // 256)))
-    bits = np.unpackbits(np.frombuffer(digests, np.uint8))[:length]
-    return 1 - 2 * bits.astype(np.float32)
-
-
-def _butterflied(x: Floats) -> Floats:
-    """`x` is overwritten."""
-    if available():
-        compiled(kernels.butterflies)(x)
-        return x
-    rows, width = x.shape
-    half = 1
-    with np.errstate(invalid="ignore", over="ignore"):
-        while half < width:
-            pairs = x.reshape(rows, width // (2 * half), 2, half)
-            x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
-            half *= 2
-    return x.reshape(rows, width)

@@ -120,7 +120,9 @@ class Bench:
         def work() -> tuple[dict[str, HostTensor], dict[int, dict[str, Carried]]]:
             values = self._program.forward(call, unpack_all(inputs), wanted)
             packed = {
-                port.other: self._packed(own, port.other, {name: values[name] for name in port.carried(mode)})
+                port.other: self._packed(
+                    own, port.other, {name: values[name] for name in port.carried(mode)}, following=True
+                )
                 for port in self._boundary.sends
             }
             return values, packed
@@ -349,9 +351,11 @@ class Bench:
 
     # ---------------------------------------------------------------------------------------------------- details
 
-    def _packed(self, producer: int, consumer: int, values: Mapping[str, HostTensor]) -> dict[str, Carried]:
+    def _packed(
+        self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, following: bool = False
+    ) -> dict[str, Carried]:
         codec = codec_between(self._options.codecs, producer, consumer)
-        return {name: pack(name, value, codec) for name, value in values.items()}
+        return {name: pack(name, value, codec, following=following) for name, value in values.items()}
 
     def _span(self, kind: Literal["forward", "backward", "weights", "apply"], microbatch: int, timed: Timed) -> None:
         self.spans.append(Span(kind, microbatch, timed.start_s, timed.end_s))

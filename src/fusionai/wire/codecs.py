@@ -35,12 +35,14 @@ FEWEST: Final = 256
 
 
 class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tensor of the body was before it was packed into `uint8`: levels, then scales."""
+    """What a tensor of the body was before it was packed into `uint8`: levels, then scales. `following`: rows are
+    packed as their differences from what rows before them have in common."""
 
     name: Annotated[str, Meta(max_length=1024)]
     codec: Codec
     dtype: Literal["float32", "bfloat16"]
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**40)], ...], Meta(max_length=16)]
+    following: bool = False
 
 
 def codec_between(codecs: Sequence[Codec], producer: int, consumer: int) -> Codec:
@@ -51,6 +53,11 @@ def codec_between(codecs: Sequence[Codec], producer: int, consumer: int) -> Code
 def packs(codec: Codec, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether such a tensor is packed where `codec` is in force: floats of some size."""
     return codec != "none" and dtype in ("float32", "bfloat16") and prod(shape) >= FEWEST
+
+
+def follows(codec: Codec, shape: tuple[int, ...]) -> bool:
+    """Whether activations of this shape are packed following: where few bits are left for what rows differ in."""
+    return codec not in ("none", "int8") and len(shape) > 1 and shape[-2] > 1
 
 
 def group_of(codec: Codec, width: int) -> int:

@@ -39,16 +39,25 @@ def backward(consumer: int, producer: int) -> wire.Backward:
 @pytest.mark.parametrize("agreed", ["none", "int8", "int2"])
 @pytest.mark.parametrize("sent", ["none", "int8", "int2"])
 def test_values_are_packed_as_agreed_or_refused(agreed: Codec, sent: Codec) -> None:
-    carried: dict[str, Carried] = {"y0": pack("y0", VALUE, sent)}
+    there: dict[str, Carried] = {"y0": pack("y0", VALUE, sent, following=True)}
+    back: dict[str, Carried] = {"y0": pack("y0", VALUE, sent)}
     for take in (
-        lambda: arrivals(1, agreed).forward(forward(0, 1), carried),
-        lambda: arrivals(0, agreed).backward(backward(1, 0), carried),
+        lambda: arrivals(1, agreed).forward(forward(0, 1), there),
+        lambda: arrivals(0, agreed).backward(backward(1, 0), back),
     ):
         if sent == agreed:
             take()
         else:
             with pytest.raises(ExecutionError, match=f"'y0' packed as {agreed}, got {sent}"):
                 take()
+
+
+def test_rows_follow_each_other_forward_and_nowhere_else() -> None:
+    alone, follow = (pack("y0", VALUE, "int2", following=following) for following in (False, True))
+    with pytest.raises(ExecutionError, match="expected rows of 'y0' following each other"):
+        arrivals(1, "int2").forward(forward(0, 1), {"y0": alone})
+    with pytest.raises(ExecutionError, match="expected rows of 'y0' on their own"):
+        arrivals(0, "int2").backward(backward(1, 0), {"y0": follow})
 
 
 def test_what_the_owner_feeds_is_never_packed() -> None:
@@ -65,7 +74,7 @@ def test_small_values_travel_as_they_are_whatever_is_agreed() -> None:
 def test_what_would_be_too_large_unpacked_is_refused_packed() -> None:
     large = host_tensor("float32", (ROWS * 4, WIDTH), bytes(16 * ROWS * WIDTH))
     with pytest.raises(ExecutionError, match="at most 2048 bytes of 'y0', got 8192"):
-        arrivals(1, "int2").forward(forward(0, 1), {"y0": pack("y0", large, "int2")})
+        arrivals(1, "int2").forward(forward(0, 1), {"y0": pack("y0", large, "int2", following=True)})
 
 
 def test_a_packed_value_has_the_dtype_of_its_graph() -> None:

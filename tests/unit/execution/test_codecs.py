@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fusionai.execution import codecs
+from fusionai.execution import codecs, turning
 from fusionai.execution.codecs import Packed, joined, pack, split, unpack, unpack_all
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -36,20 +36,21 @@ def drawn(*shape: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def packed(tensor: HostTensor, codec: Codec) -> Packed:
-    made = pack("v", tensor, codec)
+def packed(tensor: HostTensor, codec: Codec, *, following: bool = False) -> Packed:
+    made = pack("v", tensor, codec, following=following)
     assert isinstance(made, Packed)
     return made
 
 
-def there_and_back(values: np.ndarray, codec: Codec) -> np.ndarray:
-    return array(unpack(packed(floats(values), codec)))
+def there_and_back(values: np.ndarray, codec: Codec, *, following: bool = False) -> np.ndarray:
+    return array(unpack(packed(floats(values), codec, following=following)))
 
 
 @pytest.fixture(params=["compiled", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
         monkeypatch.setattr(codecs, "available", lambda: False)
+        monkeypatch.setattr(turning, "available", lambda: False)
     return request.param
 
 
@@ -115,6 +116,7 @@ def test_bits_are_the_same_without_a_compiler(values: np.ndarray, codec: Codec) 
     fast = packed(floats(values), codec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codecs, "available", lambda: False)
+        patch.setattr(turning, "available", lambda: False)
         slow = packed(floats(values), codec)
         back = unpack(slow)
     assert bytes(fast.data.data) == bytes(slow.data.data)
@@ -208,20 +210,21 @@ def test_nothing_is_packed_twice() -> None:
 @pytest.mark.parametrize("width", [32, 64, 128, 256])
 def test_a_turn_spreads_what_stands_out_and_is_undone(width: int, way: str) -> None:
     values = drawn(20, width)
-    turned = codecs._turned(values.copy())
+    starts = turning.starts_of(20)
+    turned = turning.turned(values.copy(), starts)
     assert np.allclose(np.square(turned).sum(1) * 64 / width, np.square(values).sum(1), rtol=1e-5)
-    assert np.allclose(codecs._turned_back(turned.copy()), values, atol=1e-5)
+    assert np.allclose(turning.turned_back(turned.copy(), starts), values, atol=1e-5)
     lone = np.zeros((1, width), np.float32)
     lone[0, 3] = 1.0
-    assert (np.abs(codecs._turned(lone)) == 1 / 8).all()
+    assert (np.abs(turning.turned(lone, starts[:1])) == 1 / 8).all()
 
 
 def test_signs_are_everybodys_for_ever() -> None:
-    assert "".join("-+"[int(sign > 0)] for sign in codecs._sequence()[:64]) == SIGNS
-    assert codecs._starts(4).tolist() == STARTS
+    assert "".join("-+"[int(sign > 0)] for sign in turning.sequence()[:64]) == SIGNS
+    assert turning.starts_of(4).tolist() == STARTS
     ones = np.ones((4, 64), np.float32)
-    for group, start in zip(codecs._signed(ones), STARTS, strict=True):
-        assert np.array_equal(group, codecs._sequence()[start : start + 64])
+    for group, start in zip(turning.signed(ones, turning.starts_of(4)), STARTS, strict=True):
+        assert np.array_equal(group, turning.sequence()[start : start + 64])
 
 
 @pytest.mark.parametrize("codec", ["int4", "int2", "ternary"])
@@ -246,3 +249,77 @@ def test_packing_says_whom_it_concerns() -> None:
     assert not packs("none", "float32", (16, 16))
     assert not packs("int8", "int64", (16, 16))
     assert not packs("int8", "float32", (FEWEST - 1,))
+
+
+# ------------------------------------------------------------------------------------------ rows that follow each other
+
+FEW = ("int4", "int2", "ternary")
+
+
+@pytest.mark.parametrize("codec", FEW)
+def test_of_rows_with_much_in_common_little_is_lost_of_what_they_differ_in(codec: Codec, way: str) -> None:
+    """As activations are: alone, what they have in common takes the bits."""
+    own = drawn(3, 80, 256)
+    values = own + np.float32(3) * drawn(1, 1, 256, seed=2)
+    alone, follow = (there_and_back(values, codec, following=following) for following in (False, True))
+    lost = [
+        np.square(back - values, dtype=np.float64)[:, 8:].sum() / np.square(own)[:, 8:].sum()
+        for back in (alone, follow)
+    ]
+    assert lost[1] < 1.25 * LOSS[codec]
+    assert lost[0] > 4 * lost[1]
+
+
+@pytest.mark.parametrize("codec", FEW)
+def test_of_rows_that_have_nothing_in_common_hardly_more_is_lost(codec: Codec) -> None:
+    values = drawn(2, 256, 256)
+    alone, follow = (
+        np.square(there_and_back(values, codec, following=following) - values).sum() for following in (False, True)
+    )
+    assert follow < 1.12 * alone
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 96), (7, 100), (3, 40, 384), (90, 31), (2, 2, 9, 64)])
+@pytest.mark.parametrize("codec", FEW)
+def test_no_row_knows_of_those_behind_it(codec: Codec, shape: tuple[int, ...]) -> None:
+    values = drawn(*shape)
+    back = there_and_back(values, codec, following=True)
+    assert back.shape == shape
+    for place in range(shape[-2]):
+        changed = values.copy()
+        changed[..., place:, :] = 7.0
+        assert np.array_equal(there_and_back(changed, codec, following=True)[..., :place, :], back[..., :place, :])
+
+
+@pytest.mark.parametrize("codec", FEW)
+def test_following_rows_have_the_same_bits_without_a_compiler(codec: Codec) -> None:
+    pytest.importorskip("numba", reason="without it there is one way only")
+    values = drawn(2, 33, 100)
+    fast = packed(floats(values), codec, following=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codecs, "available", lambda: False)
+        patch.setattr(turning, "available", lambda: False)
+        slow = packed(floats(values), codec, following=True)
+        back = unpack(slow)
+    assert bytes(fast.data.data) == bytes(slow.data.data)
+    assert np.array_equal(array(unpack(fast)), array(back))
+
+
+@pytest.mark.parametrize("codec", FEW)
+def test_a_number_that_is_none_stays_in_its_row(codec: Codec) -> None:
+    values = drawn(2, 40, 64)
+    values[1, 5, 3] = np.nan
+    values[0, 9, 0] = np.inf
+    back = there_and_back(values, codec, following=True)
+    bad = ~np.isfinite(back).all(2)
+    assert np.argwhere(bad).tolist() == [[0, 9], [1, 5]]
+
+
+def test_int8_does_not_follow() -> None:
+    assert not packed(floats(drawn(4, 256)), "int8", following=True).was.following
+    assert not packed(floats(drawn(1, 256)), "int2", following=True).was.following
+    assert packed(floats(drawn(4, 256)), "int2", following=True).was.following
+    with pytest.raises(ExecutionError):
+        joined(
+            {"a": host_tensor("uint8", (1056,), bytes(1056))}, (PackedTensor("a", "int8", "float32", (4, 256), True),)
+        )
