@@ -125,7 +125,8 @@ class QuicWorld(TcpWorld):
 @pytest.fixture(
     params=[
         *("memory", "tcp", "tcp-uvloop"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("quic", "quic-uvloop")),
+        pytest.param("quic", marks=pytest.mark.slow),
+        pytest.param("quic-uvloop", marks=pytest.mark.long),
     ]
 )
 def kind(request: pytest.FixtureRequest) -> str:

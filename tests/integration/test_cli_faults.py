@@ -79,6 +79,7 @@ def test_a_spare_takes_over_and_who_was_lost_comes_back(pool: LivePool, losses: 
     assert "takes over from" in report
 
 
+@pytest.mark.long
 def test_without_a_spare_the_job_waits_and_goes_on_by_itself(pool: LivePool, losses: list[float], tmp_path: Path):
     spare = next(iter(pool.members))
     pool.kill(spare)
@@ -95,6 +96,7 @@ def test_without_a_spare_the_job_waits_and_goes_on_by_itself(pool: LivePool, los
     pool.start(spare).wait_for("In pool")
 
 
+@pytest.mark.long
 def test_an_interrupt_while_it_waits_ends_in_order_and_resumes(pool: LivePool, losses: list[float], tmp_path: Path):
     spare = next(iter(pool.members))
     pool.kill(spare)

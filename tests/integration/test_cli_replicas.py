@@ -109,6 +109,7 @@ def test_stopped_it_resumes_and_no_bit_changes(pool: LivePool, undisturbed: dict
     assert_equal(weights(figures), weights(undisturbed))
 
 
+@pytest.mark.long
 def test_the_drivers_process_is_killed_and_no_bit_changes(
     pool: LivePool, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_what_can_not_be_changed(pool: LivePool, undisturbed: dict[str, Any]) ->
     assert "replicas.count" in done.err
 
 
+@pytest.mark.long
 def test_more_replicas_than_machines(pool: LivePool, tmp_path: Path) -> None:
     figures = trained(pool, recipe_in(tmp_path / "many", steps=4, count=6))
     assert len(figures["replicas"]) == 4

@@ -123,6 +123,7 @@ def test_a_model_of_the_hub_is_fetched_and_served(online: Hub, tmp_path: Path) -
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_what_can_be_wrong_with_a_hub_id_is_said(online: Hub, tmp_path: Path) -> None:
     environment = online.environment(tmp_path / "cache")
     unknown = refused("someone/unknown", tmp_path, environment)

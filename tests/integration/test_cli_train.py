@@ -135,6 +135,7 @@ def test_jsonl_and_a_local_pretrained_directory_with_sgd(pool: LivePool, tmp_pat
         np.testing.assert_allclose(after[name], weights, atol=1e-6)
 
 
+@pytest.mark.long
 def test_parquet_in_bf16_with_momentum(pool: LivePool, tmp_path: Path):
     lines = write_text(tmp_path / "text.txt").read_text().splitlines()
     pq.write_table(pa.table({"text": lines}), tmp_path / "text.parquet")
@@ -262,6 +263,7 @@ def test_a_full_disk_loses_nothing_and_the_job_resumes(pool: LivePool, tmp_path:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.long
 def test_a_provider_that_leaves_works_to_the_end_of_the_job(pool: LivePool, tmp_path: Path):
     write_text(tmp_path / "text.txt")
     recipe = write_recipe(tmp_path / "r.toml", job__steps=40, train__batch_size=16, placement={"stages": 2})
@@ -275,6 +277,7 @@ def test_a_provider_that_leaves_works_to_the_end_of_the_job(pool: LivePool, tmp_
     pool.start("one").wait_for("In pool")
 
 
+@pytest.mark.long
 def test_a_second_interrupt_gives_up_at_once(pool: LivePool, tmp_path: Path):
     write_text(tmp_path / "text.txt")
     recipe = write_recipe(tmp_path / "r.toml", job__steps=500, train__batch_size=256, train__microbatches=2)

@@ -247,7 +247,7 @@ def assert_nothing_changed(story: Story, undisturbed: Story) -> None:
 
 @pytest.mark.parametrize(
     ("guarded", "victim"),
-    [(True, 1), (False, 0), pytest.param(True, 0, marks=LONG), pytest.param(False, 1, marks=LONG)],
+    [(True, 1), *(pytest.param(*case, marks=LONG) for case in ((False, 0), (True, 0), (False, 1)))],
     ids=["guarded-1", "unguarded-0", "guarded-0", "unguarded-1"],
 )
 @pytest.mark.parametrize("at", DIES)

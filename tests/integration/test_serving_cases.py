@@ -209,7 +209,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("speculate", ["off", 3])
+@pytest.mark.parametrize("speculate", ["off", pytest.param(3, marks=pytest.mark.long)])
 def test_a_model_without_sense_gives_json_that_fits(speculate: str | int, tmp_path: Path):
     texts = write_tiny_text(tmp_path)
     vocabulary = texts.tokenizer.vocabulary + 3
@@ -287,7 +287,7 @@ def test_a_long_prompt_is_read_in_chunks(tmp_path: Path):
     assert max(lengths) == 256
 
 
-@pytest.mark.parametrize("speculate", ["off", 3])
+@pytest.mark.parametrize("speculate", ["off", pytest.param(3, marks=pytest.mark.long)])
 def test_windows_go_on_beyond_their_length_also_after_a_kill(speculate: str | int, tmp_path: Path):
     config = {**SMALL_LLAMA, "model_type": "mistral", "sliding_window": 6, "tie_word_embeddings": False}
     captured = captured_model(config)

@@ -116,7 +116,11 @@ def test_between_routers_that_draw_ports_the_relay_stands_in_and_shorter_ways_ar
     assert (straight["way"], straight["host"]) == ("direct", PUBLIC)
 
 
-@pytest.mark.parametrize("town", [("no-udp", "preserving"), ("preserving", "no-udp")], indirect=True)
+@pytest.mark.parametrize(
+    "town",
+    [("no-udp", "preserving"), pytest.param(("preserving", "no-udp"), marks=pytest.mark.long)],
+    indirect=True,
+)
 def test_where_udp_is_blocked_the_relay_stands_in(town: Town):
     between_two_homes(town, "relay")
 

@@ -30,6 +30,8 @@ class ReplicaPart:
     total_steps: int
     driver: Driver | None = field(default=None)
     """Once there is one."""
+    dropped: str | None = None
+    """Why it is cut off where it is, to go on from there when it is started again."""
 
     def excluded(self, members: tuple[Member, ...]) -> frozenset[str]:
         return self.kept_out(members, self.driver is not None and self.driver.is_waiting)

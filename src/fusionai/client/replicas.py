@@ -210,6 +210,7 @@ class _Replicas:
                     self._stop_all("Ctrl-C")
                 for number in [number for number, one in self._running.items() if one.task.done()]:
                     self._note_end(number, self._running.pop(number))
+                self._drop_those_in_vain()
                 if not self._over:
                     await self._begin_waiting()
         finally:
@@ -401,7 +402,8 @@ class _Replicas:
 
     def _note_end(self, number: int, running: _Running) -> None:
         """What becomes of the others when one has ended."""
-        self._outer.leave(_name(number))
+        if self._stopped is None:  # else a round without it would be another one than with it
+            self._outer.leave(_name(number))
         self._crews.forget(number)
         try:
             result = running.task.result()
@@ -429,8 +431,17 @@ class _Replicas:
 
     def _stop_all(self, reason: str) -> None:
         self._over, self._stopped = True, reason
+        self._outer.hold()
         for running in self._running.values():
             self._stop(running, reason)
+
+    def _drop_those_in_vain(self) -> None:
+        """All are to stop, and some wait for a round with others that have stopped before it."""
+        if self._stopped is None or not self._outer.waits_in_vain(_name(number) for number in self._running):
+            return
+        for running in self._running.values():
+            running.part.dropped = self._stopped
+            running.task.cancel()
 
     def _stop(self, running: _Running, reason: str) -> None:
         if running.part.driver is not None:

@@ -144,9 +144,10 @@ async def train(
         try:
             return await working
         except asyncio.CancelledError:
-            if driving.is_set() or not stop.is_set():
+            dropped = None if part is None else part.dropped
+            if dropped is None and (driving.is_set() or not stop.is_set()):
                 raise
-            return _result(directory, journal, job_id(recipe, membership.peer, directory), "Ctrl-C")
+            return _result(directory, journal, job_id(recipe, membership.peer, directory), dropped or "Ctrl-C")
         finally:
             asked_early.cancel()
             working.cancel()

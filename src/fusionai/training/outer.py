@@ -7,7 +7,8 @@ is added to the next one, and all jobs have the same bits again. Differences are
 Decides who takes part in a round: whoever has come since the last one when the last of those expected has come, or when
 `deadline_s` have passed since the first. Whoever comes later is given what is agreed on itself and goes on from there
 at once; how far it had come counts in the next round, so that a slow job's work is late but not lost. (The paper waits
-for all.) Keeps everything on disk before anybody is told: started again, it says the same.
+for all.) Once it is held, rounds that lack somebody are not decided any more: whoever stops all jobs and starts them
+again finds the same as who did not. Keeps everything on disk before anybody is told: started again, it says the same.
 
 Neighbours: `training.local_updates` is what a job's driver sees of it, `outer_state` is on the disk.
 """
@@ -172,6 +173,8 @@ class Outer:
         self._decided = asyncio.Event()
         """Set, and replaced, after each round."""
         self._failed: BaseException | None = None
+        self._held = False
+        self._asking: set[str] = set()
 
     @property
     def round(self) -> int:
@@ -199,6 +202,15 @@ class Outer:
         self._expected.discard(job)
         self._check_complete()
 
+    def hold(self) -> None:
+        """All jobs are being stopped: nobody's absence means anything from now on."""
+        self._held = True
+
+    def waits_in_vain(self, jobs: Iterable[str]) -> bool:
+        """Whether all of these wait for a round that lacks somebody else."""
+        lacking = not self._open.differences.keys() >= self._expected
+        return self._held and lacking and self._asking.issuperset(jobs)
+
     async def close(self) -> None:
         if self._closing is not None:
             self._closing.cancel()
@@ -207,6 +219,13 @@ class Outer:
     # -------------------------------------------------------------------------------------------------- of one job
 
     async def agree(self, job: str, step: int, differences: Mapping[str, Carried]) -> Agreement:
+        self._asking.add(job)
+        try:
+            return await self._agreed(job, step, differences)
+        finally:
+            self._asking.discard(job)
+
+    async def _agreed(self, job: str, step: int, differences: Mapping[str, Carried]) -> Agreement:
         async with self._turn:
             if (known := await self._known(job, step)) is not None:
                 return known
@@ -262,6 +281,8 @@ class Outer:
                 async with asyncio.timeout(self._rules.deadline_s):
                     await self._open.complete.wait()
             except TimeoutError:
+                if self._held:
+                    await self._open.complete.wait()
                 missing = sorted(self._expected - self._open.differences.keys())
                 log.info("round %d goes on without %s", self.round, ", ".join(missing))
             try:

@@ -407,7 +407,7 @@ def test_every_assumption_that_bears_on_speed_is_tried():
         pytest.param("overlap", (1_000, 20), marks=pytest.mark.long),
         pytest.param("overlap, 8-bit", (1_000, 20), marks=pytest.mark.long),
         pytest.param(BEST, (1_000, 20), marks=pytest.mark.long),
-        pytest.param(BEST, (100, 50), marks=pytest.mark.slow),
+        pytest.param(BEST, (100, 50), marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -108,3 +108,22 @@ def test_who_has_left_is_not_waited_for() -> None:
 
     asyncio.run(body())
     assert [one.jobs for one in rounds] == [("a",)]
+
+
+def test_held_no_round_is_decided_that_lacks_somebody() -> None:
+    rounds: list[RoundDone] = []
+
+    async def body() -> None:
+        outer = opened(rounds)
+        first, second = outer.seat("a"), outer.seat("b")
+        outer.hold()
+        asking = asyncio.create_task(first.agree(3, moved(1, 1)))
+        await asyncio.wait({asking}, timeout=5 * PLAIN.deadline_s)
+        assert not asking.done()
+        assert outer.waits_in_vain(["a"])
+        assert not outer.waits_in_vain(["a", "b"])
+        await asyncio.gather(asking, second.agree(3, moved(3, 1)))
+        await outer.close()
+
+    asyncio.run(body())
+    assert [one.jobs for one in rounds] == [("a", "b")]
