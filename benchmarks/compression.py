@@ -27,7 +27,7 @@ from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.progress import Evaluated
 from fusionai.transport.event_loop import run
-from fusionai.wire.codecs import LADDER, Codec, packed_bytes
+from fusionai.wire.codecs import LADDER, Codec, packed_bytes, packing
 
 WIDTH: Final = 384
 ROWS, LENGTH, MICROBATCHES = 8, 128, 4
@@ -79,7 +79,10 @@ def _trained(codec: Codec, seed: int, steps: int, stages: int) -> dict[str, Any]
         "stages": stages,
         "held_out": held_out[-1],
         "last_steps": statistics.mean(losses[-max(1, steps // 10) :]),
-        "boundary_bytes": 2 * (4 * prod(crossing) if codec == "none" else packed_bytes(codec, crossing)),
+        "boundary_bytes": sum(
+            4 * prod(crossing) if codec == "none" else packed_bytes(packing(codec, forward=forward), crossing)
+            for forward in (True, False)
+        ),
         "losses": losses,
     }
 

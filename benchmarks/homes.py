@@ -43,7 +43,7 @@ from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.step import Rules, simulate_steps
 from fusionai.training.outer import RoundDone
 from fusionai.training.progress import StepDone
-from fusionai.wire.codecs import Codec, Compression, bytes_on_link
+from fusionai.wire.codecs import Compression, Exchanged, bytes_on_link
 from planner_pools import BYTES_PER_PARAMETER, DEVICES, GB, MODELS, POOL_ROLES, REACHED, TOKENS
 
 CODECS: Final[tuple[Compression, ...]] = ("none", "int8", "adaptive")
@@ -53,7 +53,7 @@ EVERY: Final = 8
 ROUNDS: Final = 3
 """Of which the first is not counted."""
 SIMULATED_EVERY: Final = 50
-EXCHANGED: Final[Codec] = "int4"
+EXCHANGED: Final[Exchanged] = "int4"
 ANCHORED: Final = 8 / BYTES_PER_PARAMETER
 """What was agreed on and what packing lost, in float32, per byte of a parameter."""
 BANDWIDTHS_MBIT_PER_S: Final = (10, 20, 100, 1000)

@@ -19,7 +19,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from fusionai.client.local_pool import LocalPeer, LocalPool
 from fusionai.client.replicas import InReplica, ReplicasEvent, train_replicas
@@ -29,13 +29,14 @@ from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.progress import Evaluated
 from fusionai.transport.event_loop import run
-from fusionai.wire.codecs import LADDER
+from fusionai.wire.codecs import Exchanged
 
 WIDTH: Final = 128
 ROWS, LENGTH, MICROBATCHES = 8, 128, 1
 """Of one replica's step."""
 CORPUS_BYTES: Final = 12_000_000
 BASE: Final = "every step"
+KINDS: Final = get_args(Exchanged)
 SAME: Final = ("steps", "every", "replicas")
 
 
@@ -164,8 +165,8 @@ def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, repli
 def _arguments() -> argparse.Namespace:
     def codecs(text: str) -> list[str]:
         names = text.split(",")
-        if unknown := [name for name in names if name not in LADDER]:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(LADDER)}, got {', '.join(unknown)}")
+        if unknown := [name for name in names if name not in KINDS]:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(KINDS)}, got {', '.join(unknown)}")
         return names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,7 +15,7 @@ from fusionai.capture.source import ConfigSource
 from fusionai.primitives.ids import PeerId
 from fusionai.training import progress
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec, packed_bytes
+from fusionai.wire.codecs import Codec, packed_bytes, packing
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def run(
     return done, crossed
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "ternary"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "uneven", "int2", "ternary"])
 def test_what_crosses_is_packed_and_little_of_the_loss_is_lost(codec: Codec, llama: Captured, tmp_path: Path) -> None:
     plain, uncompressed = run(tmp_path / "plain", llama, "none")
     packed, crossed = run(tmp_path / "packed", llama, codec)
@@ -98,8 +98,10 @@ def test_what_crosses_is_packed_and_little_of_the_loss_is_lost(codec: Codec, lla
     hidden = [message for message in between if message.packed]
     assert {(message.producer, message.consumer) for message in hidden} == {(0, 1), (1, 2), (2, 3)}
     for message in hidden:
+        way = packing(codec, forward=isinstance(message, wire.Forward))
+        assert message.packed[0].codec == way
         (header,) = [header for header in message.tensors if header.name == message.packed[0].name]
-        assert (header.dtype, header.shape) == ("uint8", (packed_bytes(codec, CROSSING),))
+        assert (header.dtype, header.shape) == ("uint8", (packed_bytes(way, CROSSING),))
     assert packed.losses != plain.losses
     assert packed.losses == pytest.approx(plain.losses, rel={"int8": 1e-3, "int4": 1e-2}.get(codec, 5e-2))
 

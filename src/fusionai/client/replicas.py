@@ -155,7 +155,8 @@ class _Running:
     stop: asyncio.Event
     task: asyncio.Task[TrainingResult]
     steps: int
-    has_plan: bool = False
+    planned_s: float | None = None
+    """A step's, by its plan; None until there is one."""
 
 
 @dataclass(kw_only=True)
@@ -247,7 +248,7 @@ class _Replicas:
         finished = [n for n, past in enumerate(pasts) if past is not None and self._is_finished(past)]
         if finished:  # nobody is needed any more, and no pool
             for number in finished:
-                await self._start(number, 0 if (past := pasts[number]) is None else past.first_step, ())
+                await self._start(number, pasts[number])
             return
         if not any(pasts):
             problem = problem_for(self.prepared, await self._all_free(), self.owner, self._note)
@@ -256,11 +257,12 @@ class _Replicas:
                 self._crews.give(number, group.peers)
             for number in range(len(groups)):
                 await in_background(lambda n=number: self.places.begin(n, 0))
-                await self._start(number, 0, ())
+                await self._start(number, None)
         else:
             for number, past in enumerate(pasts):
                 if past is not None:
-                    await self._start(number, past.first_step, past.peers)
+                    self._crews.give(number, past.peers)
+                    await self._start(number, past)
         self._wait_for_more()
 
     def _divided(self, problem: Problem) -> tuple[Group, ...]:
@@ -304,12 +306,13 @@ class _Replicas:
         return past.has_checkpoint and past.first_step + past.steps >= self.recipe.job.steps
 
     async def _start(
-        self, number: int, first_step: int, peers: tuple[str, ...], exchange: Exchange | None = None
+        self, number: int, past: Past | None, first_step: int = 0, exchange: Exchange | None = None
     ) -> None:
+        """`first_step`: of one without a past."""
+        first_step = first_step if past is None else past.first_step
         recipe = self.places.recipe_of(number, first_step)
         directory = await in_background(lambda: open_directory(recipe))
         self._first_steps[number] = first_step
-        self._crews.give(number, peers)
         self._crews.know(number, job_id(recipe, self.pool.membership.peer, directory))
         deal = Deal(number, self.replicas.most, first_step)
         part = ReplicaPart(
@@ -323,7 +326,7 @@ class _Replicas:
         stop = asyncio.Event()
         seen = lambda event: self._seen(number, event)  # noqa: E731
         task = asyncio.create_task(train(recipe, self.options, on_event=seen, stop=stop, part=part))
-        self._running[number] = _Running(part, stop, task, 0)
+        self._running[number] = _Running(part, stop, task, 0 if past is None else past.steps)
 
     def _wait(self, number: int, why: str) -> None:
         self._waiting[number] = why
@@ -332,7 +335,7 @@ class _Replicas:
     async def _begin_waiting(self) -> None:
         """One of those that wait, if the machines that stand by are enough for it."""
         self._crews.someone_waits = bool(self._waiting) and self._steps_over() < self.recipe.job.steps
-        if not self._waiting or not all(running.has_plan for running in self._running.values()):
+        if not self._waiting or any(running.planned_s is None for running in self._running.values()):
             return
         try:
             members = await self.pool.pool()
@@ -345,21 +348,28 @@ class _Replicas:
         if not idle or there == self._tried or first_step >= self.recipe.job.steps:
             return
         self._tried = there
-        if (made := await in_background(lambda: self._plan_among(idle))) is None:
+        made = await in_background(lambda: self._plan_among(idle))
+        if made is None or not self._pays(made):
             self._crews.share_out(members)
             return
         past = await in_background(lambda: self.places.past(number))
         exchange = None
-        if past is not None:
-            first_step = past.first_step
-        elif first_step:
-            exchange = await self._welcome(number, first_step)
-        await in_background(lambda: self.places.begin(number, first_step))
+        if past is None:
+            exchange = await self._welcome(number, first_step) if first_step else None
+            await in_background(lambda: self.places.begin(number, first_step))
         del self._waiting[number]
-        self._note(f"replica {number} begins" + (f" at step {first_step}" if first_step else ""))
-        peers = tuple(one.peer for one in (*made.stages, *made.guards) if one.peer != made.feed)
-        await self._start(number, first_step, peers, exchange)
+        at = first_step if past is None else past.first_step + past.steps
+        self._note(f"replica {number} begins" + (f" at step {at}" if at else ""))
+        self._crews.give(number, [one.peer for one in (*made.stages, *made.guards) if one.peer != made.feed])
+        await self._start(number, past, first_step, exchange)
         self._wait_for_more()
+
+    def _pays(self, made: Plan) -> bool:
+        """Where the number is free, one that is slow beside the others only keeps them waiting."""
+        steps_s = [one.planned_s for one in self._running.values() if one.planned_s is not None]
+        if self.replicas.count != "auto" or not steps_s:
+            return True
+        return (len(steps_s) + 1) / max(*steps_s, made.step_time_s) > len(steps_s) / max(steps_s)
 
     def _plan_among(self, members: tuple[Member, ...]) -> Plan | None:
         try:
@@ -389,8 +399,8 @@ class _Replicas:
         match event:
             case progress.StepDone(record=record) if running is not None:
                 running.steps = max(running.steps, record.step + 1)
-            case Planned() if running is not None:
-                running.has_plan = True
+            case Planned(plan=plan) if running is not None:
+                running.planned_s = plan.step_time_s
             case _:
                 pass
         self.on_event(InReplica(number, event))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.wire.codecs import Codec, Compression
+from fusionai.wire.codecs import Compression, Exchanged
 from fusionai.wire.messages import OptimizerSpec
 
 Task = Literal["causal_lm", "masked_lm", "classification", "regression", "module_loss"]
@@ -244,7 +244,7 @@ class Replicas(_Table, frozen=True, kw_only=True):
 
     count: Annotated[int, Meta(ge=2, le=MOST_REPLICAS)] | Literal["auto"]
     every: Positive = 50
-    codec: Codec = "int4"
+    codec: Exchanged = "int4"
     learning_rate: PositiveFloat = 0.7
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     deadline_s: PositiveFloat = 60.0

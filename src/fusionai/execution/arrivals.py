@@ -16,7 +16,7 @@ from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor, tensor_bytes
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec, PackedTensor, codec_between, follows, packs
+from fusionai.wire.codecs import Codec, PackedTensor, Packing, codec_between, follows, packing, packs
 
 
 class Arrivals:
@@ -49,7 +49,7 @@ class Arrivals:
             )
         for name, carried in tensors.items():
             codec = codec_between(self._codecs, message.producer, self._stage)
-            was = self._as_agreed(name, carried, codec, following=True)
+            was = self._as_agreed(name, carried, packing(codec, forward=True), following=True)
             declared = "int64" if self._dtypes[name] == "symint" else self._dtypes[name]
             half = declared == "float32" and was.dtype == "bfloat16"
             if was.dtype != declared and not half:
@@ -60,7 +60,8 @@ class Arrivals:
         self._of_here(message)
         self._named(message.consumer, "gradients", self._returns.get(message.consumer, frozenset()), tensors)
         for name, carried in tensors.items():
-            was = self._as_agreed(name, carried, codec_between(self._codecs, self._stage, message.consumer))
+            codec = codec_between(self._codecs, self._stage, message.consumer)
+            was = self._as_agreed(name, carried, packing(codec, forward=False))
             self._float(name, was)
             self._size(name, name, was)
 
@@ -73,7 +74,7 @@ class Arrivals:
             self._size(key, f"parameter {key}", was)
 
     def _as_agreed(
-        self, name: str, carried: Carried, codec: Codec, *, following: bool = False
+        self, name: str, carried: Carried, codec: Packing, *, following: bool = False
     ) -> HostTensor | PackedTensor:
         """What was sent, before it was packed. Who packs otherwise than agreed gives others other numbers."""
         was, found = (carried.was, carried.was.codec) if isinstance(carried, Packed) else (carried, "none")

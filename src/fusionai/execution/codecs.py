@@ -1,9 +1,10 @@
-"""Boundary tensors made small and large again: 8 to 1.7 bits a number. Decides the bits, not where codecs are used.
+"""Boundary tensors made small and large again: 8 bits to one a number. Decides the bits, not where codecs are used.
 
 `int8`: each 64 numbers of a row share a scale, their largest magnitude is level 127. The others turn each group first
 by a Hadamard matrix with fixed signs: what was one large number among small ones is spread over all (as QuIP#, arXiv
 2402.04396, does with weights), and every group looks as if drawn from a normal distribution. `int4` then has levels of
--7 to 7, `int2` and `ternary` the four and the three values that lose least of such a distribution.
+-7 to 7; `senary`, `int2`, `ternary` and `sign` have the six, four, three and two values that lose least of such a
+distribution.
 
 Rows of activations have most of their energy in common. Where few bits are left, they *follow* each other: what is
 packed is the difference from the mean of the rows before, as it comes back from packing, so that both sides know it
@@ -32,8 +33,9 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.compiled import available, compiled
 from fusionai.wire.codecs import (
-    Codec,
+    PER_BYTE,
     PackedTensor,
+    Packing,
     follows,
     group_of,
     level_bytes,
@@ -49,22 +51,32 @@ _NAN: Final = np.uint32(0x7FC0)
 _NOT_FINITE: Final = np.uint32(0x7F800000)
 _TINY: Final = np.uint32(0x03800000)
 """2**-120: the inverse of a smaller scale would be infinite. Such groups are zeros."""
-_MOST: Final[dict[Codec, int]] = {"int8": 127, "int4": 7}
+_MOST: Final[dict[Packing, int]] = {"int8": 127, "int4": 7}
 
 
 @dataclass(frozen=True, slots=True)
 class _Few:
-    """Magnitudes of an inner and an outer level and the border between, in standard deviations: those that lose least
-    of a normal distribution (Max 1960, table I)."""
+    """Magnitudes of the levels and the borders between them, in standard deviations: those that lose least of a normal
+    distribution (Max 1960, table I). A level of 0 has no sign."""
 
-    inner: np.float32
-    outer: np.float32
-    between: np.float32
+    levels: tuple[float, ...]
+    borders: tuple[float, ...]
+
+    @property
+    def signless(self) -> int:
+        return int(self.levels[0] == 0)
+
+    @property
+    def values(self) -> Floats:
+        """By code: upwards from the smallest, then their negatives."""
+        return np.array([*self.levels, *(-level for level in self.levels[self.signless :])], np.float32)
 
 
-_FEW: Final[dict[Codec, _Few]] = {
-    "int2": _Few(np.float32(0.4528), np.float32(1.5104), np.float32(0.9816)),
-    "ternary": _Few(np.float32(0), np.float32(1.2240), np.float32(0.6120)),
+_FEW: Final[dict[Packing, _Few]] = {
+    "int2": _Few((0.4528, 1.5104), (0.9816,)),
+    "ternary": _Few((0.0, 1.2240), (0.6120,)),
+    "senary": _Few((0.3177, 1.0, 1.8936), (0.6589, 1.4468)),
+    "sign": _Few((0.7979,), ()),
 }
 _PIECE: Final = 8
 """Rows that are packed together where they follow others."""
@@ -90,7 +102,7 @@ Carried = HostTensor | Packed
 """What arrives: as it was, or packed."""
 
 
-def pack(name: str, tensor: HostTensor, codec: Codec, *, following: bool = False) -> Carried:
+def pack(name: str, tensor: HostTensor, codec: Packing, *, following: bool = False) -> Carried:
     """As it is where the codec does not pack such a tensor. `following`: of activations, whose rows (along the last but
     one dimension) have much in common; counts where the codec follows."""
     if not packs(codec, tensor.dtype, tensor.shape):
@@ -147,14 +159,14 @@ def joined(body: Mapping[str, HostTensor], packed: Sequence[PackedTensor]) -> di
 class _Layout:
     """Of a tensor `[lead, rows, width]`: groups of `group` numbers, `per_row` in a row that is filled up with zeros."""
 
-    codec: Codec
+    codec: Packing
     lead: int
     rows: int
     width: int
     group: int
 
     @classmethod
-    def of(cls, codec: Codec, shape: tuple[int, ...]) -> _Layout:
+    def of(cls, codec: Packing, shape: tuple[int, ...]) -> _Layout:
         width, rows = shape[-1] if shape else 1, shape[-2] if len(shape) > 1 else 1
         return cls(codec, prod(shape[:-2]), rows, width, group_of(codec, width))
 
@@ -174,7 +186,7 @@ class _Layout:
         return packed[:split].reshape(*rows, -1), packed[split:].view(np.uint16).reshape(rows)
 
 
-def _encoded(x: Floats, codec: Codec, shape: tuple[int, ...], *, following: bool) -> npt.NDArray[np.uint8]:
+def _encoded(x: Floats, codec: Packing, shape: tuple[int, ...], *, following: bool) -> npt.NDArray[np.uint8]:
     layout = _Layout.of(codec, shape)
     rows = x.reshape(layout.lead, layout.rows, layout.width)
     if missing := -layout.width % layout.group:
@@ -194,7 +206,7 @@ def _encoded(x: Floats, codec: Codec, shape: tuple[int, ...], *, following: bool
     return out
 
 
-def _decoded(packed: npt.NDArray[np.uint8], codec: Codec, shape: tuple[int, ...], *, following: bool) -> Floats:
+def _decoded(packed: npt.NDArray[np.uint8], codec: Packing, shape: tuple[int, ...], *, following: bool) -> Floats:
     layout = _Layout.of(codec, shape)
     levels, scales = layout.parts(packed)
     starts = starts_of(layout.groups).reshape(scales.shape)
@@ -245,7 +257,7 @@ class _Before:
 
 
 def _quantised(
-    groups: Floats, codec: Codec, starts: npt.NDArray[np.int64]
+    groups: Floats, codec: Packing, starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
     """Levels [groups, bytes] and scales [groups], bfloat16."""
     levels = np.empty((len(groups), level_bytes(codec, groups.shape[1])), np.uint8)
@@ -258,17 +270,15 @@ def _quantised(
             _to_levels(turned(groups, starts), _MOST[codec], signed, scales)
             nibbles = (signed + np.int8(8)).view(np.uint8)
             np.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << np.uint8(4), out=levels)
-        case "int2":
-            _fours(*_to_few(turned(groups, starts), _FEW[codec], scales), levels)
         case _:
-            _trits(*_to_few(turned(groups, starts), _FEW[codec], scales), levels)
+            _digits(_to_few(turned(groups, starts), _FEW[codec], scales), codec, levels)
     return levels, scales
 
 
 def _restored(
     levels: npt.NDArray[np.uint8],
     scales: npt.NDArray[np.uint16],
-    codec: Codec,
+    codec: Packing,
     group: int,
     starts: npt.NDArray[np.int64],
 ) -> Floats:
@@ -282,10 +292,8 @@ def _restored(
             signed[:, ::2] = (levels & np.uint8(15)).view(np.int8) - np.int8(8)
             signed[:, 1::2] = (levels >> np.uint8(4)).view(np.int8) - np.int8(8)
             return turned_back(_from_levels(signed, scale), starts)
-        case "int2":
-            return turned_back(_from_fours(levels, scale), starts)
         case _:
-            return turned_back(np.ascontiguousarray(_from_trits(levels, scale, group)), starts)
+            return turned_back(np.ascontiguousarray(_from_digits(levels, codec, scale, group)), starts)
 
 
 def _to_levels(x: Floats, most: int, levels: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> None:
@@ -330,11 +338,9 @@ def _largest_bits(x: Floats) -> Words:
     return largest
 
 
-def _to_few(
-    x: Floats, few: _Few, scales: npt.NDArray[np.uint16]
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """(negative, outer) of each number. A group that one number rules looks not normal but even once it is turned:
-    then all are outer."""
+def _to_few(x: Floats, few: _Few, scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
+    """The code of each number. A group that one number rules looks not normal but even once it is turned: then all are
+    at the outermost level."""
     largest = _largest_bits(x)
     usable = (largest < _NOT_FINITE) & (largest >= _TINY)
     # By a power of two, so that squares neither vanish nor overflow.
@@ -342,20 +348,25 @@ def _to_few(
     x = x / power[:, None]
     with np.errstate(invalid="ignore"):
         deviation = np.sqrt(_summed(x * x) * np.float32(1 / x.shape[1]))
-        usual, even = (_tried(x, few, deviation * factor) for factor in (np.float32(1), 1 / few.outer))
+        factors = np.float32(1), np.float32(1) / np.float32(few.levels[-1])
+        usual, even = (_tried(x, few, deviation * factor) for factor in factors)
         better = even.lost < usual.lost
         scale = np.where(better, even.scale, usual.scale) * power
     scales[:] = np.where(usable, scale.view(np.uint32) >> np.uint32(16), np.where(largest < _TINY, np.uint32(0), _NAN))
-    return x < 0, np.where(better[:, None], even.outer, usual.outer)
+    place = np.where(better[:, None], even.place, usual.place)
+    signed = x < 0
+    if few.signless:
+        signed &= place > 0
+    return place + np.where(signed, np.uint8(len(few.levels) - few.signless), np.uint8(0))
 
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """`outer` [groups, width]: whether a number is one of the outer ones; `lost` [groups]. `scale` [groups] is a
+    """`place` [groups, width]: of each number's level among the magnitudes; `lost` [groups]. `scale` [groups] is a
     bfloat16 in a float32."""
 
     scale: Floats
-    outer: npt.NDArray[np.bool_]
+    place: npt.NDArray[np.uint8]
     lost: Floats
 
 
@@ -363,9 +374,11 @@ def _tried(x: Floats, few: _Few, deviation: Floats) -> _Try:
     short = (deviation.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
     scale = (short << np.uint32(16)).view(np.float32)
     size = np.abs(x)
-    outer = size > (scale * few.between)[:, None]
-    missed = size - np.where(outer, few.outer, few.inner) * scale[:, None]
-    return _Try(scale, outer, _summed(missed * missed))
+    place = np.zeros(x.shape, np.uint8)
+    for border in few.borders:
+        place += size > (scale * np.float32(border))[:, None]
+    missed: Floats = size - few.values[place] * scale[:, None]
+    return _Try(scale, place, _summed(missed * missed))
 
 
 def _summed(x: Floats) -> Floats:
@@ -376,30 +389,19 @@ def _summed(x: Floats) -> Floats:
     return x[:, 0]
 
 
-def _fours(negative: npt.NDArray[np.bool_], outer: npt.NDArray[np.bool_], levels: npt.NDArray[np.uint8]) -> None:
-    """Two bits each, four numbers a byte."""
-    codes = (negative.astype(np.uint8) << np.uint8(1) | outer).reshape(len(levels), -1, 4)
-    levels[:] = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
+def _digits(codes: npt.NDArray[np.uint8], codec: Packing, levels: npt.NDArray[np.uint8]) -> None:
+    """Several in a byte, as digits, the first the lowest."""
+    per_byte, base = PER_BYTE[codec], len(_FEW[codec].values)
+    if missing := levels.shape[1] * per_byte - codes.shape[1]:
+        codes = np.pad(codes, ((0, 0), (0, missing)))
+    digits = codes.reshape(len(levels), -1, per_byte)
+    levels[:] = digits[:, :, -1]
+    for place in range(per_byte - 2, -1, -1):
+        levels *= np.uint8(base)
+        levels += digits[:, :, place]
 
 
-def _from_fours(levels: npt.NDArray[np.uint8], scales: Floats) -> Floats:
-    few = _FEW["int2"]
-    values = np.array([few.inner, few.outer, -few.inner, -few.outer], np.float32)
-    codes = (levels[:, :, None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
-    return values[codes.reshape(len(levels), -1)] * scales[:, None]
-
-
-def _trits(negative: npt.NDArray[np.bool_], outer: npt.NDArray[np.bool_], levels: npt.NDArray[np.uint8]) -> None:
-    """0, 1 or 2 each, five numbers a byte as digits of base 3; the last byte of a group has fewer."""
-    codes = np.ones((len(levels), levels.shape[1] * 5), np.uint8)
-    codes[:, : outer.shape[1]] += np.where(outer, np.where(negative, np.uint8(255), np.uint8(1)), np.uint8(0))
-    digits = codes.reshape(len(levels), -1, 5)
-    levels[:] = digits[:, :, 0] + 3 * (
-        digits[:, :, 1] + 3 * (digits[:, :, 2] + 3 * (digits[:, :, 3] + 3 * digits[:, :, 4]))
-    )
-
-
-def _from_trits(levels: npt.NDArray[np.uint8], scales: Floats, width: int) -> Floats:
-    few = _FEW["ternary"]
-    table = (np.arange(256)[:, None] // 3 ** np.arange(5) % 3 - 1).astype(np.float32) * few.outer
+def _from_digits(levels: npt.NDArray[np.uint8], codec: Packing, scales: Floats, width: int) -> Floats:
+    values, per_byte = _FEW[codec].values, PER_BYTE[codec]
+    table = values[np.arange(256)[:, None] // len(values) ** np.arange(per_byte) % len(values)]
     return table[levels].reshape(len(levels), -1)[:, :width] * scales[:, None]

@@ -19,7 +19,7 @@ from fusionai.execution.accumulate import as_array, as_bytes
 from fusionai.execution.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.wire.codecs import Codec, packs
+from fusionai.wire.codecs import Exchanged, packs
 
 
 def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
@@ -29,13 +29,13 @@ def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
         program.import_state([(f"optimizer/{key}/{ANCHOR}", present)])
 
 
-def differences(program: StageProgram, keys: Iterable[str], codec: Codec) -> Iterator[tuple[str, Carried]]:
+def differences(program: StageProgram, keys: Iterable[str], codec: Exchanged) -> Iterator[tuple[str, Carried]]:
     """Of each parameter, packed, float32."""
     for key in keys:
         yield key, pack(key, _difference(program, key)[0], codec)
 
 
-def adopt(program: StageProgram, agreed: Mapping[str, Carried], codec: Codec, *, moves: bool) -> None:
+def adopt(program: StageProgram, agreed: Mapping[str, Carried], codec: Exchanged, *, moves: bool) -> None:
     """`agreed`: of each parameter what to take off its anchor if it `moves`, else the new anchor itself."""
     for key, carried in agreed.items():
         difference, anchor = _difference(program, key)
@@ -50,7 +50,9 @@ def adopt(program: StageProgram, agreed: Mapping[str, Carried], codec: Codec, *,
         )
 
 
-def check_values(values: Mapping[str, Carried], shapes: Mapping[str, tuple[int, ...]], codec: Codec, what: str) -> None:
+def check_values(
+    values: Mapping[str, Carried], shapes: Mapping[str, tuple[int, ...]], codec: Exchanged, what: str
+) -> None:
     """That these are float32 numbers of known parameters, packed as agreed. Raises `ExecutionError`."""
     for key, carried in values.items():
         shape = shapes.get(key)

@@ -28,7 +28,7 @@ from fusionai.execution.state import chunks, headers
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import PackedTensor, codec_between
+from fusionai.wire.codecs import PackedTensor, codec_between, packing
 from fusionai.wire.messages import CommitRecord, Fence, Span, StageOptions
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Bench:
             values = self._program.forward(call, unpack_all(inputs), wanted)
             packed = {
                 port.other: self._packed(
-                    own, port.other, {name: values[name] for name in port.carried(mode)}, following=True
+                    own, port.other, {name: values[name] for name in port.carried(mode)}, forward=True
                 )
                 for port in self._boundary.sends
             }
@@ -176,7 +176,7 @@ class Bench:
             # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
             returned = [{value: made[value] for value in port.needs_grad if value in made} for port in ports]
             return [
-                self._packed(port.other, self._boundary.stage, values)
+                self._packed(port.other, self._boundary.stage, values, forward=False)
                 for port, values in zip(ports, returned, strict=True)
             ]
 
@@ -352,10 +352,11 @@ class Bench:
     # ---------------------------------------------------------------------------------------------------- details
 
     def _packed(
-        self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, following: bool = False
+        self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, forward: bool
     ) -> dict[str, Carried]:
         codec = codec_between(self._options.codecs, producer, consumer)
-        return {name: pack(name, value, codec, following=following) for name, value in values.items()}
+        way = packing(codec, forward=forward)
+        return {name: pack(name, value, way, following=forward) for name, value in values.items()}
 
     def _span(self, kind: Literal["forward", "backward", "weights", "apply"], microbatch: int, timed: Timed) -> None:
         self.spans.append(Span(kind, microbatch, timed.start_s, timed.end_s))

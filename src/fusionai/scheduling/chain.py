@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.levers import UPDATE_BYTES, Levers, levers_of_problem
 from fusionai.scheduling.types import BlockCost, Plan, Problem
-from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link
+from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, packing
 
 
 class Chain:
@@ -59,8 +59,9 @@ class Chain:
         self.forward_bytes, self.gradient_bytes = [0.0], [0.0]
         for block in self.blocks:
             codec = codecs.get(block.block, self._usual) if self._training else "none"
-            self.forward_bytes.append(bytes_on_link(codec, float(block.output_bytes)))
-            self.gradient_bytes.append(bytes_on_link(codec, float(block.gradient_bytes)) if self._training else 0.0)
+            self.forward_bytes.append(bytes_on_link(packing(codec, forward=True), float(block.output_bytes)))
+            back = bytes_on_link(packing(codec, forward=False), float(block.gradient_bytes))
+            self.gradient_bytes.append(back if self._training else 0.0)
 
     def flops(self, start: int, end: int, levers: Levers | None = None) -> float:
         flops = self._flops[end] - self._flops[start]

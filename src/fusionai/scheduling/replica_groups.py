@@ -19,7 +19,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
-from fusionai.wire.codecs import Codec, bytes_on_link
+from fusionai.wire.codecs import Exchanged, bytes_on_link
 
 MOST_TRIES: Final = 60
 """Plans made in search of better groups; each takes some milliseconds to some tenths of a second."""
@@ -42,7 +42,7 @@ class Exchanging:
     """How often replicas agree, and how what they send is packed."""
 
     every: int
-    codec: Codec
+    codec: Exchanged
 
 
 def divide(problem: Problem, most: int) -> tuple[Group, ...]:

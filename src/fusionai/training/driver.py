@@ -47,7 +47,7 @@ from fusionai.training.outputs import Outputs
 from fusionai.training.timeline import Timeline
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec
+from fusionai.wire.codecs import Exchanged
 from fusionai.wire.messages import Fence, Mode
 
 log = logging.getLogger(__name__)
@@ -379,7 +379,7 @@ class Driver:
         return Differences({stage: known for stage, known in shapes.items() if known}, self._codec)
 
     @property
-    def _codec(self) -> Codec:
+    def _codec(self) -> Exchanged:
         return self._job.options.sync_codec
 
     async def _agree(self, exchange: Exchange, step: int, differences: dict[str, Carried]) -> None:

@@ -17,7 +17,7 @@ from fusionai.execution.exchange import check_values
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec
+from fusionai.wire.codecs import Exchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Exchange(Protocol):
 class Differences:
     """Of one round of a job's driver. `shapes`: stage -> parameter -> shape."""
 
-    def __init__(self, shapes: Mapping[int, Mapping[str, tuple[int, ...]]], codec: Codec) -> None:
+    def __init__(self, shapes: Mapping[int, Mapping[str, tuple[int, ...]]], codec: Exchanged) -> None:
         self._shapes = shapes
-        self._codec: Codec = codec
+        self._codec: Exchanged = codec
         self._step = -1
         self._come: dict[int, dict[str, Carried]] = {}
         self._whole: set[int] = set()

@@ -7,10 +7,11 @@ is added to the next one, and all jobs have the same bits again. Differences are
 Decides who takes part in a round: whoever has come since the last one when the last of those expected has come, or when
 `deadline_s` have passed since the first. Whoever comes later is given what is agreed on itself and goes on from there
 at once; how far it had come counts in the next round, so that a slow job's work is late but not lost. (The paper waits
-for all.) Once it is held, rounds that lack somebody are not decided any more: whoever stops all jobs and starts them
-again finds the same as who did not. Keeps everything on disk before anybody is told: started again, it says the same.
+for all.) Until it comes it is not waited for again. Once rounds are held, none is decided that lacks somebody: whoever
+stops all jobs and starts them again finds the same as who did not. Keeps everything on disk before anybody is told:
+started again, it says the same.
 
-Neighbours: `training.local_updates` is what a job's driver sees of it, `outer_state` is on the disk.
+Neighbours: `training.local_updates` is what a job's driver sees of it, `outer_disk` keeps it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.job import StateSource
 from fusionai.training.local_updates import Agreement
-from fusionai.wire.codecs import Codec
+from fusionai.wire.codecs import Exchanged
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ Floats = npt.NDArray[np.float32]
 class OuterRules:
     """`learning_rate`, `momentum`: of the outer step. 0.7 and 0.9 are the paper's."""
 
-    codec: Codec
+    codec: Exchanged
     learning_rate: float = 0.7
     momentum: float = 0.9
     deadline_s: float = 60.0
@@ -175,6 +176,8 @@ class Outer:
         self._failed: BaseException | None = None
         self._held = False
         self._asking: set[str] = set()
+        self._absent: set[str] = set()
+        """Missed a round and have not come since: nobody waits for them again and again."""
 
     @property
     def round(self) -> int:
@@ -208,7 +211,7 @@ class Outer:
 
     def waits_in_vain(self, jobs: Iterable[str]) -> bool:
         """Whether all of these wait for a round that lacks somebody else."""
-        lacking = not self._open.differences.keys() >= self._expected
+        lacking = not self._open.differences.keys() >= self._awaited
         return self._held and lacking and self._asking.issuperset(jobs)
 
     async def close(self) -> None:
@@ -227,6 +230,7 @@ class Outer:
 
     async def _agreed(self, job: str, step: int, differences: Mapping[str, Carried]) -> Agreement:
         async with self._turn:
+            self._absent.discard(job)
             if (known := await self._known(job, step)) is not None:
                 return known
             if self._rounds[job] < self.round:
@@ -270,8 +274,12 @@ class Outer:
 
     # ------------------------------------------------------------------------------------------------------ rounds
 
+    @property
+    def _awaited(self) -> set[str]:
+        return self._expected - self._absent
+
     def _check_complete(self) -> None:
-        if self._open.differences and self._open.differences.keys() >= self._expected:
+        if self._open.differences and self._open.differences.keys() >= self._awaited:
             self._open.complete.set()
 
     async def _decide_all(self) -> None:
@@ -283,8 +291,9 @@ class Outer:
             except TimeoutError:
                 if self._held:
                     await self._open.complete.wait()
-                missing = sorted(self._expected - self._open.differences.keys())
-                log.info("round %d goes on without %s", self.round, ", ".join(missing))
+                missing = self._awaited - self._open.differences.keys()
+                self._absent |= missing
+                log.info("round %d goes on without %s", self.round, ", ".join(sorted(missing)))
             try:
                 async with self._turn:
                     await self._decide()

@@ -13,23 +13,33 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-Codec = Literal["none", "int8", "int4", "int2", "ternary"]
-Compression = Literal["none", "int8", "int4", "int2", "ternary", "adaptive"]
+Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign"]
+"""Of one tensor: 8, 4 or 2 bits a number; one of three or of six values; its sign alone."""
+Exchanged = Literal["none", "int8", "int4", "int2", "ternary"]
+"""What local updates may send parameters in."""
+Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary"]
+"""Of what crosses between two stages. `uneven`: activations are senary and gradients signs, for what is lost of
+gradients cancels out where they are summed over rows, and what is lost of activations does not."""
+Compression = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "adaptive"]
 """What a job asks for; `adaptive`: its plan chooses for each link."""
-LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "int2", "ternary")
-"""From exact to smallest."""
+LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "uneven", "int2", "ternary")
+"""From exact to what loses most."""
 FOR_PLANS: Final = LADDER[: LADDER.index("int4") + 1]
-"""What a plan may choose or recommend. With fewer bits a model learned next to nothing when it was tried."""
+"""What a plan may choose or recommend. What more costs in loss was not measured well enough."""
 SCALE_BYTES: Final = 2
 """A bfloat16 per group."""
-GROUPS: Final[dict[Codec, tuple[int, ...]]] = {
+GROUPS: Final[dict[Packing, tuple[int, ...]]] = {
     "int8": (64, 32),
     "int4": (64, 32),
     "int2": (256, 128, 64, 32),
     "ternary": (256, 128, 64, 32),
+    "senary": (256, 128, 64, 32),
+    "sign": (256, 128, 64, 32),
 }
 """Numbers that share a scale: what makes the rows of a tensor smallest, for no group reaches into the next row (a row
 is a token's, and none may know of those behind it). The last group of a row is filled up with zeros."""
+PER_BYTE: Final[dict[Packing, int]] = {"int2": 4, "ternary": 5, "senary": 3, "sign": 8}
+"""Levels in a byte, as digits: the last byte of a group may have fewer."""
 FEWEST: Final = 256
 """Smaller tensors travel as they are."""
 
@@ -39,7 +49,7 @@ class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packed as their differences from what rows before them have in common."""
 
     name: Annotated[str, Meta(max_length=1024)]
-    codec: Codec
+    codec: Packing
     dtype: Literal["float32", "bfloat16"]
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**40)], ...], Meta(max_length=16)]
     following: bool = False
@@ -50,41 +60,46 @@ def codec_between(codecs: Sequence[Codec], producer: int, consumer: int) -> Code
     return codecs[consumer - 1] if producer >= 0 and codecs else "none"
 
 
-def packs(codec: Codec, dtype: str, shape: tuple[int, ...]) -> bool:
+def packing(codec: Codec, *, forward: bool) -> Packing:
+    """Of activations, which go forward, or of their gradients."""
+    if codec == "uneven":
+        return "senary" if forward else "sign"
+    return codec
+
+
+def packs(codec: Packing, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether such a tensor is packed where `codec` is in force: floats of some size."""
     return codec != "none" and dtype in ("float32", "bfloat16") and prod(shape) >= FEWEST
 
 
-def follows(codec: Codec, shape: tuple[int, ...]) -> bool:
+def follows(codec: Packing, shape: tuple[int, ...]) -> bool:
     """Whether activations of this shape are packed following: where few bits are left for what rows differ in."""
     return codec not in ("none", "int8") and len(shape) > 1 and shape[-2] > 1
 
 
-def group_of(codec: Codec, width: int) -> int:
+def group_of(codec: Packing, width: int) -> int:
     """Numbers of a group in rows of `width`; the larger of two that make it as small."""
     return min(GROUPS[codec], key=lambda group: (_row_bytes(codec, width, group), -group))
 
 
-def level_bytes(codec: Codec, group: int) -> int:
-    """Of a group's levels: of `ternary` five in a byte."""
+def level_bytes(codec: Packing, group: int) -> int:
+    """Of a group's levels: of `ternary` five in a byte, of `senary` three."""
     match codec:
         case "int8":
             return group
         case "int4":
             return group // 2
-        case "int2":
-            return group // 4
         case _:
-            return -(-group // 5)
+            return -(-group // PER_BYTE[codec])
 
 
-def packed_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
+def packed_bytes(codec: Packing, shape: tuple[int, ...]) -> int:
     """Of a tensor that is packed: the levels of all groups, then their scales."""
     width = shape[-1] if shape else 1
     return prod(shape[:-1]) * _row_bytes(codec, width, group_of(codec, width))
 
 
-def bytes_on_link(codec: Codec, nbytes: float) -> float:
+def bytes_on_link(codec: Packing, nbytes: float) -> float:
     """About what `nbytes` of float32 in long rows become."""
     if codec == "none":
         return nbytes
@@ -92,5 +107,5 @@ def bytes_on_link(codec: Codec, nbytes: float) -> float:
     return nbytes / (4 * group) * (level_bytes(codec, group) + SCALE_BYTES)
 
 
-def _row_bytes(codec: Codec, width: int, group: int) -> int:
+def _row_bytes(codec: Packing, width: int, group: int) -> int:
     return -(-width // group) * (level_bytes(codec, group) + SCALE_BYTES)

@@ -37,7 +37,7 @@ from fusionai.wire.base import (
     Text,
     WireMessage,
 )
-from fusionai.wire.codecs import Codec, PackedTensor
+from fusionai.wire.codecs import Codec, Exchanged, PackedTensor
 from fusionai.wire.meeting import MAX_LINKS, Introduced, LinkView, Meet, MeetNotice, Observe, Observed, Way
 from fusionai.wire.serving import (
     CacheFormat,
@@ -330,7 +330,7 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     empty: nowhere."""
     sync_every: Count = 0
     """Local updates: steps between two exchanges with other jobs that train the same model; 0: none."""
-    sync_codec: Codec = "none"
+    sync_codec: Exchanged = "none"
     """How differences and agreements are packed."""
 
 

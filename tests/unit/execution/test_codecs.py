@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,14 +14,24 @@ from fusionai.execution import codecs, turning
 from fusionai.execution.codecs import Packed, joined, pack, split, unpack, unpack_all
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.wire.codecs import FEWEST, LADDER, Codec, PackedTensor, bytes_on_link, group_of, packed_bytes, packs
+from fusionai.wire.codecs import (
+    FEWEST,
+    PackedTensor,
+    Packing,
+    bytes_on_link,
+    group_of,
+    packed_bytes,
+    packing,
+    packs,
+)
 from harness.examples import examples
 
-LOSSY: tuple[Codec, ...] = LADDER[1:]
-LOSS = {"int8": 2e-4, "int4": 0.02, "int2": 0.13, "ternary": 0.21}
+LOSSY: tuple[Packing, ...] = get_args(Packing)[1:]
+LOSS = {"int8": 2e-4, "int4": 0.02, "int2": 0.13, "ternary": 0.21, "senary": 0.065, "sign": 0.39}
 """Part of the energy of normally distributed numbers that a codec may lose."""
 SIGNS = "+--+++--++-++--+--++-+--+-++++++--++-++----+-++++-+++---+--++--+"
 
+SMALLER = [3.88, 7.53, 15.52, 18.96, 11.64, 30.12]
 STARTS = [12046, 63851, 7099, 57043]
 
 
@@ -36,13 +48,13 @@ def drawn(*shape: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def packed(tensor: HostTensor, codec: Codec, *, following: bool = False) -> Packed:
+def packed(tensor: HostTensor, codec: Packing, *, following: bool = False) -> Packed:
     made = pack("v", tensor, codec, following=following)
     assert isinstance(made, Packed)
     return made
 
 
-def there_and_back(values: np.ndarray, codec: Codec, *, following: bool = False) -> np.ndarray:
+def there_and_back(values: np.ndarray, codec: Packing, *, following: bool = False) -> np.ndarray:
     return array(unpack(packed(floats(values), codec, following=following)))
 
 
@@ -55,7 +67,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_little_is_lost_of_normal_numbers_and_of_ones_with_outliers(codec: Codec, way: str) -> None:
+def test_little_is_lost_of_normal_numbers_and_of_ones_with_outliers(codec: Packing, way: str) -> None:
     plain = drawn(3, 40, 96)
     spiked = plain.copy()
     spiked[:, :, 5] *= 30
@@ -66,8 +78,8 @@ def test_little_is_lost_of_normal_numbers_and_of_ones_with_outliers(codec: Codec
         assert np.square(back - values, dtype=np.float64).sum() <= most * np.square(values, dtype=np.float64).sum()
 
 
-@pytest.mark.parametrize("codec", ["int2", "ternary"])
-def test_one_number_that_rules_its_group_is_kept(codec: Codec, way: str) -> None:
+@pytest.mark.parametrize("codec", ["senary", "int2", "ternary", "sign"])
+def test_one_number_that_rules_its_group_is_kept(codec: Packing, way: str) -> None:
     values = drawn(8, 256) * np.float32(0.01)
     values[:, 17] = 100.0
     assert np.abs(there_and_back(values, codec)[:, 17] - 100.0).max() < 1.0
@@ -75,26 +87,28 @@ def test_one_number_that_rules_its_group_is_kept(codec: Codec, way: str) -> None
 
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("shape", [(FEWEST,), (FEWEST + 1,), (2, 5, 96), (7, 100), (3, 1, 384), (400, 1), (90, 31)])
-def test_sizes_are_those_announced(codec: Codec, shape: tuple[int, ...]) -> None:
+def test_sizes_are_those_announced(codec: Packing, shape: tuple[int, ...]) -> None:
     values = drawn(*shape)
     made = packed(floats(values), codec)
     assert made.data.shape == (packed_bytes(codec, shape),)
     assert made.data.dtype == "uint8"
     back = there_and_back(values, codec)
     assert back.shape == shape
-    assert np.square(back - values).sum() <= 0.3 * np.square(values).sum()
+    assert np.square(back - values).sum() <= 0.45 * np.square(values).sum()
 
 
-@pytest.mark.parametrize(("width", "expected"), [(4096, [3.88, 7.53, 15.52, 18.96]), (384, [3.88, 7.53, 15.06, 18.29])])
+@pytest.mark.parametrize(("width", "expected"), [(4096, SMALLER), (384, [3.88, 7.53, 15.06, 18.29, 11.38, 28.44])])
 def test_how_much_smaller(width: int, expected: list[float]) -> None:
     assert [round(4 * 8 * width / packed_bytes(codec, (8, width)), 2) for codec in LOSSY] == expected
-    assert [round(4096 / bytes_on_link(codec, 4096), 2) for codec in LOSSY] == [3.88, 7.53, 15.52, 18.96]
+    assert [round(4096 / bytes_on_link(codec, 4096), 2) for codec in LOSSY] == SMALLER
+    both = [bytes_on_link(packing("uneven", forward=forward), 4096) for forward in (True, False)]
+    assert round(2 * 4096 / sum(both), 1) == 16.8
     assert bytes_on_link("none", 4096) == 4096
 
 
 @pytest.mark.parametrize("width", [64, 96, 100, 384, 768, 1000])
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_row_s_bits_are_its_own(codec: Codec, width: int) -> None:
+def test_a_row_s_bits_are_its_own(codec: Packing, width: int) -> None:
     """Rows are tokens: one that knew of the next would see what it is to predict."""
     values = drawn(9, width)
     alone = there_and_back(np.repeat(values[4:5], 9, axis=0), codec)[4]
@@ -111,7 +125,7 @@ def test_a_row_s_bits_are_its_own(codec: Codec, width: int) -> None:
     ),
     st.sampled_from(LOSSY),
 )
-def test_bits_are_the_same_without_a_compiler(values: np.ndarray, codec: Codec) -> None:
+def test_bits_are_the_same_without_a_compiler(values: np.ndarray, codec: Packing) -> None:
     pytest.importorskip("numba", reason="without it there is one way only")
     fast = packed(floats(values), codec)
     with pytest.MonkeyPatch.context() as patch:
@@ -129,7 +143,7 @@ def test_bits_are_the_same_without_a_compiler(values: np.ndarray, codec: Codec) 
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_zeros_stay_zeros(codec: Codec, way: str) -> None:
+def test_zeros_stay_zeros(codec: Packing, way: str) -> None:
     assert not there_and_back(np.zeros((4, 256), np.float32), codec).any()
     tiny = np.full((2, 256), 1e-40, np.float32)
     assert not there_and_back(tiny, codec).any(), "smaller than any scale"
@@ -164,7 +178,7 @@ def test_bfloat16_comes_back_as_bfloat16() -> None:
     ],
 )
 def test_what_is_small_or_no_float_travels_as_it_is(tensor: HostTensor) -> None:
-    assert all(pack("v", tensor, codec) is tensor for codec in LADDER)
+    assert all(pack("v", tensor, codec) is tensor for codec in get_args(Packing))
     assert unpack(tensor) is tensor
 
 
@@ -227,9 +241,9 @@ def test_signs_are_everybodys_for_ever() -> None:
         assert np.array_equal(group, turning.sequence()[start : start + 64])
 
 
-@pytest.mark.parametrize("codec", ["int4", "int2", "ternary"])
+@pytest.mark.parametrize("codec", ["int4", "senary", "int2", "ternary", "sign"])
 @pytest.mark.parametrize("width", [64, 256, 384])
-def test_what_is_lost_of_rows_that_are_alike_cancels_out(codec: Codec, width: int, way: str) -> None:
+def test_what_is_lost_of_rows_that_are_alike_cancels_out(codec: Packing, width: int, way: str) -> None:
     """Gradients of tokens have much in common; a weight's gradient is their sum. Were the loss of each row the same,
     the sum would keep it: with two bits a model then learned next to nothing."""
     common = drawn(1, width, seed=3)
@@ -253,11 +267,11 @@ def test_packing_says_whom_it_concerns() -> None:
 
 # ------------------------------------------------------------------------------------------ rows that follow each other
 
-FEW = ("int4", "int2", "ternary")
+FEW = ("int4", "senary", "int2", "ternary")
 
 
 @pytest.mark.parametrize("codec", FEW)
-def test_of_rows_with_much_in_common_little_is_lost_of_what_they_differ_in(codec: Codec, way: str) -> None:
+def test_of_rows_with_much_in_common_little_is_lost_of_what_they_differ_in(codec: Packing, way: str) -> None:
     """As activations are: alone, what they have in common takes the bits."""
     own = drawn(3, 80, 256)
     values = own + np.float32(3) * drawn(1, 1, 256, seed=2)
@@ -271,7 +285,7 @@ def test_of_rows_with_much_in_common_little_is_lost_of_what_they_differ_in(codec
 
 
 @pytest.mark.parametrize("codec", FEW)
-def test_of_rows_that_have_nothing_in_common_hardly_more_is_lost(codec: Codec) -> None:
+def test_of_rows_that_have_nothing_in_common_hardly_more_is_lost(codec: Packing) -> None:
     values = drawn(2, 256, 256)
     alone, follow = (
         np.square(there_and_back(values, codec, following=following) - values).sum() for following in (False, True)
@@ -281,18 +295,18 @@ def test_of_rows_that_have_nothing_in_common_hardly_more_is_lost(codec: Codec) -
 
 @pytest.mark.parametrize("shape", [(2, 5, 96), (7, 100), (3, 40, 384), (90, 31), (2, 2, 9, 64)])
 @pytest.mark.parametrize("codec", FEW)
-def test_no_row_knows_of_those_behind_it(codec: Codec, shape: tuple[int, ...]) -> None:
+def test_no_row_knows_of_those_behind_it(codec: Packing, shape: tuple[int, ...]) -> None:
     values = drawn(*shape)
     back = there_and_back(values, codec, following=True)
     assert back.shape == shape
-    for place in range(shape[-2]):
+    for place in {1, shape[-2] // 2, shape[-2] - 1}:
         changed = values.copy()
         changed[..., place:, :] = 7.0
         assert np.array_equal(there_and_back(changed, codec, following=True)[..., :place, :], back[..., :place, :])
 
 
 @pytest.mark.parametrize("codec", FEW)
-def test_following_rows_have_the_same_bits_without_a_compiler(codec: Codec) -> None:
+def test_following_rows_have_the_same_bits_without_a_compiler(codec: Packing) -> None:
     pytest.importorskip("numba", reason="without it there is one way only")
     values = drawn(2, 33, 100)
     fast = packed(floats(values), codec, following=True)
@@ -306,7 +320,7 @@ def test_following_rows_have_the_same_bits_without_a_compiler(codec: Codec) -> N
 
 
 @pytest.mark.parametrize("codec", FEW)
-def test_a_number_that_is_none_stays_in_its_row(codec: Codec) -> None:
+def test_a_number_that_is_none_stays_in_its_row(codec: Packing) -> None:
     values = drawn(2, 40, 64)
     values[1, 5, 3] = np.nan
     values[0, 9, 0] = np.inf

@@ -13,7 +13,7 @@ from fusionai.scheduling.planner import plan
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
-from fusionai.wire.codecs import FOR_PLANS, LADDER, Compression, bytes_on_link
+from fusionai.wire.codecs import FOR_PLANS, LADDER, Codec, Compression, bytes_on_link, packing
 
 CROSSING = 4_000_000
 FLOPS = 1e10
@@ -80,11 +80,13 @@ def test_links_slower_than_the_smallest_codec_set_the_pace_for_all() -> None:
 
 
 @pytest.mark.parametrize("compression", LADDER)
-def test_a_codec_that_the_job_names_holds_everywhere(compression: Compression) -> None:
+def test_a_codec_that_the_job_names_holds_everywhere(compression: Codec) -> None:
     found = plan(problem(1e6, 1e12, compression=compression))
     assert found.codecs == (() if compression == "none" else (compression,) * 2)
     costs = StageCosts(problem(1e6, 1e12, compression=compression))
-    assert costs.forward_bytes(found.stages[0]) == bytes_on_link(compression, CROSSING)
+    first, second = found.stages[:2]
+    assert costs.forward_bytes(first) == bytes_on_link(packing(compression, forward=True), CROSSING)
+    assert costs.gradient_bytes(second) == bytes_on_link(packing(compression, forward=False), CROSSING)
 
 
 def test_the_same_stages_keep_their_codecs_whatever_the_links_have_become() -> None:

@@ -110,6 +110,26 @@ def test_who_has_left_is_not_waited_for() -> None:
     assert [one.jobs for one in rounds] == [("a",)]
 
 
+def test_who_misses_a_round_is_not_waited_for_again_until_it_comes() -> None:
+    rounds: list[RoundDone] = []
+
+    async def body() -> None:
+        outer = opened(rounds)
+        first, second = outer.seat("a"), outer.seat("b")
+        await first.agree(3, moved(1, 1))
+        outer._rules = OuterRules(codec="none", learning_rate=1.0, momentum=0.0, deadline_s=3600.0)
+        await first.agree(7, moved(1, 1))
+        await second.agree(3, moved(1, 1))
+        asking = asyncio.create_task(first.agree(11, moved(1, 1)))
+        await asyncio.wait({asking}, timeout=5 * PLAIN.deadline_s)
+        assert not asking.done(), "it has come: it is waited for"
+        await asyncio.gather(asking, second.agree(7, moved(1, 1)))
+        await outer.close()
+
+    asyncio.run(body())
+    assert [one.jobs for one in rounds] == [("a",), ("a",), ("a", "b")]
+
+
 def test_held_no_round_is_decided_that_lacks_somebody() -> None:
     rounds: list[RoundDone] = []
 
