@@ -104,8 +104,7 @@ def mean_losses(result: ReplicasResult) -> list[float]:
 
 def _exchange(result: ReplicasResult, replicas: Replicas) -> dict[str, object]:
     """What the replicas sent and were sent, and what gradients summed at every step would have been."""
-    members = max(1, len(result.replicas))
-    every_step = 2 * members * result.trained_bytes * replicas.every * result.rounds
+    every_step = 2 * result.trained_bytes * replicas.every * result.parts  # who was absent would have sent nothing
     times = every_step / result.exchanged_bytes if result.exchanged_bytes else None
     less = "" if times is None else f", {times:.0f} x less than gradients at every step would be"
     return {

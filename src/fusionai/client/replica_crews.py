@@ -73,10 +73,11 @@ class Crews:
         self.see(members)
         own = [one for one in members if self._crew.get(one.view.peer) == number]
         others = [one for one in members if self._crew.get(one.view.peer) != number]
-        if in_need and not any(_stands_by(one) for one in own):
-            others = [one for one in others if not _stands_by(one)]
+        if in_need and not any(stands_by(one) for one in own):
+            others = [one for one in others if not stands_by(one)]
         return frozenset(one.view.peer for one in others)
 
 
-def _stands_by(member: Member) -> bool:
+def stands_by(member: Member) -> bool:
+    """Whether it may be given work at once."""
     return member.view.state == "idle" and member.view.rests_s == 0 and not member.view.clears

@@ -28,7 +28,7 @@ from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.preparation import Prepared, excluded_peers, prepare, problem_for
 from fusionai.client.replica import ReplicaPart
-from fusionai.client.replica_crews import Crews
+from fusionai.client.replica_crews import Crews, stands_by
 from fusionai.client.replica_directory import Past, ReplicaDirectories
 from fusionai.client.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions, owner_profile, train
 from fusionai.corpus.order import Deal
@@ -73,6 +73,8 @@ class ReplicasResult:
     failed: Mapping[int, str] = field(default_factory=dict[int, str])
     checkpoint: Path | None = None
     rounds: int = 0
+    parts: int = 0
+    """Replicas that took part, summed over rounds."""
     exchanged_bytes: int = 0
     trained_bytes: int = 0
     """Of everything that is trained, as a reduction at every step would send it."""
@@ -185,6 +187,7 @@ class _Replicas:
     _tried: frozenset[str] = frozenset()
     """Machines that were found not to be enough."""
     _rounds: int = 0
+    _parts: int = 0
     _exchanged_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -237,6 +240,7 @@ class _Replicas:
             checkpoint=some[0].checkpoint if some else None,
             directory=directory.root,
             rounds=self._rounds,
+            parts=self._parts,
             exchanged_bytes=self._exchanged_bytes,
             trained_bytes=self._trained_bytes,
         )
@@ -297,7 +301,7 @@ class _Replicas:
                 self._note(f"waiting for {', '.join(clearing)}: still clearing what another job left there")
             await asyncio.sleep(PLAN_PAUSE_S)
             members = await self.pool.pool()
-        free = tuple(one for one in members if _is_free(one))
+        free = tuple(one for one in members if stands_by(one))
         if not free:
             raise nobody(self.pool.membership.pool, members)
         return free
@@ -342,7 +346,7 @@ class _Replicas:
         except TransportError:
             return  # those at work say so
         kept_out = excluded_peers(self.recipe, members)
-        idle = tuple(one for one in members if _is_free(one) and one.view.peer not in kept_out)
+        idle = tuple(one for one in members if stands_by(one) and one.view.peer not in kept_out)
         there = frozenset(one.view.peer for one in idle)
         number, first_step = min(self._waiting), self._steps_over()
         if not idle or there == self._tried or first_step >= self.recipe.job.steps:
@@ -407,6 +411,7 @@ class _Replicas:
 
     def _round_done(self, event: RoundDone) -> None:
         self._rounds += 1
+        self._parts += len(event.jobs) + len(event.late)
         self._exchanged_bytes += event.nbytes
         self.on_event(event)
 
@@ -461,7 +466,3 @@ class _Replicas:
 
 def _name(number: int) -> str:
     return f"replica-{number}"
-
-
-def _is_free(member: Member) -> bool:
-    return member.view.state == "idle" and member.view.rests_s == 0 and not member.view.clears

@@ -196,10 +196,6 @@ class Outer:
             self._rounds[job] = self.round
             return self.seat(job), await asyncio.to_thread(self._state.agreed)
 
-    def is_behind(self, job: str) -> bool:
-        """Whether it has missed the last round."""
-        return self._rounds.get(job, 0) < self.round
-
     def leave(self, job: str) -> None:
         """Nobody waits for it any more."""
         self._expected.discard(job)
