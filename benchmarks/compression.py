@@ -18,7 +18,7 @@ import statistics
 import tempfile
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from fusionai.client.local_pool import LocalPeer, LocalPool
 from fusionai.client.train import RunEvent, TrainOptions, train
@@ -150,8 +150,8 @@ def _recipe(directory: Path, codec: Codec, seed: int, steps: int, stages: int) -
 def _arguments() -> argparse.Namespace:
     def codecs(text: str) -> list[str]:
         names = text.split(",")
-        if unknown := [name for name in names if name not in LADDER]:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(LADDER)}, got {', '.join(unknown)}")
+        if unknown := [name for name in names if name not in get_args(Codec)]:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(get_args(Codec))}, got {', '.join(unknown)}")
         return names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -37,7 +37,7 @@ from fusionai.corpus.tables import (
     Output,
     Placement,
     RecipeTables,
-    Replicas,
+    ReplicasTable,
     TokenizerTable,
     Train,
 )
@@ -59,7 +59,7 @@ RECIPE_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "evaluation": Evaluation,
     "placement": Placement,
     "faults": Faults,
-    "replicas": Replicas,
+    "replicas": ReplicasTable,
     "output": Output,
 }
 Arrow = tuple[str, str, str]

@@ -46,9 +46,13 @@ def why_not() -> str:
 
 
 class Homes:
-    """`kinds`: what each home's router is; `machines`: how many each home has."""
+    """`kinds`: what each home's router is; `machines`: how many each home has. `line`: bandwidth in bit/s and delay in
+    seconds of every home's line, each way."""
 
-    def __init__(self, kinds: Mapping[str, str], machines: Mapping[str, int]) -> None:
+    def __init__(
+        self, kinds: Mapping[str, str], machines: Mapping[str, int], *, line: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        self._line = line
         self._kinds = kinds
         self._machines = machines
         self._mark = f"f{os.getpid() % 100_000}"
@@ -120,7 +124,11 @@ class Homes:
     def _router(self, address: str, home: str, kind: str) -> None:
         command = [sys.executable, HERE / "router.py", self._name(home), self._name("public"), address]
         process = subprocess.Popen(
-            [*command, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, kind, *(str(part) for part in self._line)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self._processes.append(process)
         self._routers[home] = process

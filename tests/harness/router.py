@@ -3,11 +3,11 @@
 It needs neither nftables nor iptables, only TUN devices: packets that leave the home come here, get the router's public
 address and a port, and answers find their way back. What nobody in the home has asked for is dropped.
 
-    python router.py HOME_NAMESPACE PUBLIC_NAMESPACE PUBLIC_ADDRESS KIND
+    python router.py HOME_NAMESPACE PUBLIC_NAMESPACE PUBLIC_ADDRESS KIND [BITS_PER_S DELAY_S]
 
 KIND: `preserving` keeps the port where it is free and uses it for all destinations, `symmetric` draws another for each
-destination, `no-udp` is preserving and lets no UDP out. Prints `ready` once both devices are there; ends when its
-standard input does.
+destination, `no-udp` is preserving and lets no UDP out. With BITS_PER_S and DELAY_S the line outside has that bandwidth
+and that delay, each way. Prints `ready` once both devices are there; ends when its standard input does.
 Neighbours: `harness.homes` starts one per home.
 """
 
@@ -21,12 +21,44 @@ import select
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 TCP, UDP = 6, 17
 Place = tuple[bytes, int]
+
+
+class Line:
+    """One direction: busy for as long as a packet takes, drops what finds too long a queue, then a fixed delay.
+    `bits_per_s` 0: as fast as can be."""
+
+    QUEUE_S = 0.1
+
+    def __init__(self, bits_per_s: float, delay_s: float) -> None:
+        self._bits_per_s = bits_per_s
+        self._delay_s = delay_s
+        self._free_s = 0.0
+        self._under_way: deque[tuple[float, bytes]] = deque()
+
+    def put(self, packet: bytes) -> None:
+        now_s = time.monotonic()
+        if self._bits_per_s:
+            begins_s = max(now_s, self._free_s)
+            if begins_s - now_s > self.QUEUE_S:
+                return
+            self._free_s = begins_s + 8 * len(packet) / self._bits_per_s
+            now_s = self._free_s
+        self._under_way.append((now_s + self._delay_s, packet))
+
+    def arrived(self) -> Iterator[bytes]:
+        while self._under_way and self._under_way[0][0] <= time.monotonic():
+            yield self._under_way.popleft()[1]
+
+    def wait_s(self) -> float | None:
+        return max(0.0, self._under_way[0][0] - time.monotonic()) if self._under_way else None
 
 
 class Translation:
@@ -120,7 +152,7 @@ def tunnel(namespace: str, name: str) -> int:
     return device
 
 
-def main(home: str, public: str, address: str, kind: str) -> None:
+def main(home: str, public: str, address: str, kind: str, bits_per_s: str = "0", delay_s: str = "0") -> None:
     here = bytes(int(part) for part in address.split("."))
     inner = tunnel(home, "up0")
     subprocess.run(["ip", "route", "add", "default", "dev", "up0"], check=True)
@@ -140,13 +172,18 @@ def main(home: str, public: str, address: str, kind: str) -> None:
             os.write(inner, translated(packet, None, place))
 
     handlers: dict[int, Callable[[bytes], None]] = {inner: leaving, outer: coming}
+    lines = {device: Line(float(bits_per_s), float(delay_s)) for device in handlers}
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:
-        for device in select.select([*handlers, sys.stdin.fileno()], [], [])[0]:
+        waits_s = [wait_s for line in lines.values() if (wait_s := line.wait_s()) is not None]
+        for device in select.select([*handlers, sys.stdin.fileno()], [], [], min(waits_s, default=None))[0]:
             if device not in handlers:
                 return  # whoever started this is gone
-            handlers[device](os.read(device, 65_536))
+            lines[device].put(os.read(device, 65_536))
+        for device, line in lines.items():
+            for packet in line.arrived():
+                handlers[device](packet)
 
 
 if __name__ == "__main__":

@@ -131,3 +131,42 @@ def test_a_better_way_is_taken_when_one_appears(town: Town):
     assert reach()["way"] == "relay"
     town.homes.rewire("b", "preserving", "203.0.113.77")
     until(reach, lambda answer: answer.get("way") == BY_UDP)
+
+
+def test_machines_of_one_home_find_out_how_fast_their_network_is(tmp_path: Path):
+    """Real `fusion join`s: two in home a, one in home b, lines of 20 Mbit/s; the broker stands in the public place."""
+    with Homes({"a": "preserving", "b": "symmetric"}, {"a": 2, "b": 1}, line=(20e6, 0.01)) as homes:
+
+        def fusion(machine: str, *arguments: object) -> subprocess.Popen[str]:
+            return homes.run(machine, sys.executable, "-m", "fusionai", *arguments)
+
+        def told(machine: str, *arguments: object) -> str:
+            process = fusion(machine, *arguments)
+            said, _ = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, said
+            return said
+
+        broker = fusion("public", "broker", "--home", tmp_path / "broker", "--host", PUBLIC)
+        assert broker.stdout is not None
+        words = (word for line in broker.stdout for word in line.split())
+        invited = next(word for word in words if word.startswith("fusion1-"))
+        figures = tmp_path / "pool.json"
+        for machine in ("a1", "a2", "b1"):
+            more = ("--name", machine, "--threads", 1, "--max-memory", "1GB")
+            fusion(machine, "join", invited, "--home", tmp_path / machine, *more)
+        told("public", "join", invited, "--owner", "--home", tmp_path / "owner")
+
+        def probed() -> dict[str, Any]:
+            told("public", "pool", "--home", tmp_path / "owner", "--json", figures)
+            members = json.loads(figures.read_text())["members"]
+            names = {one["peer"]: one["name"] for one in members}
+            found = {
+                (one["name"], names[link["peer"]]): link["probed_bytes_per_s"]
+                for one in members
+                for link in one["links"]
+            }
+            return {"found": found, "there": len(members)}
+
+        answers = until(probed, lambda answer: bool(answer["found"]) and answer["there"] == 3)
+        assert {frozenset(pair) for pair in answers[-1]["found"]} == {frozenset(("a1", "a2"))}
+        assert all(speed > 10 * 20e6 / 8 for speed in answers[-1]["found"].values()), "not the line's 2.5 MB/s"

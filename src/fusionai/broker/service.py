@@ -11,6 +11,7 @@ never come this way. Neighbours: `server` owns the connections and the timer, `t
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import logging
 import secrets
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from fusionai.transport.interface import Remote
 from fusionai.transport.invitation import Invitation, format_invitation
 from fusionai.transport.tickets import DRIVER_STAGE, Role, Ticket, sign_ticket
 from fusionai.wire.messages import (
+    MAX_NEAR,
     Heartbeat,
     Invited,
     InviteRequest,
@@ -50,10 +52,12 @@ from fusionai.wire.messages import (
     LinkView,
     Meet,
     Message,
+    Near,
     PoolQuery,
     PoolView,
     Refused,
     Register,
+    Registered,
     TicketFor,
 )
 
@@ -105,7 +109,9 @@ class BrokerService:
         self._draw_token = draw_token
         self._introducer = introducer or Introducer(authority)
         self._links: dict[PeerId, tuple[LinkView, ...]] = {}
-        """As the peers reported them last, for people; a restart forgets them."""
+        """As the peers reported them last; a restart forgets them."""
+        self._seen_at: dict[PeerId, str] = {}
+        """Where the connection came from by which a peer registered last."""
         self._sequence, known = remembered(journal)
         self._desk = recovered(rules, known, clock.now_s())
         self.addresses: tuple[str, ...] = ()
@@ -177,9 +183,10 @@ class BrokerService:
             case Register():
                 _check_profile(message.profile, peer)
                 profile = bytes(message.profile)
-                return self._decide(
+                outcome = self._decide(
                     requests.Register(peer, connection, message.boot, profile, tuple(message.addresses))
                 )
+                return self._with_neighbours(outcome, peer, remote.host)
             case Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
             case PoolQuery():
@@ -220,6 +227,21 @@ class BrokerService:
                 for member in view.members
             ),
         )
+
+    def _with_neighbours(self, outcome: Outcome, peer: PeerId, host: str) -> Outcome:
+        """A peer that was taken in is told who else is seen at its address: on one network they reach each other by a
+        shorter way than their lines. Machines that come over loopback are this one."""
+        if not isinstance(outcome.answer, Registered) or not host or _is_loopback(host):
+            return outcome
+        self._seen_at[peer] = host
+        members = self._desk.pool.members
+        near = [
+            Near(other, members[other].addresses)
+            for other, seen_at in self._seen_at.items()
+            if seen_at == host and other != peer and other in members and members[other].phase in views.THERE
+        ]
+        answer = msgspec.structs.replace(outcome.answer, near=tuple(near[-MAX_NEAR:]))
+        return Outcome(answer=answer, notices=outcome.notices)
 
     def _introduce(self, remote: Remote, message: Meet) -> Outcome:
         answer, connection, notice = self._introducer.introduce(
@@ -392,6 +414,13 @@ def _placements(plan: Plan, owner: PeerId) -> tuple[Placement, ...]:
         Placement(peer, tuple(stages.get(peer, ())), tuple(sorted(guards.get(peer, ()))))
         for peer in dict.fromkeys((*stages, *guards))
     )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def _check_profile(profile: msgspec.Raw, peer: PeerId) -> None:

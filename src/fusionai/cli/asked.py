@@ -39,6 +39,8 @@ class Asked:
     compression: Compression = "none"
     recompute: Lever = "auto"
     offload: Lever = "auto"
+    replicas: int | Literal["auto"] = 1
+    """Of a training job, whose gradients are summed at every step."""
 
     @property
     def rows(self) -> int:
@@ -78,6 +80,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             compression=asked.compression,
             recompute=asked.recompute,
             offload=asked.offload,
+            replicas=asked.replicas,
         )
     places = {role.role: role.place for role in roles}
     numbers = [block.block for block in problem.blocks]

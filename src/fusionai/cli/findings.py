@@ -392,6 +392,7 @@ def _of_link(link: LinkView) -> str:
     """Which way it goes, and what is known of it."""
     known = (
         f"round trip {format_seconds(link.round_trip_s)}" if link.round_trip_s else "",
+        f"{format_bytes(link.probed_bytes_per_s)}/s as probed" if link.probed_bytes_per_s else "",
         f"up to {format_bytes(link.bandwidth_bytes_per_s)}/s so far" if link.bandwidth_bytes_per_s else "",
         f"{link.loss:.2%} sent again" if link.loss else "",
     )

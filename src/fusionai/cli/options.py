@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -32,6 +32,23 @@ def quantity(parse: Callable[[str], _Value]) -> Callable[[click.Context, click.P
             raise click.BadParameter(wrong.message, context, parameter) from wrong
 
     return convert
+
+
+class HowMany(click.ParamType[Any]):
+    """A number from 1 on, or `auto`."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
+        if value == "auto":
+            return "auto"
+        try:
+            number = int(value)
+        except ValueError:
+            number = 0
+        if number < 1:
+            self.fail(f"expected a whole number from 1 on, or auto, got {value!r}.", param, ctx)
+        return number
 
 
 def home_option(function: _Function) -> _Function:

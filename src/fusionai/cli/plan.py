@@ -22,7 +22,7 @@ from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
 from fusionai.cli.holders_view import show_holders
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lines_view import show_lines
-from fusionai.cli.options import home_option
+from fusionai.cli.options import HowMany, home_option
 from fusionai.cli.plan_figures import figures
 from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
 from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
@@ -32,7 +32,7 @@ from fusionai.cli.what_would_fit import Change, what_would_fit
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling import planner
+from fusionai.scheduling import replicated
 from fusionai.scheduling.crossings import Crossing, crossings
 from fusionai.scheduling.expense import expense
 from fusionai.scheduling.guards import guarding
@@ -81,7 +81,19 @@ FASTER: Final = 1.01
     show_default=True,
     help="Whether optimizer state lies in files of the stages' machines.",
 )
-@click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
+@click.option(
+    "--replicas",
+    type=HowMany(),
+    default="1",
+    show_default=True,
+    metavar="N|auto",
+    help="Pipelines that share each step of a training job and sum their gradients; auto: as many as pay.",
+)
+@click.option(
+    "--stages",
+    type=click.IntRange(min=1),
+    help="Exactly so many, of each replica.  [default: the planner chooses]",
+)
 @click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
 @click.option("--require", multiple=True, metavar="PEER", help="Use this peer; may be given again.")
 @click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer; may be given again.")
@@ -117,6 +129,7 @@ def plan(
     compression: Compression,
     recompute: Lever,
     offload: Lever,
+    replicas: int | Literal["auto"],
     stages: int | None,
     spares: int | None,
     require: tuple[str, ...],
@@ -144,6 +157,8 @@ def plan(
     for flag, value in (("--recompute", recompute), ("--offload", offload)):
         if task == "serve" and value != "auto":
             raise UsageError(f"{flag} is for --task train.")
+    if task == "serve" and replicas != 1:
+        raise UsageError("--replicas is for --task train.")
     catalogue = read_catalogue(catalogue_file)
     pool = read_pool(pool_file, catalogue) if pool_file is not None else _live_pool(home)
     asked = Asked(
@@ -157,19 +172,19 @@ def plan(
         compression=compression,
         recompute=recompute,
         offload=offload,
+        replicas=replicas,
     )
     graph = captured(model, asked)
     problem = problem_of(graph, pool, asked)
     found = _planned(problem, graph, pool, asked)
+    problem = replicated.with_replicas(problem, found.replicas)
     found = msgspec.structs.replace(
         found,
         warnings=(*found.warnings, *_constraint_warnings(found, problem)),
         excluded=(*found.excluded, *pool.absent),
     )
     names = {profile.peer: profile.name or profile.peer for profile in _everyone(pool)}
-    replicated = (
-        many_lines(problem, found, MOST_SESSIONS, least_speed) if task == "serve" else many_holders(problem, found)
-    )
+    beside = _beside(problem, found, least_speed)
     watch = guarding(found, problem)
     between = crossings(found, StageCosts(problem, found))
     cost = expense(found, _everyone(pool), pool.prices)
@@ -188,22 +203,22 @@ def plan(
     assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
     for sentence in assumed:
         console.line(f"Assumed: {sentence}")
-    match replicated:
+    match beside:
         case None:
             pass
         case ManyHolders():
-            show_holders(replicated, found, names)
+            show_holders(beside, found, names)
         case ManyLines():
-            show_lines(replicated, found, names)
-    separate = apart(problem, found)
+            show_lines(beside, found, names)
+    separate = apart(problem, found) if found.replicas == 1 else None
     if separate is not None:
         show_apart(separate, found, names)
     if picture_file is not None:
         _draw(picture_file, found, between, names)
-        if replicated is not None:
-            _draw_replicated(picture_file.with_name(f"{picture_file.stem}-replicas.svg"), replicated)
+        if beside is not None:
+            _draw_beside(picture_file.with_name(f"{picture_file.stem}-replicas.svg"), beside)
     if json_file is not None:
-        written = figures(watch, names, between, cost, assumed, replicated)
+        written = figures(watch, names, between, cost, assumed, beside)
         packed = [{"compression": one.compression, "tokens_per_s": one.tokens_per_s} for one in smaller]
         write_json(
             json_file,
@@ -218,10 +233,17 @@ def plan(
         )
 
 
+def _beside(problem: Problem, found: Plan, least_speed: float | None) -> ManyHolders | ManyLines | None:
+    """The layout with several holders of each block, to hold the plan against."""
+    if found.task == "serve":
+        return many_lines(problem, found, MOST_SESSIONS, least_speed)
+    return many_holders(problem, found) if found.replicas == 1 else None
+
+
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
     """Raises `PlanError` that says what would fit, where anything does."""
     try:
-        return planner.plan(problem)
+        return replicated.plan(problem)
     except PlanError as refusal:
         changes = what_would_fit(problem, list(_smaller(graph, pool, asked)))
         absent = f" Not connected: {', '.join(entry.peer for entry in pool.absent)}." if pool.absent else ""
@@ -264,7 +286,7 @@ def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
     asked = [name for name, given in wishes.items() if given]
     if not asked:
         return
-    free = planner.plan(msgspec.structs.replace(problem, required=(), pinned={}, spares_wanted=None))
+    free = replicated.plan(msgspec.structs.replace(problem, required=(), pinned={}, spares_wanted=None))
     if free.tokens_per_s > found.tokens_per_s * FASTER:
         used = len({stage.peer for stage in free.stages if "stage" in stage.roles})
         without = " and ".join(f"`{name}`" for name in asked)
@@ -326,11 +348,11 @@ def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping
     console.line(f"Drawn: {path}.")
 
 
-def _draw_replicated(path: Path, replicated: ManyHolders | ManyLines) -> None:
+def _draw_beside(path: Path, beside: ManyHolders | ManyLines) -> None:
     from fusionai.dashboard.holders_chart import holders_picture
     from fusionai.dashboard.lines_chart import lines_picture
     from fusionai.storage.atomic import write_atomic
 
-    picture = holders_picture(replicated) if isinstance(replicated, ManyHolders) else lines_picture(replicated)
+    picture = holders_picture(beside) if isinstance(beside, ManyHolders) else lines_picture(beside)
     write_atomic(path, picture.encode())
     console.line(f"Drawn: {path}.")

@@ -29,6 +29,7 @@ def figures(
         "stages": [
             {
                 "peer": names.get(stage.peer, stage.peer),
+                "replica": stage.replica,
                 "blocks": list(stage.blocks),
                 "roles": list(stage.roles),
                 "compute_s": stage.compute_s,
@@ -53,6 +54,7 @@ def figures(
             for link in crossings
         ],
         "step_time_s": found.step_time_s,
+        "reduction_s": found.reduction_s,
         "tokens_per_s": found.tokens_per_s,
         "bound_tokens_per_s": found.certificate.bound_tokens_per_s,
         "optimality_gap": found.certificate.optimality_gap,

@@ -84,10 +84,17 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
     width = max(len(names.get(stage.peer, stage.peer)) for stage in found.stages)
     held = max(len(_holds(stage)) for stage in found.stages)
     marked = False
-    if found.feed != found.stages[0].peer:
-        yield f"    {names.get(found.feed, found.feed)}: feed"
-        yield "     |"
-    for place, stage in enumerate(found.stages):
+    behind = {link.from_stage: link for link in crossings}
+    replica = None
+    for stage in found.stages:
+        if stage.replica != replica:
+            replica = stage.replica
+            which = f", replica {replica}" if found.replicas > 1 else ""
+            if found.feed != stage.peer:
+                yield f"    {names.get(found.feed, found.feed)}: feed{which}"
+                yield "     |"
+            elif which:
+                yield f"    {which[2:]}"
         name = names.get(stage.peer, stage.peer)
         slowest = not marked and stage.compute_s == slowest_s
         marked = marked or slowest
@@ -97,8 +104,8 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
             f"{format_seconds(stage.compute_s):>8}  memory {_bar(memory)} {format_bytes(stage.memory_bytes)} of "
             f"{format_bytes(stage.memory_limit_bytes)}{'  <- slowest' if slowest else ''}"
         )
-        if place < len(crossings):
-            link = crossings[place]
+        link = behind.get(stage.stage)
+        if link is not None:
             slowest = not marked and link.transfer_s == slowest_s
             marked = marked or slowest
             back = f" there, {format_bytes(link.gradient_bytes)} back" if link.gradient_bytes else ""
@@ -148,6 +155,11 @@ def _show_speed(found: Plan) -> None:
             f"{format_speed(found.tokens_per_s)} tokens/s, a step of {found.microbatches} microbatches in "
             f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
         )
+        if found.replicas > 1:
+            console.line(
+                f"{found.replicas} replicas share the step and sum their gradients at its end, which takes "
+                f"{format_seconds(found.reduction_s)} of it."
+            )
         return
     console.line(
         f"One session: {format_speed(found.tokens_per_s)} tokens/s, a token in {format_seconds(found.step_time_s)}; "

@@ -147,6 +147,7 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
                 "channels": link.channels,
                 "round_trip_s": link.round_trip_s or None,
                 "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s or None,
+                "probed_bytes_per_s": link.probed_bytes_per_s or None,
                 "loss": link.loss,
             }
             for link in member.links

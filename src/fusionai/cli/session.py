@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 from fusionai.cli import console
 from fusionai.cli.pool_file import PoolOnPaper
+from fusionai.client.near_links import near_links
 from fusionai.client.owner import any_membership
 from fusionai.client.pool_session import PoolSession
 from fusionai.primitives.errors import UsageError
@@ -59,7 +60,8 @@ def pool_profiles(home: Path) -> PoolOnPaper:
             f"there is no peer in the pool that could be planned with{f' ({who})' if who else ''}.",
             hint="Let machines join, or describe some in a file: --pool POOL.toml.",
         )
-    return PoolOnPaper(peers, this_machine(any_membership(home).peer), absent=absent)
+    links = near_links([member for member in members if member.view.state in _PRESENT])
+    return PoolOnPaper(peers, this_machine(any_membership(home).peer), links=links, absent=absent)
 
 
 def this_machine(peer: PeerId) -> PeerProfile:

@@ -15,7 +15,7 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling import planner
+from fusionai.scheduling import replicated
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.types import PeerProfile, Problem
 
@@ -132,7 +132,7 @@ def _change(words: str, problem: Problem, **fields: object) -> Change:
 
 def _plans(problem: Problem) -> bool:
     try:
-        planner.plan(problem)
+        replicated.plan(problem)
     except PlanError:
         return False
     return True

@@ -21,8 +21,9 @@ from fusionai.client.preparation import Prepared, problem_for
 from fusionai.client.replanning import PoolReplanner, Replanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
-from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.replicated import plan as planned
+from fusionai.scheduling.replicated import with_replicas
+from fusionai.scheduling.types import PeerProfile, Plan, Problem
 
 PLAN_ATTEMPTS: Final = 15
 """A peer may be taken or gone between looking at the pool and asking for it."""
@@ -78,7 +79,7 @@ def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
         return None  # of another version of this program
     wanted = prepared.recipe.placement.stages
     pool_stages = sum("stage" in stage.roles for stage in plan.stages)
-    fits = wanted is None or wanted == pool_stages
+    fits = wanted is None or wanted * plan.replicas == pool_stages
     return plan if plan.graph_hash == prepared.graph_hash and fits else None
 
 
@@ -92,7 +93,7 @@ async def _anew(
     note: Callable[[str], None],
 ) -> Deployment:
     async def plan_with(usable: tuple[Member, ...]) -> Plan:
-        problem = problem_for(prepared, _equal_numerics(replanner, usable), owner, note)
+        problem = _as_begun(replanner, problem_for(prepared, _equal_numerics(replanner, usable), owner, note))
         made = await in_background(lambda: planned(problem))
         driving.set()
         return made
@@ -129,6 +130,17 @@ async def first_deployment(
             note(f"looking at the pool again: {error.message}")
             await asyncio.sleep(PLAN_PAUSE_S)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _as_begun(replanner: Replanner, problem: Problem) -> Problem:
+    """Once steps are official, the number of replicas stays: the order of sums depends on it."""
+    adopted = replanner.journal.plan
+    if problem.replicas != "auto" or adopted is None or not replanner.journal.committed:
+        return problem
+    try:
+        return with_replicas(problem, msgspec.json.decode(adopted.plan, type=Plan).replicas)
+    except msgspec.DecodeError:
+        return problem  # of another version of this program
 
 
 def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:

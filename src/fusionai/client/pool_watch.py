@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import msgspec
 
 from fusionai.client.background import in_background
+from fusionai.client.near_links import near_links
 from fusionai.client.pool_session import Member
 from fusionai.client.replanning import RETRIED, PoolReplanner
 from fusionai.execution.deployment import Deployment
@@ -211,8 +212,9 @@ class PoolWatch:
         if not self._slow.due(self._step):
             return None
         plan, watch, step = self._plan(), self._slow, self._step
-        there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
-        problem = msgspec.structs.replace(self._replanner.problem, peers=there)
+        there = [one for one in self._replanner.usable(members) if self._replanner.is_back(one)]
+        peers = tuple(one.profile for one in there)
+        problem = msgspec.structs.replace(self._replanner.problem, peers=peers, links=near_links(there))
         better: Better | None = await in_background(lambda: better_plan(watch, plan, problem, step))
         self._slow = self._slow.asked(step)
         if better is None or not self._is_allowed(plan, better.plan):

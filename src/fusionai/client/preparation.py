@@ -22,6 +22,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
 from fusionai.capture.self_check import checkable, self_check
 from fusionai.capture.source import Architecture, CodeSource, ConfigSource, DirectorySource, HubSource, ModelSource
+from fusionai.client.near_links import near_links
 from fusionai.client.pool_session import Member
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TensorSource, TokenSource, open_source
@@ -191,8 +192,10 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         blocks=tuple(BlockCost(**{name: getattr(cost, name) for name in cost.__struct_fields__}) for cost in costs),
         peers=tuple(member.profile for member in members),
         owner=owner,
+        links=near_links(members),
         roles=(RolePlacement(role="feed"), RolePlacement(role="loss", place=recipe.placement.loss)),
         stages=recipe.placement.stages,
+        replicas=recipe.summed,
         microbatches=recipe.train.microbatches,
         microbatch_tokens=prepared.tokens_per_microbatch,
         optimizer_bytes_per_trainable_byte=state_bytes_ratio(recipe.optimizer),

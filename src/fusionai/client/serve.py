@@ -28,6 +28,7 @@ from fusionai.client.background import in_background
 from fusionai.client.beginning import first_deployment, nobody
 from fusionai.client.local_homes import local_home
 from fusionai.client.local_pool import LocalPeer, LocalPool
+from fusionai.client.near_links import near_links
 from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.replanning import PoolReplanner
@@ -304,7 +305,8 @@ async def _begin(
 ) -> Deployment:
     async def plan_with(usable: tuple[Member, ...]) -> Plan:
         profiles = tuple(member.profile for member in usable)
-        problem = msgspec.structs.replace(replanner.problem, peers=_equal(profiles) if is_local else profiles)
+        peers, links = (_equal(profiles), {}) if is_local else (profiles, near_links(usable))
+        problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)
         return await in_background(lambda: planned(problem))
 
     return await first_deployment(replanner, plan_with, pool_name=pool_name, note=lambda text: on_event(Noted(text)))

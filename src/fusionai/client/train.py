@@ -45,6 +45,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.scheduling.replicated import with_replicas
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.reader import latest, open_latest, sweep
@@ -221,6 +222,8 @@ async def _run(
             driving=driving,
             note=note,
         )
+        # Whatever plans follow, the order of sums stays.
+        replanner.problem = with_replicas(replanner.problem, deployment.plan.replicas)
         keep_recipe(recipe, directory)
         journal.start_incarnation()
         present = (*(member.profile for member in members or () if is_present(member)), owner)

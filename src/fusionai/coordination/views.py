@@ -16,7 +16,8 @@ from fusionai.coordination.membership import Member
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import JobList, JobView, MemberView, PoolView
 
-SHOWN: Final = ("idle", "active", "draining", "lost")
+THERE: Final = ("idle", "active", "draining")
+SHOWN: Final = (*THERE, "lost")
 SILENT: Final = "silent"
 """Shown for an idle member without a connection: its lease still runs, but it can be given nothing now."""
 RESTING: Final = "resting"

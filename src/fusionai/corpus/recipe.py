@@ -10,7 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -51,7 +51,8 @@ DEFAULT_MASK_FRACTION = 0.15
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A checked recipe. `path` is the file it came from; `directory` the absolute directory of the job's output.
-    `evaluation` is None when no part of the data is kept for it, `replicas` when the job is one pipeline."""
+    `evaluation` is None when no part of the data is kept for it, `replicas` when nothing trains apart; `summed`: so
+    many pipelines whose gradients are summed at every step."""
 
     path: str
     directory: str
@@ -63,6 +64,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     placement: Placement
     faults: Faults
     replicas: Replicas | None = None
+    summed: int | Literal["auto"] = 1
     output: Output
 
     @property
@@ -84,7 +86,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             f"({train.schedule}, {train.warmup_steps} warm-up steps), "
             f"{'no clipping' if train.clip_norm is None else f'clipping at {train.clip_norm:g}'}, {train.precision}, "
             f"{'' if train.compression == 'none' else f'{train.compression} between stages, '}"
-            f"{'' if self.replicas is None else f'{_replica_words(self.replicas)}, '}seed {self.job.seed}"
+            f"{'' if self.replicas is None else f'{_replica_words(self.replicas)}, '}"
+            f"{'' if self.summed == 1 else f'{_summed_words(self.summed)}, '}seed {self.job.seed}"
         )
 
 
@@ -124,6 +127,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
         placement=check.placement(tables.placement),
         faults=tables.faults,
         replicas=check.replicas(tables),
+        summed=check.summed(tables),
         output=tables.output,
     )
 
@@ -311,10 +315,27 @@ class _Checker:
             return None
         return tables.evaluation or Evaluation()
 
+    def summed(self, tables: RecipeTables) -> int | Literal["auto"]:
+        table = tables.replicas
+        if table is None or table.gradients == "local":
+            return 1
+        for key in ("every", "codec", "learning_rate", "momentum", "deadline_s"):
+            self.no_effect("replicas", key, getattr(table, key), 'with gradients = "summed"; it belongs to "local"')
+        if table.count != "auto" and tables.train.microbatches < table.count:
+            raise self.fail(
+                "replicas",
+                f"{table.count} replicas need a microbatch each in every step, [train] has microbatches = "
+                f"{tables.train.microbatches}.",
+                hint="Raise microbatches, or take fewer replicas.",
+            )
+        return table.count
+
     def replicas(self, tables: RecipeTables) -> Replicas | None:
-        replicas = tables.replicas
-        if replicas is None:
+        table = tables.replicas
+        if table is None or table.gradients == "summed":
             return None
+        written = {name: value for name in Replicas.__struct_fields__ if (value := getattr(table, name)) is not None}
+        replicas = Replicas(**written)
         if tables.job.steps % replicas.every:
             raise self.fail(
                 "replicas",
@@ -353,6 +374,11 @@ def _replica_words(replicas: Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
     number = "as many replicas as pay" if replicas.count == "auto" else f"{replicas.count} replicas"
     return f"{number} that exchange every {replicas.every} steps{packed}"
+
+
+def _summed_words(count: int | Literal["auto"]) -> str:
+    number = "as many replicas as pay" if count == "auto" else f"{count} replicas"
+    return f"{number}, gradients summed at every step"
 
 
 def _model_words(model: Model) -> str:

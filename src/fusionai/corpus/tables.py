@@ -237,12 +237,29 @@ class Faults(_Table, frozen=True, kw_only=True):
         return "tolerant" if self.takeover == "tolerant" else "exact"
 
 
+Count = Annotated[int, Meta(ge=2, le=MOST_REPLICAS)] | Literal["auto"]
+
+
+class ReplicasTable(_Table, frozen=True, kw_only=True):
+    """Several pipelines train one model. With `gradients = "local"` as `Replicas` says; with `"summed"` a step's
+    microbatches are dealt to them and all gradients summed at its end: one pipeline's training, bit for bit but for the
+    order in which the sums are made. The other keys are of local updates alone."""
+
+    count: Count
+    gradients: Literal["local", "summed"] = "local"
+    every: Positive | None = None
+    codec: Exchanged | None = None
+    learning_rate: PositiveFloat | None = None
+    momentum: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    deadline_s: PositiveFloat | None = None
+
+
 class Replicas(_Table, frozen=True, kw_only=True):
     """Several pipelines train one model, each on `train.batch_size` sequences of its own at a time, and agree every
     `every` steps (DiLoCo, arXiv 2311.08105). `codec`: how differences and agreements are packed; `learning_rate` and
     `momentum` are the outer step's. Nobody waits longer than `deadline_s` for the others."""
 
-    count: Annotated[int, Meta(ge=2, le=MOST_REPLICAS)] | Literal["auto"]
+    count: Count
     every: Positive = 50
     codec: Exchanged = "int4"
     learning_rate: PositiveFloat = 0.7
@@ -272,5 +289,5 @@ class RecipeTables(_Table, frozen=True, kw_only=True):
     evaluation: Evaluation | None = None
     placement: Placement = Placement()
     faults: Faults = Faults()
-    replicas: Replicas | None = None
+    replicas: ReplicasTable | None = None
     output: Output = Output()

@@ -170,8 +170,9 @@ class TrainingView:
     def _pool_line(self) -> str:
         peers = len({stage.peer for stage in self._plan.stages if "stage" in stage.roles})
         spares = len(self._plan.spares)
+        replicas = f"{self._plan.replicas} replicas of " if self._plan.replicas > 1 else ""
         return (
-            f"plan {self._plan.version}, {peers} {'peer' if peers == 1 else 'peers'}, "
+            f"plan {self._plan.version}, {replicas}{peers} {'peer' if peers == 1 else 'peers'}, "
             f"{spares} {'spare' if spares == 1 else 'spares'}, predicted {self._plan.tokens_per_s:,.0f} tokens/s"
         )
 
@@ -179,7 +180,8 @@ class TrainingView:
         """Peer, blocks, device, share, memory."""
         profile = self._pool.get(stage.peer)
         first, end = stage.blocks
-        blocks = f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}"
+        replica = f"replica {stage.replica}, " if self._plan.replicas > 1 else ""
+        blocks = replica + (f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}")
         roles = (
             "".join(f" + {role}" for role in stage.roles if role != "stage") if "stage" in stage.roles else " (loss)"
         )

@@ -42,13 +42,13 @@ _COLOURS: Final = """<style>svg { --ink:#1b1f24; --muted:#59636e; --line:#d8dee4
 def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> str:
     """An SVG file. Stages in pipeline order; the bar of what is slowest is red."""
     stages = plan.stages[:_MOST_STAGES]
-    links = crossings[: max(0, len(stages) - 1)]
+    links = [link for link in crossings if link.to_stage < len(stages)]
     with chart_style():
         figure = Figure(figsize=(_WIDTH_IN, 1.9 + _ROW_IN * len(stages)), layout="constrained")
         times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _times(times, stages, links)
         _memory(memory, stages)
-        times.set_yticks(range(len(stages)), [_label(stage, names) for stage in stages])
+        times.set_yticks(range(len(stages)), [_label(stage, names, plan.replicas) for stage in stages])
         times.set_ylim(len(stages) - 0.4, -0.6)
         figure.suptitle(_title(plan), x=0.01, ha="left", fontsize=12)
         figure.supxlabel("\n".join(_below(plan, len(stages), names)), x=0.01, ha="left", fontsize=9.5, color=MUTED)
@@ -67,9 +67,9 @@ def _times(axes: Axes, stages: Sequence[StagePlacement], links: Sequence[Crossin
     slowest_s = max([*(stage.compute_s for stage in stages), *(link.transfer_s for link in links), 1e-12])
     for row, stage in enumerate(stages):
         _bar(axes, row, stage.compute_s, slowest_s, FORWARD, _STAGE_HEIGHT, format_seconds(stage.compute_s))
-    for row, link in enumerate(links):
+    for link in links:
         label = f"{format_seconds(link.transfer_s)} + {format_seconds(link.latency_s)} latency"
-        _bar(axes, row + 0.5, link.transfer_s, slowest_s, SEND, _LINK_HEIGHT, label)
+        _bar(axes, link.from_stage + 0.5, link.transfer_s, slowest_s, SEND, _LINK_HEIGHT, label)
     axes.set_xlim(0, slowest_s * 1.45 * 1e3)
     axes.set_xlabel("milliseconds: computing (thick), sending on (thin)")
 
@@ -102,11 +102,12 @@ def _memory(axes: Axes, stages: Sequence[StagePlacement]) -> None:
     axes.tick_params(labelleft=False)
 
 
-def _label(stage: StagePlacement, names: Mapping[str, str]) -> str:
+def _label(stage: StagePlacement, names: Mapping[str, str], replicas: int) -> str:
     roles = [role for role in stage.roles if role != "stage"]
     first, last = stage.blocks[0], stage.blocks[1] - 1
     blocks = f"block {first}" if first == last else f"blocks {first}-{last}"
-    return f"{stage.stage}  {names.get(stage.peer, stage.peer)[:28]}\n{', '.join([blocks, *roles])}"
+    held = [f"replica {stage.replica}"] if replicas > 1 else []
+    return f"{stage.stage}  {names.get(stage.peer, stage.peer)[:28]}\n{', '.join([*held, blocks, *roles])}"
 
 
 def _title(plan: Plan) -> str:
@@ -120,6 +121,8 @@ def _title(plan: Plan) -> str:
 
 def _below(plan: Plan, shown: int, names: Mapping[str, str]) -> list[str]:
     lines = [f"Slowest: {plan.bottleneck}."]
+    if plan.replicas > 1:
+        lines.append(f"{plan.replicas} replicas sum their gradients in {format_seconds(plan.reduction_s)} of a step.")
     if shown < len(plan.stages):
         lines.append(f"{len(plan.stages) - shown} more stages are not drawn.")
     if plan.spares:

@@ -125,6 +125,7 @@ def _facts(data: ReportData) -> list[Fact]:
     peers = {stage.peer for stage in plan.stages if "stage" in stage.roles}
     facts = [
         Fact("active peers", str(len(peers))),
+        *([Fact("replicas", str(plan.replicas))] if plan.replicas > 1 else []),
         Fact("spares", str(len(plan.spares))),
         Fact("model", data.model),
         Fact("parameters", f"{format_count(data.model_params)} ({data.model_params:,})"),

@@ -1,10 +1,11 @@
 """Boundary tensors made small and large again: 8 bits to one a number. Decides the bits, not where codecs are used.
 
-`int8`: each 64 numbers of a row share a scale, their largest magnitude is level 127. The others turn each group first
-by a Hadamard matrix with fixed signs: what was one large number among small ones is spread over all (as QuIP#, arXiv
-2402.04396, does with weights), and every group looks as if drawn from a normal distribution. `int4` then has levels of
--7 to 7; `senary`, `int2`, `ternary` and `sign` have the six, four, three and two values that lose least of such a
-distribution.
+`int8`: each 64 numbers of a row share a scale, their largest magnitude is level 127. `topk` (FusionLLM, arXiv
+2410.12707, and many before) keeps the largest numbers of each group so, and forgets the others. The others turn each
+group first by a Hadamard matrix with fixed signs: what was one large number among small ones is spread over all (as
+QuIP#, arXiv 2402.04396, does with weights), and every group looks as if drawn from a normal distribution. `int4` then
+has levels of -7 to 7; `senary`, `int2`, `ternary` and `sign` have the six, four, three and two values that lose least
+of such a distribution.
 
 Rows of activations have most of their energy in common. Where few bits are left, they *follow* each other: what is
 packed is the difference from the mean of the rows before, as it comes back from packing, so that both sides know it
@@ -38,6 +39,7 @@ from fusionai.wire.codecs import (
     Packing,
     follows,
     group_of,
+    kept,
     level_bytes,
     packed_bytes,
     packs,
@@ -51,7 +53,7 @@ _NAN: Final = np.uint32(0x7FC0)
 _NOT_FINITE: Final = np.uint32(0x7F800000)
 _TINY: Final = np.uint32(0x03800000)
 """2**-120: the inverse of a smaller scale would be infinite. Such groups are zeros."""
-_MOST: Final[dict[Packing, int]] = {"int8": 127, "int4": 7}
+_MOST: Final[dict[Packing, int]] = {"int8": 127, "int4": 7, "topk": 127}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,18 @@ def joined(body: Mapping[str, HostTensor], packed: Sequence[PackedTensor]) -> di
                 f"expected {was.dtype}{list(was.shape)} as {was.codec} in {expected_bytes} bytes for {was.name!r}, got "
                 f"{data.dtype}{list(data.shape)}."
             )
+        if was.codec == "topk":
+            _check_places(was, data)
         carried[was.name] = Packed(was, data)
     return carried
+
+
+def _check_places(was: PackedTensor, data: HostTensor) -> None:
+    layout = _Layout.of(was.codec, was.shape)
+    levels, _ = layout.parts(np.frombuffer(data.data, np.uint8))
+    largest = int(levels[..., kept(layout.group) :].max())
+    if largest >= layout.group:
+        raise ExecutionError(f"expected places below {layout.group} in {was.name!r}, got {largest}.")
 
 
 # ------------------------------------------------------------------------------------------------------------- codecs
@@ -270,6 +282,12 @@ def _quantised(
             _to_levels(turned(groups, starts), _MOST[codec], signed, scales)
             nibbles = (signed + np.int8(8)).view(np.uint8)
             np.bitwise_or(nibbles[:, ::2], nibbles[:, 1::2] << np.uint8(4), out=levels)
+        case "topk":
+            chosen = _largest(groups)
+            some = chosen.shape[1]
+            signed = np.empty(chosen.shape, np.int8)
+            _to_levels(np.take_along_axis(groups, chosen, axis=1), _MOST[codec], signed, scales)
+            levels[:, :some], levels[:, some:] = signed.view(np.uint8), chosen.astype(np.uint8)
         case _:
             _digits(_to_few(turned(groups, starts), _FEW[codec], scales), codec, levels)
     return levels, scales
@@ -292,6 +310,15 @@ def _restored(
             signed[:, ::2] = (levels & np.uint8(15)).view(np.int8) - np.int8(8)
             signed[:, 1::2] = (levels >> np.uint8(4)).view(np.int8) - np.int8(8)
             return turned_back(_from_levels(signed, scale), starts)
+        case "topk":
+            some = levels.shape[1] // 2
+            places = levels[:, some:].astype(np.int64)
+            x = np.zeros((len(levels), group), np.float32)
+            x[~np.isfinite(scale)] = np.nan
+            np.put_along_axis(
+                x, places, _from_levels(np.ascontiguousarray(levels[:, :some]).view(np.int8), scale), axis=1
+            )
+            return x
         case _:
             return turned_back(np.ascontiguousarray(_from_digits(levels, codec, scale, group)), starts)
 
@@ -318,6 +345,14 @@ def _to_levels(x: Floats, most: int, levels: npt.NDArray[np.int8], scales: npt.N
                 levels[part] = np.clip(rounded, -most, most, out=rounded)
     if not finite.all():
         levels[~finite] = 0  # whatever not a number became
+
+
+def _largest(x: Floats) -> npt.NDArray[np.int64]:
+    """Places of the largest magnitudes of each group, the first of equals, in ascending order. What is not a number is
+    larger than all: it must not get lost."""
+    size = np.where(np.isnan(x), np.float32(np.inf), np.abs(x))
+    places = np.argsort(-size, axis=1, kind="stable")[:, : kept(x.shape[1])]
+    return np.sort(places, axis=1).astype(np.int64)
 
 
 def _from_levels(levels: npt.NDArray[np.int8], scales: Floats) -> Floats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fusionai.execution.arrivals import Arrivals
@@ -24,6 +25,14 @@ ByConsumer = dict[str, dict[int, Carried]]
 """Value -> consumer stage -> its gradient."""
 
 
+@dataclass(slots=True)
+class _Shared:
+    """One stage's shared gradients, as far as they have come."""
+
+    values: dict[str, HostTensor] = field(default_factory=dict[str, HostTensor])
+    parts: set[int] = field(default_factory=set[int])
+
+
 class Held:
     """`check` raises `ExecutionError` for what does not belong here; `keep` for what is too much."""
 
@@ -33,9 +42,9 @@ class Held:
         self._limit_bytes = limit_bytes
         self._inputs: defaultdict[tuple[Mode, int, int], dict[str, Carried]] = defaultdict(dict)
         self._gradients: defaultdict[tuple[int, int], ByConsumer] = defaultdict(lambda: defaultdict(dict))
-        self._partials: defaultdict[int, dict[int, Entries]] = defaultdict(dict)
+        self._partials: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
         """Step -> sender -> its part of the shared gradients."""
-        self._totals: defaultdict[int, dict[int, Entries]] = defaultdict(dict)
+        self._totals: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
         """Step -> home stage -> its sums."""
         self._agreed: dict[tuple[int, bool], dict[str, Carried]] = {}
         """(step, whether it moves) -> what was agreed on after it, as far as it has come."""
@@ -59,20 +68,27 @@ class Held:
             case wire.SharedGradient():
                 self._arrivals.shared(message, tensors)
 
-    def keep(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> None:
-        """What the machine wants: each at most once."""
-        self._admit(tensors)
+    def keep(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> bool:
+        """What the machine wants: each at most once. Whether all of it is there now."""
         match message:
             case wire.Forward():
+                self._admit(tensors)
                 self._inputs[message.mode, message.step, message.microbatch].update(tensors)
             case wire.Backward():
+                self._admit(tensors)
                 table = self._gradients[message.step, message.microbatch]
                 for value, gradient in tensors.items():
                     table[value][message.consumer] = gradient
-            case wire.SharedGradient(phase="partial"):
-                self._partials[message.step][message.sender] = list(unpack_all(tensors).items())
             case wire.SharedGradient():
-                self._totals[message.step][message.sender] = list(unpack_all(tensors).items())
+                table = self._partials if message.phase == "partial" else self._totals
+                known = table[message.step].setdefault(message.sender, _Shared())
+                # Who sends again after a fault sends the same once more, from the first part on.
+                self._freed({key: known.values.pop(key) for key in tensors.keys() & known.values.keys()})
+                self._admit(tensors)
+                known.values.update(unpack_all(tensors))
+                known.parts.add(message.part)
+                return len(known.parts) >= message.parts
+        return True
 
     def keep_agreed(self, step: int, moves: bool, values: Tensors) -> frozenset[str]:
         """Part of what was agreed on after `step`; of which parameters it has come by now. What comes again replaces
@@ -105,11 +121,9 @@ class Held:
         """(home, its sums); nothing where this stage's sums are the totals already."""
         return self._taken(self._totals, step)
 
-    def _taken(self, table: dict[int, dict[int, Entries]], step: int) -> list[tuple[int, Entries]]:
+    def _taken(self, table: dict[int, dict[int, _Shared]], step: int) -> list[tuple[int, Entries]]:
         taken = sorted(table.pop(step, {}).items())
-        for _, entries in taken:
-            self._freed(dict(entries))
-        return taken
+        return [(sender, list(self._freed(shared.values).items())) for sender, shared in taken]
 
     def _admit(self, tensors: Tensors) -> None:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -17,8 +17,8 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
 Sent = wire.Forward | wire.Backward | wire.SharedGradient
-_Key = tuple[int, int, int, int]
-"""(step, microbatch, what, receiver), in the order of sending again."""
+_Key = tuple[int, int, int, int, int]
+"""(step, microbatch, what, receiver, part), in the order of sending again."""
 AFTER_ALL_MICROBATCHES: Final = 2**62
 
 
@@ -34,7 +34,7 @@ class Retained:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(sorted({step for step, _, _, _ in self._sent}))
+        return tuple(sorted({step for step, *_ in self._sent}))
 
     def keep(self, message: Sent, tensors: Sequence[HostTensor]) -> None:
         self._sent[_key(message)] = (message, tuple(tensors))
@@ -47,7 +47,7 @@ class Retained:
     ) -> Iterator[tuple[int, Sent, tuple[HostTensor, ...]]]:
         """(receiver, message under `fence`, tensors) of steps `first` to `below` - 1."""
         for key in sorted(self._sent):
-            step, _, _, receiver = key
+            step, _, _, receiver, _ = key
             if first <= step < below and receiver in to:
                 message, tensors = self._sent[key]
                 yield receiver, msgspec.structs.replace(message, fence=fence), tensors
@@ -56,8 +56,9 @@ class Retained:
 def _key(message: Sent) -> _Key:
     match message:
         case wire.Forward():
-            return message.step, message.microbatch, 0, message.consumer
+            return message.step, message.microbatch, 0, message.consumer, 0
         case wire.Backward():
-            return message.step, message.microbatch, 1, message.producer
+            return message.step, message.microbatch, 1, message.producer, 0
         case wire.SharedGradient():
-            return message.step, AFTER_ALL_MICROBATCHES, 2 + (message.phase == "total"), message.receiver
+            what = 2 + (message.phase == "total")
+            return message.step, AFTER_ALL_MICROBATCHES, what, message.receiver, message.part

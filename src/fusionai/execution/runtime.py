@@ -194,8 +194,8 @@ class StageRuntime:
     ) -> None:
         carried = joined(tensors, () if isinstance(message, wire.SharedGradient) else message.packed)
         self.held.check(message, carried)
-        if self._machine.wants(event):
-            self.held.keep(message, carried)
+        if self._machine.wants(event) and not self.held.keep(message, carried):
+            return  # more of it comes
         self._handle(event)
 
     async def receive_state(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor]) -> None:

@@ -324,16 +324,20 @@ class Bench:
     def _send_shared(
         self, receiver: int, step: int, phase: Literal["partial", "total"], entries: Sequence[tuple[str, HostTensor]]
     ) -> None:
-        named = dict(entries)
-        message = wire.SharedGradient(
-            fence=self._stage.fence,
-            step=step,
-            sender=self._boundary.stage,
-            receiver=receiver,
-            phase=phase,
-            tensors=headers(named),
-        )
-        self._stage.send(receiver, message, tuple(named.values()))
+        pieces = list(chunks(entries)) or [[]]  # who has none says so
+        for part, piece in enumerate(pieces):
+            named = dict(piece)
+            message = wire.SharedGradient(
+                fence=self._stage.fence,
+                step=step,
+                sender=self._boundary.stage,
+                receiver=receiver,
+                phase=phase,
+                part=part,
+                parts=len(pieces),
+                tensors=headers(named),
+            )
+            self._stage.send(receiver, message, tuple(named.values()))
 
     async def _sum_shared(self, step: int) -> None:
         """At home: own sums plus the others' in stage order, then the totals to everybody who holds them."""

@@ -24,8 +24,9 @@ from fusionai.peer.candidates import candidates
 from fusionai.peer.door import Door
 from fusionai.peer.lending import Lending
 from fusionai.peer.measurement import measured_device
+from fusionai.peer.near import NearLinks
 from fusionai.peer.options import PeerOptions, PeerReady
-from fusionai.peer.profile import make_profile, measured_link
+from fusionai.peer.profile import make_profile, measured_links
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.storage.weight_store import WeightStore
@@ -65,8 +66,8 @@ async def run_peer(
         upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
     )
     transport = PeerTransport(membership.credentials, membership.broker_addresses, rates=rates)
-    link = await measured_link(transport, membership.broker_addresses, clock)
-    profile = make_profile(options, membership.peer, report, link)
+    links = await measured_links(transport, membership.broker_addresses, clock)
+    profile = make_profile(options, membership.peer, report, *links)
     host = Host(
         peer=membership.peer,
         backend=backend,
@@ -86,10 +87,12 @@ async def run_peer(
         )
 
     addresses = await candidates_now()
+    near = NearLinks(transport=transport, clock=clock, is_busy=lambda: bool(door.jobs))
     lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)
 
     def registered(answer: wire.Registered) -> None:
         announce(PeerReady(membership.peer, answer.pool, addresses, profile, measured_at_s))
+        near.look(answer.near)
 
     def entering(leave: Callable[[bool], None]) -> Registration:
         return Registration(
@@ -103,7 +106,7 @@ async def run_peer(
             on_leave=leave,
             on_lost=door.clear,
             on_meet=lambda notice, broker: transport.answer(notice, (broker.host, broker.port)),
-            links=lambda: transport.links,
+            links=lambda: near.among(transport.links),
             addresses_now=candidates_now,
             moved=lambda: transport.moved,
         )
@@ -112,6 +115,7 @@ async def run_peer(
         while await _lent(lending, stop, tell) and await _stay(door, entering, lending, stop, tell):
             pass
     finally:
+        await near.close()
         await door.close()
         await listener.close()
         await transport.close()

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 RESERVE_FRACTION: Final = 0.15
 """Kept for the machine's owner when no `--max-memory` is given."""
 LARGEST_PROBE_BYTES: Final = 4 * 2**20
+UNMEASURED: Final = Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
 
 
 def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None) -> int:
@@ -39,21 +40,26 @@ def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None) -> int:
     return limit_bytes
 
 
-async def measured_link(transport: Transport, brokers: Sequence[str], clock: Clock) -> Link:
-    """The access link as seen towards the broker; unmeasured links count as 1 Gbit/s and are said to be."""
+async def measured_links(transport: Transport, brokers: Sequence[str], clock: Clock) -> tuple[Link, Link]:
+    """The access link as seen towards the broker, up and down: many homes have far more of one than of the other.
+    Unmeasured links count as 1 Gbit/s and are said to be."""
     try:
         channel = await transport.dial(brokers, expect=None, stream="tensors")
         try:
-            link = await measure_link(channel, clock, largest_probe_bytes=LARGEST_PROBE_BYTES)
+            found = await measure_link(channel, clock, largest_probe_bytes=LARGEST_PROBE_BYTES, back=True)
         finally:
             await channel.close()
     except FusionError as error:  # a broker that goes away meanwhile is waited for when it comes to registering
         log.warning("the link to the broker could not be measured: %s", error)
-        return Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
-    return Link(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
+        return UNMEASURED, UNMEASURED
+    back = found.bandwidth_bytes_per_s if found.back_bytes_per_s is None else found.back_bytes_per_s
+    return (
+        Link(bandwidth_bytes_per_s=found.bandwidth_bytes_per_s, latency_s=found.latency_s),
+        Link(bandwidth_bytes_per_s=back, latency_s=found.latency_s),
+    )
 
 
-def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, link: Link) -> PeerProfile:
+def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, up: Link, down: Link) -> PeerProfile:
     return PeerProfile(
         peer=peer,
         name=options.name or socket.gethostname(),
@@ -67,8 +73,8 @@ def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, link:
         threads=report.threads,
         share=options.share,
         fingerprint=report.fingerprint,
-        uplink=_within(link, options.upload_limit_bytes_per_s),
-        downlink=_within(link, options.download_limit_bytes_per_s),
+        uplink=_within(up, options.upload_limit_bytes_per_s),
+        downlink=_within(down, options.download_limit_bytes_per_s),
     )
 
 

@@ -4,8 +4,8 @@ FUSION_HOME    where this machine keeps its key, pool membership and runs (defau
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
 TMPDIR         where large temporary files go (default: /var/tmp where there is one, else the system's)
 
-One variable of a library is set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from
-run to run.
+Variables of libraries are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run
+to run, and XLA_FLAGS, by which JAX computes on one thread.
 """
 
 from __future__ import annotations
@@ -39,6 +39,22 @@ def scratch_directory() -> Path:
 def fix_cublas_workspace() -> None:
     """Give cuBLAS a workspace of fixed size, unless the user chose one. Only counts before the process uses CUDA."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def limit_xla_threads(threads: int | None) -> int:
+    """How many threads JAX may use from now on, on a CPU: one, or as many as there are cores for this process; it knows
+    nothing between. Only counts before the process uses JAX."""
+    if threads == 1:
+        flags = os.environ.get("XLA_FLAGS", "")
+        alone = "--xla_cpu_multi_thread_eigen=false"
+        if alone not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {alone} intra_op_parallelism_threads=1".strip()
+        return 1
+    if threads is not None and hasattr(os, "sched_setaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, allowed[:threads])
+        return min(threads, len(allowed))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited() -> dict[str, str]:

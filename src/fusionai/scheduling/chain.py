@@ -34,7 +34,9 @@ class Chain:
         self.length = len(blocks)
         self.levers = levers_of_problem(problem) if levers is None else levers
         self._flops = _sums([b.forward_flops + (b.backward_flops if training else 0.0) for b in blocks])
-        self._state = _sums([b.parameter_bytes + (slots * b.trainable_bytes if training else 0.0) for b in blocks])
+        held = slots + problem.reduction_bytes_per_trainable_byte
+        self._state = _sums([b.parameter_bytes + (held * b.trainable_bytes if training else 0.0) for b in blocks])
+        self._trained = _sums([float(b.trainable_bytes) if training else 0.0 for b in blocks])
         self._saved = _sums([b.parameter_bytes + (slots - 1.0) * b.trainable_bytes for b in blocks])
         self._again = _sums([b.forward_flops if training else 0.0 for b in blocks])
         self._activations = [float(b.activation_bytes) if training else 0.0 for b in blocks]
@@ -72,13 +74,18 @@ class Chain:
         return self._saved[end] - self._saved[start]
 
     def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
-        """Parameters, their gradients and optimizer slots, the largest workspace, and the activations of the block
-        that is made again, if any is: there whatever is in flight. Slots in a file leave the pieces of an update."""
+        """Parameters, their gradients and optimizer slots, other replicas' gradients, the largest workspace, and the
+        activations of the block that is made again, if any is: there whatever is in flight. Slots in a file leave the
+        pieces of an update."""
         levers = levers or self.levers
         held = self._state[end] - self._state[start] + max(self._workspace[start:end])
         if levers.recompute:
             held += max(self._activations[start:end])
         return held - self.slot_bytes(start, end) + max(self._updates[start:end]) if levers.offload else held
+
+    def trained_bytes(self, start: int, end: int) -> float:
+        """Parameters that are trained, and as much again their gradients; 0 for no blocks."""
+        return self._trained[end] - self._trained[start] if start < end else 0.0
 
     def slot_bytes(self, start: int, end: int) -> float:
         """Optimizer state."""
@@ -97,9 +104,13 @@ class Chain:
         return self.blocks[start].block, self.blocks[end - 1].block + 1
 
 
-def codecs_of(plan: Plan) -> dict[int, Codec]:
-    """Last block of a stage -> how what crosses behind it is packed."""
-    return {stage.blocks[1] - 1: codec for stage, codec in zip(plan.stages, plan.codecs, strict=False)}
+def codecs_of(plan: Plan, replica: int = 0) -> dict[int, Codec]:
+    """Last block of a stage of `replica` -> how what crosses behind it is packed."""
+    return {
+        stage.blocks[1] - 1: codec
+        for stage, codec in zip(plan.stages, plan.codecs, strict=False)
+        if stage.replica == replica
+    }
 
 
 def check_blocks(blocks: tuple[BlockCost, ...]) -> None:

@@ -31,9 +31,11 @@ class Crossing:
 
 
 def crossings(plan: Plan, costs: StageCosts) -> tuple[Crossing, ...]:
-    """In pipeline order. Seconds are without latency."""
+    """In pipeline order; none between replicas. Seconds are without latency."""
     found: list[Crossing] = []
     for one, other in pairwise(plan.stages):
+        if one.replica != other.replica:
+            continue
         forward = costs.hop(one.peer, other.peer)
         forward_bytes = costs.forward_bytes(one)
         gradient_bytes = gradient_s = 0.0

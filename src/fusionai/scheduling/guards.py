@@ -161,7 +161,7 @@ class _Watch:
         def key(peer: str) -> tuple[bool, bool, int, float, float, str]:
             guarded = self.guarded_by[peer]
             return (
-                any(abs(other.stage - stage.stage) == 1 for other in guarded),
+                any(self.plan.is_next(stage, other) for other in guarded),
                 not self.costs.exact(stage, self.spares[peer]),
                 len(guarded),
                 self.costs.compute_s(stage, peer),

@@ -2,7 +2,7 @@
 
 Planned among the machines that the plan uses: with all others, of which there may be thousands, it may be more.
 
-Neighbours: `planner` plans with each, `cli.plan` shows it.
+Neighbours: `replicated` plans with each, `cli.plan` shows it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.scheduling import planner
+from fusionai.scheduling import replicated
 from fusionai.scheduling.types import Plan, Problem
 from fusionai.wire.codecs import FOR_PLANS, LADDER, Codec
 
@@ -30,7 +30,7 @@ class Lighter:
 
 def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
     """Smaller codecs than `problem` has, each worth its loss. `found`: the plan without them."""
-    if problem.task != "train" or problem.compression == "adaptive":
+    if problem.task != "train" or problem.compression not in LADDER:
         return ()
     compute_s = found.microbatches * max(stage.compute_s for stage in found.stages)
     if found.step_time_s < WORTH * compute_s:
@@ -46,7 +46,7 @@ def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
     worth: list[Lighter] = []
     best = found.tokens_per_s
     for codec in FOR_PLANS[LADDER.index(problem.compression) + 1 :]:
-        speed = planner.plan(msgspec.structs.replace(posed, compression=codec)).tokens_per_s
+        speed = replicated.plan(msgspec.structs.replace(posed, compression=codec)).tokens_per_s
         if speed >= WORTH * best:
             worth.append(Lighter(codec, speed))
             best = speed

@@ -6,9 +6,9 @@ heuristically (`annealing`) with a proven bound (`bound`); of very large ones on
 problem gives the same plan, in whatever order its peers are listed. One replica and one stage per peer: `many_holders`
 says what more of them would bring.
 
-Neighbours: `serving` plans for generation. `eligibility` (who may be used), `pipeline` (what a step costs), `alone`
-(one machine instead), `small_memory` (what stages do to fit), `placement` (the plan written out), `guards` (which spare
-guards which stage), `infeasible` (why there is none).
+Neighbours: `replicated` plans several replicas, `serving` for generation. `eligibility` (who may be used), `pipeline`
+(what a step costs), `alone` (one machine instead), `small_memory` (what stages do to fit), `placement` (the plan
+written out), `guards` (which spare guards which stage), `infeasible` (why there is none).
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def _check(problem: Problem) -> None:
     if problem.replicas != 1:
         raise PlanError(
             f"expected 1 replica, got {problem.replicas}.",
-            hint="A job runs one chain of stages; `fusion plan` says what several holders of each block would bring.",
+            hint="Several replicas of a training job are planned by `scheduling.replicated`.",
         )
     if problem.microbatches < 1 or problem.microbatch_tokens < 1:
         raise PlanError(

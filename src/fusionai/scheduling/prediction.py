@@ -1,7 +1,8 @@
 """How long a step takes with the stages exactly as they lie. Decides nothing; moves nothing.
 
 The formulas of `pipeline`, for a placement that is given instead of grown: stages keep their microbatches in flight,
-and a peer may hold several of them (then it works and sends for all).
+and a peer may hold several of them (then it works and sends for all). Replicas run beside each other, so a period takes
+one microbatch through each; what they have in common (the job owner's process and line) works for all of them.
 
 Neighbours: `takeover` and `straggling` compare placements with this; `pipeline` explains the terms.
 """
@@ -14,16 +15,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.reduction import reduction_s
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import StagePlacement
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`bottleneck` says what a faster pipeline would have to change first."""
+    """`bottleneck` says what a faster pipeline would have to change first. `reduction_s`: of `step_s`, what summing
+    the replicas' gradients takes."""
 
     step_s: float
     bottleneck: str
+    reduction_s: float = 0.0
 
 
 def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
@@ -37,6 +41,8 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
     for stage, seconds in zip(stages, compute, strict=True):
         busy[stage.peer] += seconds
     for index, (one, other) in enumerate(pairwise(stages)):
+        if one.replica != other.replica:
+            continue
         for sender, receiver, size in (
             (one.peer, other.peer, costs.forward_bytes(one)),
             (other.peer, one.peer, costs.gradient_bytes(other)),
@@ -51,13 +57,20 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
     causes += [(seconds, f"compute on {costs.name(peer)}") for peer, seconds in busy.items()]
     causes += [(seconds, f"uplink of {costs.name(peer)}") for peer, seconds in up.items()]
     causes += [(seconds, f"downlink of {costs.name(peer)}") for peer, seconds in down.items()]
-    transit_s = 0.0
+    microbatches = -(-costs.problem.microbatches // (1 + max(stage.replica for stage in stages)))
+    transit_s, longest_s = 0.0, 0.0
     for index in range(len(stages) - 1, -1, -1):
-        transit_s += compute[index] + hop_s[index]
         stage = stages[index]
-        if stage.in_flight < costs.problem.microbatches:
+        if index + 1 < len(stages) and stages[index + 1].replica != stage.replica:
+            transit_s = 0.0
+        transit_s += compute[index] + hop_s[index]
+        longest_s = max(longest_s, transit_s)
+        if stage.in_flight < microbatches:
             held = f"round trip of stage {stage.stage} with {stage.in_flight} microbatches in flight"
             causes.append((transit_s / stage.in_flight, held))
     period_s, cause = max(causes, key=lambda entry: entry[0])
-    step_s = (costs.problem.microbatches - 1) * period_s + transit_s + max(stage.offload_s for stage in stages)
-    return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)")
+    summing_s = reduction_s(stages, costs)
+    step_s = (microbatches - 1) * period_s + longest_s + summing_s + max(stage.offload_s for stage in stages)
+    if summing_s > step_s / 2:
+        return Prediction(step_s, f"summing gradients ({format_seconds(summing_s)} per step)", summing_s)
+    return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)", summing_s)

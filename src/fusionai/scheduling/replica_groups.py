@@ -119,10 +119,18 @@ def _dealt(peers: Sequence[PeerProfile], count: int, needed_bytes: float) -> lis
 
 
 def among(problem: Problem, peers: Sequence[PeerProfile]) -> Problem:
-    """The same problem with these peers alone."""
-    absent = {one.peer for one in problem.peers} - {one.peer for one in peers}
+    """The same problem with these peers alone; what is asked of others is asked of another group."""
+    there = {one.peer for one in peers}
+    absent = {one.peer for one in problem.peers} - there
     links = {pair: link for pair, link in problem.links.items() if absent.isdisjoint(pair.split(">"))}
-    return msgspec.structs.replace(problem, peers=tuple(peers), links=links, excluded=())
+    return msgspec.structs.replace(
+        problem,
+        peers=tuple(peers),
+        links=links,
+        excluded=(),
+        required=tuple(peer for peer in problem.required if peer in there),
+        pinned={block: peer for block, peer in problem.pinned.items() if peer in there},
+    )
 
 
 def _group(problem: Problem, peers: Iterable[PeerProfile]) -> Group:

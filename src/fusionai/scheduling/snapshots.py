@@ -27,6 +27,7 @@ from typing import Final
 import msgspec
 
 from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.reduction import reduced_bytes
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem, StagePlacement
 
@@ -64,7 +65,7 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
     pairs = [(stages[guard.stage], guard.peer) for guard in plan.guards]
     cheap, why_cheap = _least(plan, costs, pairs, EXTRA)
     possible, why_possible = _least(plan, costs, pairs, HASTY_EXTRA)
-    compute_s = max(plan.microbatches * costs.compute_s(stage, peer) for stage, peer in pairs)
+    compute_s = max(plan.microbatches_of(stage) * costs.compute_s(stage, peer) for stage, peer in pairs)
     brief = max(1, floor((REPLAY_S / compute_s + 1) / 2)) if compute_s > 0 else MOST_STEPS
     held, holder = _held(plan, costs)
     every = min(max(possible, min(brief, cheap)), MOST_STEPS, max(1, held))
@@ -94,7 +95,12 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
 
 def retained_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, every: int) -> float:
     """What `stage` keeps for its neighbours' replay: all it sent in the last 2K + 1 steps."""
-    return (2 * every + 1) * plan.microbatches * costs.sent_bytes(stage)
+    return (2 * every + 1) * _sent_bytes(plan, costs, stage)
+
+
+def _sent_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement) -> float:
+    """In a step, to neighbours and to other replicas."""
+    return plan.microbatches_of(stage) * costs.sent_bytes(stage) + reduced_bytes(plan, costs, stage)
 
 
 def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]], extra: float) -> tuple[int, str]:
@@ -134,9 +140,9 @@ def _beside_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, guard: s
         return 0.0
     sent = 0.0
     for other in plan.stages:
-        if abs(other.stage - stage.stage) == 1 and costs.hop(stage.peer, other.peer).shared:
+        if plan.is_next(stage, other) and costs.hop(stage.peer, other.peer).shared:
             sent += costs.forward_bytes(stage) if other.stage > stage.stage else costs.gradient_bytes(stage)
-    return plan.microbatches * sent
+    return plan.microbatches_of(stage) * sent
 
 
 def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
@@ -145,7 +151,7 @@ def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
     sent: defaultdict[str, float] = defaultdict(float)
     for stage in plan.stages:
         free[stage.peer] = free.get(stage.peer, costs.memory_bytes(stage)) - stage.memory_bytes
-        sent[stage.peer] += plan.microbatches * costs.sent_bytes(stage)
+        sent[stage.peer] += _sent_bytes(plan, costs, stage)
     least, holder = MOST_STEPS, ""
     for peer, room in free.items():
         if sent[peer] > 0 and floor((room / sent[peer] - 1) / 2) < least:

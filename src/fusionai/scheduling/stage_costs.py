@@ -30,6 +30,9 @@ class StageCosts:
         everyone = [*([] if problem.owner is None else [problem.owner]), *problem.peers]
         self.profiles = {profile.peer: profile for profile in everyone}
         self._chain = Chain(problem, problem.blocks, None if plan is None else codecs_of(plan))
+        """Of everything that is the same in all replicas, and of the first one's codecs."""
+        others = range(0) if plan is None or not plan.codecs else range(1, plan.replicas)
+        self._packed = {replica: self._chain.with_codecs(codecs_of(plan, replica)) for replica in others if plan}
         self._first = problem.blocks[0].block
 
     def state_bytes(self, stage: StagePlacement) -> int:
@@ -39,16 +42,21 @@ class StageCosts:
     def forward_bytes(self, stage: StagePlacement) -> float:
         """Sent downstream per microbatch."""
         _, end = self._positions(stage)
-        return 0.0 if end == self._chain.length else self._chain.forward_bytes[end]
+        return 0.0 if end == self._chain.length else self._chain_of(stage).forward_bytes[end]
 
     def gradient_bytes(self, stage: StagePlacement) -> float:
         """Sent upstream per microbatch."""
         start, _ = self._positions(stage)
-        return self._chain.gradient_bytes[start]
+        return self._chain_of(stage).gradient_bytes[start]
 
     def sent_bytes(self, stage: StagePlacement) -> float:
         """Both directions, per microbatch: what is retained for a neighbour's replay."""
         return self.forward_bytes(stage) + self.gradient_bytes(stage)
+
+    def shared_bytes(self, one: StagePlacement, other: StagePlacement) -> float:
+        """Gradients of what both train: of a stage's own, with itself."""
+        (start, end), (others_start, others_end) = self._positions(one), self._positions(other)
+        return self._chain.trained_bytes(max(start, others_start), min(end, others_end))
 
     def compute_s(self, stage: StagePlacement, peer: str) -> float:
         """Forward and backward of one microbatch on `peer`; in serving a pass of one position."""
@@ -64,7 +72,7 @@ class StageCosts:
     def held_bytes(self, stage: StagePlacement, levers: Levers) -> int:
         """Of the stage if it worked with `levers`, with its microbatches in flight."""
         start, end = self._positions(stage)
-        flight_bytes = self._chain.in_flight_bytes(start, end, levers)
+        flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, levers)
         return round(self._chain.resident_bytes(start, end, levers) + stage.in_flight * flight_bytes)
 
     def with_levers(self, stage: StagePlacement, levers: Levers) -> StagePlacement:
@@ -80,7 +88,7 @@ class StageCosts:
             kept,
             compute_s=self.compute_s(kept, stage.peer),
             memory_bytes=held_bytes,
-            in_flight_bytes=round(self._chain.in_flight_bytes(start, end, levers)),
+            in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, levers)),
             recompute_s=self.recompute_s(kept, stage.peer),
             recompute_saves_bytes=saved["recompute"],
             offload_s=2 * self._chain.slot_bytes(start, end) / DISK_BYTES_PER_S if levers.offload else 0.0,
@@ -149,6 +157,9 @@ class StageCosts:
         """For people: the peer's name, or its id."""
         profile = self.profiles.get(peer)
         return peer if profile is None or not profile.name else profile.name
+
+    def _chain_of(self, stage: StagePlacement) -> Chain:
+        return self._packed.get(stage.replica, self._chain)
 
     def _positions(self, stage: StagePlacement) -> tuple[int, int]:
         return stage.blocks[0] - self._first, stage.blocks[1] - self._first

@@ -25,8 +25,8 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds
-from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.prediction import predict
+from fusionai.scheduling.replicated import plan as planned
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
@@ -90,7 +90,7 @@ def observed(watch: Straggling, plan: Plan, busy_s: Mapping[int, float]) -> Stra
     counted = [stage for stage in plan.stages if _counts(stage) and busy_s.get(stage.stage, 0.0) > 0]
     if len(counted) < 2:
         return watch
-    ratios = {stage.stage: busy_s[stage.stage] / (plan.microbatches * stage.compute_s) for stage in counted}
+    ratios = {stage.stage: busy_s[stage.stage] / (plan.microbatches_of(stage) * stage.compute_s) for stage in counted}
     common = median_low(ratios.values())
     longest_s = max(busy_s[stage] for stage in ratios)
     slowdowns = dict(watch.slowdowns)

@@ -251,7 +251,8 @@ class _Placing:
 
     def _least_bytes(self, stage: StagePlacement) -> int:
         """With as few microbatches in flight as keep the pipeline fed: one for each stage from this one on."""
-        fewest = min(stage.in_flight, self.plan.microbatches, len(self.plan.stages) - stage.stage)
+        after = sum(one.replica == stage.replica and one.stage >= stage.stage for one in self.plan.stages)
+        fewest = min(stage.in_flight, self.plan.microbatches_of(stage), after)
         return stage.memory_bytes - (stage.in_flight - fewest) * stage.in_flight_bytes + self._base_bytes(stage)
 
 
@@ -271,6 +272,7 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
         step_time_s=prediction.step_s,
         tokens_per_s=speed,
         bottleneck=prediction.bottleneck,
+        reduction_s=prediction.reduction_s,
         certificate=Certificate(
             method="lost stages taken over, the others kept; bound of the plan before",
             exact=False,

@@ -126,7 +126,11 @@ class Problem(_Data, frozen=True, kw_only=True):
     """AdamW in float32 keeps two float32 slots per parameter."""
     links: dict[str, Link] = {}
     """Exceptions to the access-link model: `"<from>><to>"` -> link."""
-    replicas: int = 1
+    replicas: int | Literal["auto"] = 1
+    """Training: so many chains of stages, each with a share of every step's microbatches, whose gradients are summed
+    at the step's end."""
+    reduction_bytes_per_trainable_byte: float = 0.0
+    """What a stage holds of other replicas' gradients while they are summed."""
     excluded: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     pinned: dict[int, str] = {}
@@ -153,6 +157,7 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     blocks: tuple[int, int]
     roles: tuple[Literal["feed", "loss", "stage"], ...] = ("stage",)
     replica: int = 0
+    """Stages of one replica follow each other; microbatch m crosses those of replica m mod replicas."""
     in_flight: int = 1
     compute_s: float = 0.0
     """Predicted forward + backward of one microbatch."""
@@ -225,7 +230,8 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
 class Plan(_Data, frozen=True, kw_only=True):
     """Partition + placement + schedule. Immutable; `version` 0 until the broker mints one.
 
-    `stages` in pipeline order; a stage of the job owner (the loss, by default) is the last, with its peer id.
+    `stages` in pipeline order; a stage of the job owner (the loss, by default) is the last, with its peer id. Where
+    there are several replicas: one chain after the other, numbered on.
     """
 
     version: int = 0
@@ -245,10 +251,26 @@ class Plan(_Data, frozen=True, kw_only=True):
     tokens_per_s: float
     single_peer_tokens_per_s: float | None = None
     bottleneck: str = ""
+    reduction_s: float = 0.0
+    """Of a step, what summing the replicas' gradients takes."""
     codecs: tuple[Codec, ...] = ()
-    """Training: how what crosses behind each stage but the last is packed; empty: nowhere."""
+    """Training: how what crosses behind each stage but the last is packed; empty: nowhere. Nothing crosses behind the
+    last stage of a replica, where `none` stands."""
     excluded: tuple[Excluded, ...] = ()
     warnings: tuple[str, ...] = ()
     certificate: Certificate
     serving: ServingSizes | None = None
     """Serving: a step is one token of one session; `tokens_per_s` is what one session gets."""
+
+    @property
+    def replicas(self) -> int:
+        """Training: chains of stages, each with a share of every step's microbatches."""
+        return 1 + max((stage.replica for stage in self.stages), default=0)
+
+    def microbatches_of(self, stage: StagePlacement) -> int:
+        """Training: of a step, those that cross this stage."""
+        return len(range(stage.replica, self.microbatches, self.replicas))
+
+    def is_next(self, one: StagePlacement, other: StagePlacement) -> bool:
+        """Whether what `one` makes goes to `other` or the other way round: neighbours in one chain."""
+        return one.replica == other.replica and abs(one.stage - other.stage) == 1

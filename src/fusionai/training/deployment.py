@@ -132,7 +132,7 @@ def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions
     return msgspec.structs.replace(
         options,
         in_flight=placement.in_flight,
-        weight_lag=_weight_lag(placement, options.microbatches),
+        weight_lag=_weight_lag(placement, plan.microbatches_of(placement)),
         recompute=placement.recompute,
         offload=placement.offload,
         codecs=plan.codecs,

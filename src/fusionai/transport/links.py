@@ -1,75 +1,128 @@
 """Measures a link between two machines: round trip and bandwidth. Decides how much to send to be sure enough.
 
 The asking side sends pings, then probes that double in size until one takes long enough to be timed well, so that a
-slow link is not blocked for minutes and a fast one is not judged by its first packets.
+slow link is not blocked for minutes and a fast one is not judged by its first packets. The first probe only opens the
+sender's congestion window, which over a long way takes several round trips: 256 KiB at 20 Mbit/s and 40 ms look like 10
+Mbit/s. Only on a link so slow that this is lost in the transfer it is all that is sent.
 Neighbours: any side of a channel may `answer_probe`; the planner takes bandwidth and latency from the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import WireError
-from fusionai.primitives.tensors import host_tensor
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire.frame import describe
-from fusionai.wire.messages import Message, Ping, Pong, Probe
+from fusionai.wire.messages import MAX_BACK_BYTES, Message, Ping, Pong, Probe, TensorHeader
 
 FIRST_PROBE_BYTES: Final = 256 * 2**10
+SLOW: Final = 4
+"""So many times longer than a probe must take: the first one will do."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """`latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from us to the other side."""
+    """`latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from us to the other side,
+    `back_bytes_per_s` the other direction, where it was asked for."""
 
     round_trip_s: float
     latency_s: float
     bandwidth_bytes_per_s: float
     probed_bytes: int
+    back_bytes_per_s: float | None = None
 
 
 async def measure_link(
-    channel: Channel, clock: Clock, *, pings: int = 8, largest_probe_bytes: int = 32 * 2**20, enough_s: float = 0.25
+    channel: Channel,
+    clock: Clock,
+    *,
+    pings: int = 8,
+    largest_probe_bytes: int = 32 * 2**20,
+    enough_s: float = 0.25,
+    back: bool = False,
 ) -> LinkMeasurement:
     """Over a channel nobody else uses meanwhile, whose other side calls `answer_probe`.
 
     Raises `ChannelClosed` when the link breaks, `WireError` when the other side answers something else.
     """
-    round_trips_s = [
-        await _ask(channel, clock, Ping(sequence=number, sent_at_s=clock.now_s()), b"") for number in range(pings)
-    ]
-    round_trip_s = min(round_trips_s)
-    size, sequence = min(FIRST_PROBE_BYTES, largest_probe_bytes), pings
+    asking = _Asking(channel, clock)
+    round_trip_s = min([await asking.pinged() for _ in range(pings)])
+    there = await _bandwidth(asking.sent, round_trip_s, largest_probe_bytes, enough_s)
+    if not back:
+        return LinkMeasurement(round_trip_s, round_trip_s / 2, *there)
+    returned, _ = await _bandwidth(asking.fetched, round_trip_s, min(largest_probe_bytes, MAX_BACK_BYTES), enough_s)
+    return LinkMeasurement(round_trip_s, round_trip_s / 2, *there, back_bytes_per_s=returned)
+
+
+async def _bandwidth(
+    carried: Callable[[int], Awaitable[float]], round_trip_s: float, largest_bytes: int, enough_s: float
+) -> tuple[float, int]:
+    """Bytes per second, and the probe that said so."""
+    size, is_open = min(FIRST_PROBE_BYTES, largest_bytes), False
     while True:
-        payload = bytes(size)
-        header = describe("probe", host_tensor("uint8", (size,), payload))
-        probe = Probe(sequence=sequence, sent_at_s=clock.now_s(), tensors=(header,))
-        took_s = await _ask(channel, clock, probe, payload)
-        if took_s >= enough_s or size >= largest_probe_bytes:
+        took_s = await carried(size)
+        is_long = took_s >= enough_s
+        if (is_long and (is_open or took_s >= SLOW * enough_s)) or size >= largest_bytes:
             # The answer's way back is no part of the transfer, but never let noise make it vanish.
-            transfer_s = max(took_s - round_trip_s, took_s / 10, 1e-9)
-            return LinkMeasurement(round_trip_s, round_trip_s / 2, size / transfer_s, size)
-        size, sequence = min(size * 2, largest_probe_bytes), sequence + 1
+            return size / max(took_s - round_trip_s, took_s / 10, 1e-9), size
+        size, is_open = size if is_long else min(size * 2, largest_bytes), True
 
 
 async def answer_probe(channel: Channel, envelope: Envelope) -> bool:
     """Answer a `Ping` or `Probe`; False, and nothing done, for any other message."""
     match envelope.message:
-        case Ping(sequence=sequence, sent_at_s=sent_at_s) | Probe(sequence=sequence, sent_at_s=sent_at_s):
+        case Ping(sequence=sequence, sent_at_s=sent_at_s):
             await channel.send(Pong(sequence=sequence, sent_at_s=sent_at_s))
-            return True
+        case Probe(sequence=sequence, sent_at_s=sent_at_s, back_bytes=size):
+            named = _payload(size)
+            await channel.send(Pong(sequence=sequence, sent_at_s=sent_at_s, tensors=_described(named)), named)
         case _:
             return False
+    return True
 
 
-async def _ask(channel: Channel, clock: Clock, message: Ping | Probe, payload: bytes) -> float:
-    """Seconds from sending to the answer."""
-    started_s = clock.now_s()
-    tensors = (host_tensor("uint8", (len(payload),), payload),) if isinstance(message, Probe) else ()
-    await channel.send(message, tensors)
-    answer: Message = (await channel.receive()).message
-    if not isinstance(answer, Pong) or answer.sequence != message.sequence:
-        raise WireError(f"expected pong {message.sequence}, got {answer.__struct_config__.tag}.")
-    return clock.now_s() - started_s
+class _Asking:
+    """One side of the conversation; each question is timed."""
+
+    def __init__(self, channel: Channel, clock: Clock) -> None:
+        self._channel = channel
+        self._clock = clock
+        self._sequence = 0
+
+    async def pinged(self) -> float:
+        return await self._ask(Ping(sequence=self._sequence, sent_at_s=self._clock.now_s()), (), 0)
+
+    async def sent(self, size: int) -> float:
+        named = _payload(size)
+        probe = Probe(sequence=self._sequence, sent_at_s=self._clock.now_s(), tensors=_described(named))
+        return await self._ask(probe, named, 0)
+
+    async def fetched(self, size: int) -> float:
+        return await self._ask(Probe(sequence=self._sequence, sent_at_s=self._clock.now_s(), back_bytes=size), (), size)
+
+    async def _ask(self, message: Ping | Probe, tensors: tuple[HostTensor, ...], back_bytes: int) -> float:
+        """Seconds from sending to the answer."""
+        self._sequence += 1
+        started_s = self._clock.now_s()
+        await self._channel.send(message, tensors)
+        envelope = await self._channel.receive()
+        answer: Message = envelope.message
+        if not isinstance(answer, Pong) or answer.sequence != message.sequence:
+            raise WireError(f"expected pong {message.sequence}, got {answer.__struct_config__.tag}.")
+        came = sum(tensor.nbytes for tensor in envelope.tensors.values())
+        if came != back_bytes:
+            raise WireError(f"expected {back_bytes} bytes with pong {message.sequence}, got {came}.")
+        return self._clock.now_s() - started_s
+
+
+def _payload(size: int) -> tuple[HostTensor, ...]:
+    return (host_tensor("uint8", (size,), bytes(size)),) if size else ()
+
+
+def _described(tensors: tuple[HostTensor, ...]) -> tuple[TensorHeader, ...]:
+    return tuple(describe("probe", tensor) for tensor in tensors)

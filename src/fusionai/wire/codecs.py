@@ -13,17 +13,19 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign"]
-"""Of one tensor: 8, 4 or 2 bits a number; one of three or of six values; its sign alone."""
+Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign", "topk"]
+"""Of one tensor: 8, 4 or 2 bits a number; one of three or of six values; its sign alone; the largest eighth, in 8 bits
+each, and where they stood."""
 Exchanged = Literal["none", "int8", "int4", "int2", "ternary"]
 """What local updates may send parameters in."""
-Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary"]
+Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk"]
 """Of what crosses between two stages. `uneven`: activations are senary and gradients signs, for what is lost of
-gradients cancels out where they are summed over rows, and what is lost of activations does not."""
-Compression = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "adaptive"]
+gradients cancels out where they are summed over rows, and what is lost of activations does not. `topk` is what others
+do, for comparison."""
+Compression = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "adaptive"]
 """What a job asks for; `adaptive`: its plan chooses for each link."""
 LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "uneven", "int2", "ternary")
-"""From exact to what loses most."""
+"""From exact to what loses most, of those that lose least at their size."""
 FOR_PLANS: Final = LADDER[: LADDER.index("int4") + 1]
 """What a plan may choose or recommend. What more costs in loss was not measured well enough."""
 SCALE_BYTES: Final = 2
@@ -35,11 +37,14 @@ GROUPS: Final[dict[Packing, tuple[int, ...]]] = {
     "ternary": (256, 128, 64, 32),
     "senary": (256, 128, 64, 32),
     "sign": (256, 128, 64, 32),
+    "topk": (256, 128, 64, 32),
 }
 """Numbers that share a scale: what makes the rows of a tensor smallest, for no group reaches into the next row (a row
 is a token's, and none may know of those behind it). The last group of a row is filled up with zeros."""
 PER_BYTE: Final[dict[Packing, int]] = {"int2": 4, "ternary": 5, "senary": 3, "sign": 8}
 """Levels in a byte, as digits: the last byte of a group may have fewer."""
+KEPT_PART: Final = 31 / 256
+"""Of a group, by `topk`: a level and a place each, so that with its scale 256 numbers take 64 bytes."""
 FEWEST: Final = 256
 """Smaller tensors travel as they are."""
 
@@ -74,7 +79,7 @@ def packs(codec: Packing, dtype: str, shape: tuple[int, ...]) -> bool:
 
 def follows(codec: Packing, shape: tuple[int, ...]) -> bool:
     """Whether activations of this shape are packed following: where few bits are left for what rows differ in."""
-    return codec not in ("none", "int8") and len(shape) > 1 and shape[-2] > 1
+    return codec not in ("none", "int8", "topk") and len(shape) > 1 and shape[-2] > 1
 
 
 def group_of(codec: Packing, width: int) -> int:
@@ -83,14 +88,21 @@ def group_of(codec: Packing, width: int) -> int:
 
 
 def level_bytes(codec: Packing, group: int) -> int:
-    """Of a group's levels: of `ternary` five in a byte, of `senary` three."""
+    """Of a group's levels: of `ternary` five in a byte, of `senary` three; of `topk` with their places."""
     match codec:
         case "int8":
             return group
         case "int4":
             return group // 2
+        case "topk":
+            return 2 * kept(group)
         case _:
             return -(-group // PER_BYTE[codec])
+
+
+def kept(group: int) -> int:
+    """Numbers that `topk` keeps of a group."""
+    return int(group * KEPT_PART)
 
 
 def packed_bytes(codec: Packing, shape: tuple[int, ...]) -> int:

@@ -20,7 +20,9 @@ Way = Literal["lan", "direct", "quic", "relay"]
 relay that sees ciphertext."""
 
 MAX_LINKS: Final = 256
-"""Of one peer, in a report for people: more are left out."""
+"""Of one peer, in a report: more are left out."""
+MAX_NEAR: Final = 16
+"""More peers are not named."""
 
 
 class Meet(WireMessage, frozen=True, kw_only=True, tag="meet"):
@@ -73,16 +75,25 @@ class Observed(WireMessage, frozen=True, kw_only=True, tag="observed"):
 
 
 class LinkView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A link that a peer has now: to whom and which way."""
+    """A link that a peer has now or has probed: to whom and which way."""
 
     peer: Peer
     way: Way
     """Which way it goes: within one network, straight, through routers by UDP, or over a relay."""
     channels: Count
-    """Connections of which it consists."""
+    """Connections of which it consists; 0: it was only probed."""
     round_trip_s: Seconds
     """Of the network, as measured between the two ends; 0: not measured."""
     bandwidth_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     """The most that was delivered so far, which is the least the link can; 0: not measured."""
     loss: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Part of the packets that had to be sent again."""
+    probed_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    """What a probe of the idle link found, within one network; 0: not probed."""
+
+
+class Near(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Another peer that the broker sees at the same address: perhaps in the same home."""
+
+    peer: Peer
+    addresses: Addresses

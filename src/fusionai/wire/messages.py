@@ -38,7 +38,18 @@ from fusionai.wire.base import (
     WireMessage,
 )
 from fusionai.wire.codecs import Codec, Exchanged, PackedTensor
-from fusionai.wire.meeting import MAX_LINKS, Introduced, LinkView, Meet, MeetNotice, Observe, Observed, Way
+from fusionai.wire.meeting import (
+    MAX_LINKS,
+    MAX_NEAR,
+    Introduced,
+    LinkView,
+    Meet,
+    MeetNotice,
+    Near,
+    Observe,
+    Observed,
+    Way,
+)
 from fusionai.wire.serving import (
     CacheFormat,
     Digest,
@@ -61,13 +72,17 @@ from fusionai.wire.serving import (
     WeightSpec,
 )
 
+MAX_BACK_BYTES: Final = 4 * 2**20
+"""That a member may have sent to it for a measurement."""
 HANDED_ON: Final = (
     REFUSAL_SENTENCES,
     Address,
     CacheFormat,
     Digest,
     Hop,
+    MAX_NEAR,
     LinkView,
+    Near,
     Segment,
     ServeOptions,
     WeightFormat,
@@ -142,6 +157,8 @@ class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
     lease_s: Seconds
     heartbeat_s: Seconds
     pool: Name
+    near: Annotated[tuple[Near, ...], Meta(max_length=MAX_NEAR)] = ()
+    """Others whose connections come from where this one's does."""
 
 
 class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
@@ -150,7 +167,7 @@ class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
     boot: Count
     jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
     links: Annotated[tuple[LinkView, ...], Meta(max_length=MAX_LINKS)] = ()
-    """Its links to other members as they are now, for people."""
+    """Its links to other members as they are now, for people, and those it probed, for planners."""
 
 
 class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
@@ -553,13 +570,16 @@ class Output(WireMessage, frozen=True, kw_only=True, tag="output"):
 
 
 class SharedGradient(WireMessage, frozen=True, kw_only=True, tag="shared_gradient"):
-    """Gradient of parameters that two stages hold (tied weights): `partial` to the home stage, `total` back."""
+    """Gradients of parameters that several stages hold (tied weights, replicas): `partial` to the home stage, `total`
+    back, in `parts` messages one after the other."""
 
     fence: Fence
     step: Count
     sender: Count
     receiver: Count
     phase: Literal["partial", "total"]
+    part: Count = 0
+    parts: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
@@ -668,10 +688,11 @@ class Ping(WireMessage, frozen=True, kw_only=True, tag="ping"):
 
 
 class Pong(WireMessage, frozen=True, kw_only=True, tag="pong"):
-    """Answer to `Ping` and to `Probe`, with its numbers."""
+    """Answer to `Ping` and to `Probe`, with its numbers, and with as many bytes as the probe asked for."""
 
     sequence: Count
     sent_at_s: Seconds
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
 
 
 class Probe(WireMessage, frozen=True, kw_only=True, tag="probe"):
@@ -679,6 +700,8 @@ class Probe(WireMessage, frozen=True, kw_only=True, tag="probe"):
 
     sequence: Count
     sent_at_s: Seconds
+    back_bytes: Annotated[int, Meta(ge=0, le=MAX_BACK_BYTES)] = 0
+    """So many are to come back, to measure the other direction."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
 
 

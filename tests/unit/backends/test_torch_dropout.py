@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
 from fusionai.backends.torch import dropout as module
-from fusionai.backends.torch.dropout import DropoutKey, dropout, scaled_mask
+from fusionai.backends.torch.dropout import dropout, scaled_mask
 from fusionai.wire.messages import OptimizerSpec
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
-from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.recomputation import segments

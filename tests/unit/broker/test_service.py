@@ -22,7 +22,7 @@ from fusionai.primitives.tensors import host_tensor
 from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import Authority, load_authority, verify_certificate
 from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.interface import Channel
+from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.invitation import parse_invitation
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.tickets import verify_ticket
@@ -281,6 +281,32 @@ def test_a_member_registers_beats_and_is_seen(play):
         assert [(m.peer, m.state, m.addresses) for m in view.members] == [(A, "idle", ("tcp://10.0.0.2:1",))]
         assert msgspec.msgpack.decode(view.members[0].profile, type=PeerProfile).peer == A
         assert bench.on_disk().members[A].phase == "idle"
+
+    play(scene)
+
+
+def test_who_comes_from_the_same_address_is_named_to_who_registers(play):
+    async def scene(bench: Bench) -> None:
+        for number in (2, 3, 4, 5):
+            await bench.member(number)
+        home, elsewhere = "203.0.113.7", "198.51.100.3"
+
+        def near(number: int, host: str) -> list[str]:
+            peer = peer_of(key_of(number))
+            remote = Remote(peer, "member", host, 5000 + number)
+            answer = bench.service.receive(remote, 50 + number, registration(peer)).answer
+            assert isinstance(answer, Registered)
+            assert all(one.addresses == ("tcp://10.0.0.2:1",) for one in answer.near)
+            return [one.peer for one in answer.near]
+
+        assert near(2, home) == []
+        assert near(3, home) == [A]
+        assert near(4, elsewhere) == []
+        assert near(2, home) == [B], "not oneself"
+        assert near(3, elsewhere) == [C], "who moved has other neighbours"
+        assert near(2, home) == []
+        assert near(5, "127.0.0.1") == []
+        assert near(4, "127.0.0.1") == [], "who comes over loopback is on this machine"
 
     play(scene)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.attention import attention as backend_attention
-from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.capture.attention import MaskRule, attention, mask_rule
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.check import check

@@ -48,7 +48,7 @@ MODEL = {
     "vocab_size": 128,
     "max_position_embeddings": 64,
 }
-KEYS = {"peer", "blocks", "roles", "compute_s", "send_s", "memory_bytes", "memory_limit_bytes"}
+KEYS = {"peer", "replica", "blocks", "roles", "compute_s", "send_s", "memory_bytes", "memory_limit_bytes"}
 
 
 @pytest.fixture(scope="module")

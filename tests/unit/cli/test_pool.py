@@ -49,5 +49,5 @@ def test_each_link_counts_by_its_best_way():
     view = member(links=links)
     assert "1 lan, 1 relay" in pool._row(view, PROFILE)
     ways = pool._figures(view, PROFILE)["links"]
-    unknown = {"round_trip_s": None, "bandwidth_bytes_per_s": None, "loss": 0.0}
+    unknown = {"round_trip_s": None, "bandwidth_bytes_per_s": None, "probed_bytes_per_s": None, "loss": 0.0}
     assert ways == [{"peer": link.peer, "way": link.way, "channels": link.channels, **unknown} for link in links]

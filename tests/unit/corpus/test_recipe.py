@@ -101,6 +101,20 @@ def test_replicas() -> None:
     assert "as many replicas as pay that exchange every 10 steps in int4" in free.describe()
 
 
+def test_replicas_whose_gradients_are_summed() -> None:
+    assert recipe_from_table(changed(), FILE).summed == 1
+    recipe = recipe_from_table(changed(replicas={"count": 2, "gradients": "summed"}), FILE)
+    assert (recipe.summed, recipe.replicas) == (2, None)
+    assert not recipe.optimizer.anchored
+    assert "2 replicas, gradients summed at every step" in recipe.describe()
+    free = recipe_from_table(changed(replicas={"count": "auto", "gradients": "summed"}), FILE)
+    assert free.summed == "auto"
+    assert "as many replicas as pay, gradients summed" in free.describe()
+    local = recipe_from_table(changed(replicas={"count": 2, "gradients": "local", "every": 5}), FILE)
+    assert local.summed == 1
+    assert local.replicas is not None
+
+
 def test_every_source_of_model_data_and_tokenizer() -> None:
     local = recipe_from_table(changed(model={"path": "m"}, data__tokenizer=None), FILE)
     assert local.model.source == LocalModel(path="/somewhere/m")
@@ -188,6 +202,15 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"replicas": {"count": 2, "every": 3}}, "the job's 10 steps can't be divided into rounds of every = 3."),
         ({"replicas": {"count": 2, "codec": "int9"}}, "key 'codec' in [replicas]: expected one of 'none', 'int8'"),
         ({"replicas": {"count": 2, "momentum": 1.0}}, "key 'momentum' in [replicas]: expected a number < 1.0"),
+        (
+            {"replicas": {"count": 2, "gradients": "summed", "every": 5}},
+            '[replicas]: every = 5 has no effect with gradients = "summed"; it belongs to "local".',
+        ),
+        (
+            {"replicas": {"count": 9, "gradients": "summed"}},
+            "9 replicas need a microbatch each in every step, [train] has microbatches = ",
+        ),
+        ({"replicas": {"count": 2, "gradients": "mean"}}, "key 'gradients' in [replicas]: expected one of 'local'"),
         ({"replicas": {"count": 2, "every": 5}, "placement": {"required": ["p"]}}, "has no effect with [replicas]"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.peer.options import PeerOptions
-from fusionai.peer.profile import make_profile, measured_link
+from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.primitives.clock import SystemClock
 from fusionai.scheduling.types import Link
 from fusionai.transport.interface import Channel
@@ -32,8 +32,8 @@ def test_a_broker_that_goes_away_while_the_link_is_measured_costs_no_more_than_t
             await channel.close()
 
         broker = await network.transport(peer_id(0), "broker").listen(leave, host="broker", port=0)
-        link = await measured_link(network.transport(peer_id(1)), broker.addresses, SystemClock())
-        assert (link.bandwidth_bytes_per_s, link.latency_s) == (125e6, 0.0)
+        links = await measured_links(network.transport(peer_id(1)), broker.addresses, SystemClock())
+        assert links == (UNMEASURED, UNMEASURED)
 
     asyncio.run(body())
     assert re.search("could not be measured: the .* clos", caplog.text)
@@ -53,12 +53,13 @@ REPORT = DeviceReport(
 
 
 @pytest.mark.parametrize(
-    ("upload", "download", "expected"), [(None, None, (1e7, 1e7)), (2.5e6, None, (2.5e6, 1e7)), (5e7, 1e6, (1e7, 1e6))]
+    ("upload", "download", "expected"), [(None, None, (1e7, 9e7)), (2.5e6, None, (2.5e6, 9e7)), (5e7, 1e6, (1e7, 1e6))]
 )
 def test_a_link_is_no_faster_than_its_provider_allows(
     upload: float | None, download: float | None, expected: tuple[float, float], tmp_path: Path
 ):
     options = PeerOptions(home=tmp_path, upload_limit_bytes_per_s=upload, download_limit_bytes_per_s=download)
-    profile = make_profile(options, peer_id(1), REPORT, Link(bandwidth_bytes_per_s=1e7, latency_s=0.02))
+    up, down = (Link(bandwidth_bytes_per_s=speed, latency_s=0.02) for speed in (1e7, 9e7))
+    profile = make_profile(options, peer_id(1), REPORT, up, down)
     assert (profile.uplink.bandwidth_bytes_per_s, profile.downlink.bandwidth_bytes_per_s) == expected
     assert profile.uplink.latency_s == profile.downlink.latency_s == 0.02

@@ -20,11 +20,13 @@ async def answering(channel: Channel) -> None:
         assert await answer_probe(channel, await channel.receive())
 
 
-def measured(bandwidth_bytes_per_s: float, latency_s: float) -> LinkMeasurement:
+def measured(bandwidth_bytes_per_s: float, latency_s: float, *, opening_s: float = 0.0) -> LinkMeasurement:
+    """`opening_s`: what the first large message takes besides."""
     clock = VirtualClock()
+    left_s = [opening_s]
 
     async def delay(sender: Remote, receiver: Remote, nbytes: int) -> None:
-        clock.advance(latency_s + nbytes / bandwidth_bytes_per_s)
+        clock.advance(latency_s + nbytes / bandwidth_bytes_per_s + (left_s.pop() if left_s and nbytes > 10_000 else 0))
 
     async def main() -> LinkMeasurement:
         network = MemoryNetwork(delay=delay)
@@ -53,6 +55,32 @@ def test_a_known_link_is_measured_right(bandwidth_bytes_per_s: float, latency_s:
 def test_a_slow_link_is_probed_briefly_and_a_fast_one_long_enough():
     assert measured(0.1e6, 0.1).probed_bytes == 256 * 2**10
     assert measured(1e10, 0.0).probed_bytes == 32 * 2**20
+
+
+def test_both_directions_are_measured():
+    """A home's line: 20 Mbit/s up, 200 down."""
+    clock = VirtualClock()
+
+    async def delay(sender: Remote, receiver: Remote, nbytes: int) -> None:
+        clock.advance(0.01 + nbytes / (2.5e6 if sender.peer == PeerId("a" * 52) else 25e6))
+
+    async def main() -> LinkMeasurement:
+        network = MemoryNetwork(delay=delay)
+        listener = await network.transport(PeerId("b" * 52)).listen(answering, host="b", port=1)
+        channel = await network.transport(PeerId("a" * 52)).dial(
+            listener.addresses, expect=PeerId("b" * 52), stream="control"
+        )
+        return await measure_link(channel, clock, largest_probe_bytes=4 * 2**20, back=True)
+
+    link = asyncio.run(main())
+    assert link.bandwidth_bytes_per_s == pytest.approx(2.5e6, rel=0.05)
+    assert link.back_bytes_per_s == pytest.approx(25e6, rel=0.1)
+    assert measured(2.5e6, 0.01).back_bytes_per_s is None
+
+
+def test_opening_the_window_is_not_taken_for_the_link():
+    link = measured(2.5e6, 0.02, opening_s=0.15)
+    assert link.bandwidth_bytes_per_s == pytest.approx(2.5e6, rel=0.02)
 
 
 def test_another_answer_is_a_wire_error():

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.torch.dropout import DropoutKey, scaled_mask
+from fusionai.backends.counters import DropoutKey
+from fusionai.backends.torch.dropout import scaled_mask
 
 MAX_GROUPED_HEAD_DIM = 256
 """Above it no fused kernel takes grouped queries."""

@@ -1,42 +1,21 @@
-"""Dropout whose mask is a pure function of counters. Decides the hash; keeps no random state.
+"""Dropout whose mask is a pure function of counters, the same bits as on every other backend. Keeps no random state.
 
-The mask of element `i` (flat, row-major) of a node's input is
-
-    word(0) = low 32 bits of seed      word(1) = high 32 bits of seed
-    word(2) = low 32 bits of step      word(3) = high 32 bits of step
-    word(4) = microbatch               word(5) = node id              (each modulo 2**32)
-    mix(x)  = x ^= x >> 16; x *= 0x21F0AAAD; x ^= x >> 15; x *= 0x735A2D97; x ^= x >> 15     (modulo 2**32)
-    key(k)  = fold of  h = mix(h ^ word(j))  for j = 0..5, starting from h = mix(k)
-    u(i)    = mix(mix(low 32 bits of i ^ key(1)) ^ key(2) ^ mix(high 32 bits of i))
-    keep(i) = u(i) >= floor(p * 2**32)
-
-so every framework with 32-bit integers reproduces it bit for bit. Kept elements are multiplied by 1 / (1 - p). Both
-multipliers are below 2**31, so the products fit into a signed 64-bit integer. Source of the mixer: C. Wellons,
-"Prospecting for hash functions", 2018 (two rounds of xor-shift-multiply).
+The hash is that of `backends.counters`, which folds the keys; this is the element's part. Neighbours: `attention`,
+`operators`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import floor, prod
 from typing import Final
 
 import torch
 
+from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, DropoutKey, folds
+
 _MASK: Final = 0xFFFF_FFFF
-_FIRST_MULTIPLIER: Final = 0x21F0AAAD
-_SECOND_MULTIPLIER: Final = 0x735A2D97
 _CHUNK_ELEMENTS: Final = 1 << 22
 """Hashing takes 16 bytes per element: done piecewise so that the workspace stays small."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropoutKey:
-    """What a mask depends on besides the node and the element."""
-
-    seed: int
-    step: int
-    microbatch: int
 
 
 def scaled_mask(
@@ -49,7 +28,7 @@ def scaled_mask(
     count = prod(shape)
     mask = torch.empty(count, dtype=dtype, device=device)
     threshold = floor(p * 2**32)
-    first, second = _fold(1, key, node), _fold(2, key, node)
+    first, second = folds(key, node)
     for start in range(0, count, _CHUNK_ELEMENTS):
         index = torch.arange(start, min(start + _CHUNK_ELEMENTS, count), dtype=torch.int64, device=device)
         high = _mix(index >> 32).bitwise_xor_(second)
@@ -65,24 +44,8 @@ def dropout(x: torch.Tensor, p: float, key: DropoutKey, node: int) -> torch.Tens
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     x = x ^ (x >> 16)
-    x.mul_(_FIRST_MULTIPLIER).bitwise_and_(_MASK)
+    x.mul_(FIRST_MULTIPLIER).bitwise_and_(_MASK)
     x ^= x >> 15
-    x.mul_(_SECOND_MULTIPLIER).bitwise_and_(_MASK)
+    x.mul_(SECOND_MULTIPLIER).bitwise_and_(_MASK)
     x ^= x >> 15
     return x
-
-
-def _mix_int(x: int) -> int:
-    x ^= x >> 16
-    x = (x * _FIRST_MULTIPLIER) & _MASK
-    x ^= x >> 15
-    x = (x * _SECOND_MULTIPLIER) & _MASK
-    return x ^ (x >> 15)
-
-
-def _fold(start: int, key: DropoutKey, node: int) -> int:
-    words = (key.seed, key.seed >> 32, key.step, key.step >> 32, key.microbatch, node)
-    folded = _mix_int(start)
-    for word in words:
-        folded = _mix_int(folded ^ (word & _MASK))
-    return folded

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import torch
 
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.attention import attention
 from fusionai.backends.torch.deferral import Left
-from fusionai.backends.torch.dropout import DropoutKey, dropout
+from fusionai.backends.torch.dropout import dropout
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.errors import ExecutionError
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from fusionai.backends.binding import bind_symbols, largest, nearest
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
 from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, state_entries
 from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
 from fusionai.backends.torch.deferral import Left, deferrable, finish
-from fusionai.backends.torch.dropout import DropoutKey
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context

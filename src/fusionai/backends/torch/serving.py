@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from fusionai.backends.binding import bind_symbols, nearest
-from fusionai.backends.torch.dropout import DropoutKey
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context

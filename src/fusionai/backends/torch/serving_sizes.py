@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fusionai.backends.binding import largest
-from fusionai.backends.torch.dropout import DropoutKey
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.packed_graph import only_packed, products
