@@ -4,9 +4,11 @@
 
 Needs root. Each machine is in a network namespace behind a router of its own that translates addresses (user space,
 tests/harness/router.py) and has a line of `--bandwidth` Mbit/s with half the latency, each way; broker and job owner
-are in the public place, where lines end. What is run is what people run: `fusion broker`, `fusion join --share`,
-`fusion train`. Machines measure their own lines and speeds, as they always do; nobody is told how the lines are shaped.
-Quoted: the plan's step over the median of those measured, less one, for boundaries unpacked and in int8 in turn.
+are in the public place, where lines end. By default the routers forward the machines' port, so that links go by TCP;
+with `--router preserving` they go by QUIC, with `symmetric` over the broker's relay. What is run is what people run:
+`fusion broker`, `fusion join --share`, `fusion train`. Machines measure their own lines and speeds, as they always do;
+nobody is told how the lines are shaped. Quoted: the plan's step over the median of those measured, less one, for
+boundaries unpacked and in int8 in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from harness.homes import PUBLIC, Homes, why_not  # noqa: E402
 MACHINES: Final = ("a", "b", "c", "d")
 SHARE: Final = 0.35
 CODECS: Final = ("none", "int8")
-WIDTH, LENGTH, ROWS, MICROBATCHES = 256, 128, 16, 8
+WIDTH, LENGTH, ROWS, MICROBATCHES = 128, 256, 16, 8
+PORT: Final = 4800
 GOAL: Final = 0.10
 PATIENCE_S: Final = 120.0
 
@@ -46,7 +49,8 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for number in range(options.rounds):
         for codec in CODECS:
-            runs.append(_run(codec, options.bandwidth, options.latency, options.steps) | {"round": number})
+            run = _run(codec, options.router, options.bandwidth, options.latency, options.steps)
+            runs.append(run | {"round": number})
             print(_shown(runs[-1]), flush=True)
     errors = [abs(one["error"]) for one in runs]
     print(f"off by {statistics.median(errors):.1%} in the median, {max(errors):.1%} at most (goal {GOAL:.0%})")
@@ -55,8 +59,8 @@ def main() -> None:
         write_atomic(options.json, json.dumps(found, indent=2).encode() + b"\n")
 
 
-def _run(codec: str, megabits: float, latency_s: float, steps: int) -> dict[str, Any]:
-    kinds, machines = dict.fromkeys(MACHINES, "preserving"), dict.fromkeys(MACHINES, 1)
+def _run(codec: str, router: str, megabits: float, latency_s: float, steps: int) -> dict[str, Any]:
+    kinds, machines = dict.fromkeys(MACHINES, router), dict.fromkeys(MACHINES, 1)
     with (
         tempfile.TemporaryDirectory(prefix="fusion-bench-") as place,
         Homes(kinds, machines, line=(megabits * 1e6, latency_s / 2)) as homes,
@@ -66,7 +70,7 @@ def _run(codec: str, megabits: float, latency_s: float, steps: int) -> dict[str,
         broker = homes.run("public", *_fusion("broker", "--home", directory / "broker", "--host", PUBLIC))
         invitation = _heard(broker, "fusion1-")
         for name in MACHINES:
-            limits = ("--share", SHARE, "--threads", 1, "--max-memory", "2GB")
+            limits = ("--share", SHARE, "--threads", 1, "--max-memory", "2GB", "--port", PORT)
             peer = homes.run(
                 f"{name}1", *_fusion("join", invitation, "--home", directory / name, "--name", name, *limits)
             )
@@ -79,6 +83,8 @@ def _run(codec: str, megabits: float, latency_s: float, steps: int) -> dict[str,
             *_fusion("train", recipe, "--home", directory / "owner", "--invite", invitation, "--threads", 1),
             *("--json", figures),
         )
+        _heard(owner, f"step {steps // 2}/")
+        links = _links(homes, directory)
         said, _ = owner.communicate(timeout=60 + 20 * steps)
         if owner.returncode != 0:
             raise SystemExit(said)
@@ -86,6 +92,7 @@ def _run(codec: str, megabits: float, latency_s: float, steps: int) -> dict[str,
         warnings = sorted({line.strip() for line in said.splitlines() if "warning" in line})
     return {
         "codec": codec,
+        "router": router,
         "bandwidth_mbit_per_s": megabits,
         "latency_s": latency_s,
         "predicted_s": observed["predicted_step_s"],
@@ -95,6 +102,7 @@ def _run(codec: str, megabits: float, latency_s: float, steps: int) -> dict[str,
         "stages": observed["stages"],
         "steps": observed["steps"],
         "warnings": warnings,
+        "links": links,
     }
 
 
@@ -118,6 +126,22 @@ def _drained(process: subprocess.Popen[str]) -> None:
     threading.Thread(target=lambda: process.stdout and process.stdout.read(), daemon=True).start()
 
 
+def _links(homes: Homes, directory: Path) -> list[dict[str, Any]]:
+    """What machines say of the links they have, half-way."""
+    told = directory / "pool.json"
+    asked = homes.run("public", *_fusion("pool", "--home", directory / "owner", "--json", told))
+    said, _ = asked.communicate(timeout=PATIENCE_S)
+    if asked.returncode != 0:
+        raise SystemExit(said)
+    members = json.loads(told.read_text())["members"]
+    names = {one["peer"]: one["name"] for one in members}
+    return [
+        {"from": one["name"], **link, "to": names.get(link["peer"], "owner")}
+        for one in members
+        for link in one["links"]
+    ]
+
+
 def _recipe(directory: Path, codec: str, steps: int) -> Path:
     files = [str(path) for path in python_library.select(400_000).files]
     path = directory / "recipe.toml"
@@ -136,8 +160,8 @@ task = "causal_lm"
 model_type = "llama"
 vocab_size = 1024
 hidden_size = {WIDTH}
-intermediate_size = {2 * WIDTH}
-num_hidden_layers = 8
+intermediate_size = {WIDTH}
+num_hidden_layers = 4
 num_attention_heads = 4
 num_key_value_heads = 2
 max_position_embeddings = {LENGTH}
@@ -169,7 +193,8 @@ report = false
 def _shown(one: dict[str, Any]) -> str:
     return (
         f"{one['codec']}: planned {one['predicted_s']:.2f} s, measured {one['measured_s']:.2f} s, off by "
-        f"{one['error']:+.1%}; slowest by the plan: {one['bottleneck']}"
+        f"{one['error']:+.1%}; slowest by the plan: {one['bottleneck']}; links: "
+        f"{', '.join(sorted({link['way'] for link in one['links']}))}"
     )
 
 
@@ -177,6 +202,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth", type=float, default=20.0, help="Mbit/s of every home's line, each way")
     parser.add_argument("--latency", type=float, default=0.04, help="seconds between any two homes, one way")
+    parser.add_argument("--router", choices=("preserving", "forwarding", "symmetric"), default="forwarding")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--json", type=Path)

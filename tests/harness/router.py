@@ -6,7 +6,8 @@ address and a port, and answers find their way back. What nobody in the home has
     python router.py HOME_NAMESPACE PUBLIC_NAMESPACE PUBLIC_ADDRESS KIND [BITS_PER_S DELAY_S]
 
 KIND: `preserving` keeps the port where it is free and uses it for all destinations, `symmetric` draws another for each
-destination, `no-udp` is preserving and lets no UDP out. With BITS_PER_S and DELAY_S the line outside has that bandwidth
+destination, `no-udp` is preserving and lets no UDP out, `forwarding` is preserving and gives what comes by TCP to the
+machine that spoke first. With BITS_PER_S and DELAY_S the line outside has that bandwidth
 and that delay, each way. Prints `ready` once both devices are there; ends when its standard input does.
 Neighbours: `harness.homes` starts one per home.
 """
@@ -71,11 +72,13 @@ class Translation:
         self._inside: dict[tuple[int, int], Place] = {}
         self._asked: set[tuple[int, int, Place]] = set()
         self._random = random.Random(7)
+        self._first: bytes | None = None
 
     def out(self, protocol: int, source: Place, target: Place) -> int | None:
         """The port outside; None: not let out."""
         if protocol == UDP and self.kind == "no-udp":
             return None
+        self._first = self._first or source[0]
         key = (protocol, source, target if self.kind == "symmetric" else None)
         port = self._outside.get(key)
         if port is None:
@@ -91,7 +94,14 @@ class Translation:
 
     def back(self, protocol: int, port: int, sender: Place) -> Place | None:
         """Who in the home is meant; None: nobody asked."""
-        return self._inside.get((protocol, port)) if (protocol, port, sender) in self._asked else None
+        if (protocol, port, sender) in self._asked:
+            return self._inside.get((protocol, port))
+        if self.kind == "forwarding" and protocol == TCP and self._first is not None:
+            self._inside[protocol, port] = self._first, port
+            self._outside[protocol, (self._first, port), None] = port
+            self._asked.add((protocol, port, sender))
+            return self._inside[protocol, port]
+        return None
 
 
 def translated(packet: bytes, source: Place | None, target: Place | None) -> bytes:
