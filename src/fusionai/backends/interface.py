@@ -33,6 +33,8 @@ class Speeds:
     flops_per_s: float
     """Sustained float32 matrix-product speed with the allowed threads."""
     memory_bandwidth_bytes_per_s: float
+    scratch_bytes_per_s: float = 0.0
+    """Of the file that optimizer state may lie in, read and written; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class DeviceReport:
     fingerprint: str
     """Hash of versions, instruction set, threads and the exact bits of a probe computation: equal fingerprints give
     bit-equal results."""
+    scratch_bytes_per_s: float = 0.0
 
 
 class StageProgram(Protocol):

@@ -62,7 +62,7 @@ def measured_device(
             backend=backend.name,
             share=share,
             fingerprint=report.fingerprint,
-            speeds=Speeds(report.flops_per_s, report.memory_bandwidth_bytes_per_s),
+            speeds=Speeds(report.flops_per_s, report.memory_bandwidth_bytes_per_s, report.scratch_bytes_per_s),
         ),
     )
     return report, None

@@ -69,6 +69,7 @@ def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, up: L
         device_name=report.device_name,
         flops_per_s=report.flops_per_s,
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
+        scratch_bytes_per_s=report.scratch_bytes_per_s,
         memory_bytes=lent_memory_bytes(report, options.memory_limit_bytes),
         threads=report.threads,
         share=options.share,

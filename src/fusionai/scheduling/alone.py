@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.levers import DISK_BYTES_PER_S, Levers, choices_of_problem, flops_per_s
+from fusionai.scheduling.levers import Levers, choices_of_problem, flops_per_s, offload_s
 from fusionai.scheduling.types import PeerProfile, Problem
 
 
@@ -34,7 +34,7 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
         levers = next((one for one in ways if _needed_bytes(chain, one) <= peer.memory_bytes), None)
         if levers is None:
             continue
-        update_s = 2 * chain.slot_bytes(0, chain.length) / DISK_BYTES_PER_S if levers.offload else 0.0
+        update_s = offload_s(peer, chain.slot_bytes(0, chain.length)) if levers.offload else 0.0
         step_s = problem.microbatches * compute_alone_s(chain, peer, levers) + update_s
         tokens_per_s = problem.microbatches * problem.microbatch_tokens / step_s
         if best is None or tokens_per_s > best.tokens_per_s:

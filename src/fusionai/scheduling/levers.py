@@ -31,7 +31,7 @@ class Levers:
 
 NO_LEVERS: Final = Levers()
 DISK_BYTES_PER_S: Final = 500e6
-"""What reading and writing optimizer state is counted with: a SATA SSD's. Nobody measures the peers' disks."""
+"""What reading and writing optimizer state is counted with where nobody measured: a SATA SSD's."""
 SPARING: Final = 1.2
 """So many times longer a CPU computes that gives freed tensors back to the system at once (`execution.allocator`), as a
 stage with levers has it do: of 33 million parameters, 4 x 512 tokens a microbatch, 1.20 to 1.28 times were measured."""
@@ -44,6 +44,12 @@ def flops_per_s(peer: PeerProfile, levers: Levers) -> float:
     """What `peer` reaches with `levers`."""
     spared = levers != NO_LEVERS and peer.device == "cpu"
     return peer.effective_flops_per_s / SPARING if spared else peer.effective_flops_per_s
+
+
+def offload_s(peer: PeerProfile | None, slot_bytes: float) -> float:
+    """Of every update, where optimizer state lies in a file of `peer`'s."""
+    measured = 0.0 if peer is None else peer.scratch_bytes_per_s
+    return 2 * slot_bytes / (measured if measured > 0 else DISK_BYTES_PER_S)
 
 
 def levers_of_problem(problem: Problem) -> Levers:

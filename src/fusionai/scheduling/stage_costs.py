@@ -15,7 +15,7 @@ from math import inf
 import msgspec
 
 from fusionai.scheduling.chain import Chain, codecs_of
-from fusionai.scheduling.levers import DISK_BYTES_PER_S, NO_LEVERS, Levers, flops_per_s, levers_of_stage
+from fusionai.scheduling.levers import NO_LEVERS, Levers, flops_per_s, levers_of_stage, offload_s
 from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
@@ -91,7 +91,9 @@ class StageCosts:
             in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, levers)),
             recompute_s=self.recompute_s(kept, stage.peer),
             recompute_saves_bytes=saved["recompute"],
-            offload_s=2 * self._chain.slot_bytes(start, end) / DISK_BYTES_PER_S if levers.offload else 0.0,
+            offload_s=offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
+            if levers.offload
+            else 0.0,
             offload_saves_bytes=saved["offload"],
         )
 

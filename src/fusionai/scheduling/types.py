@@ -39,6 +39,8 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     flops_per_s: float
     """Measured float32 speed with `threads` threads, before `share`."""
     memory_bandwidth_bytes_per_s: float = 0.0
+    scratch_bytes_per_s: float = 0.0
+    """Of a file that optimizer state may lie in, read and written; 0: not measured."""
     memory_bytes: int
     """What the provider lends (`--max-memory`), at most what is there."""
     threads: int = 1

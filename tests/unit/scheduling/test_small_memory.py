@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.levers import DISK_BYTES_PER_S, SPARING
+from fusionai.scheduling.levers import DISK_BYTES_PER_S, SPARING, offload_s
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.takeover import replaced
@@ -118,7 +118,10 @@ def test_state_goes_to_a_file_only_where_nothing_else_is_enough() -> None:
     assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in found.stages)
     small = next(stage for stage in found.stages if stage.peer == "a")
     assert small.offload
-    assert small.offload_s == pytest.approx(2 * (small.blocks[1] - small.blocks[0]) * STATE / 2 / DISK_BYTES_PER_S)
+    written = (small.blocks[1] - small.blocks[0]) * STATE / 2
+    assert small.offload_s == pytest.approx(2 * written / DISK_BYTES_PER_S)
+    measured = msgspec.structs.replace(peer("a", 10**9), scratch_bytes_per_s=2e9)
+    assert offload_s(measured, written) == pytest.approx(2 * written / 2e9)
     assert small.offload_saves_bytes > 0
     without = plan(msgspec.structs.replace(tight, peers=(peer("a", 10**9), peer("b", 10**9))))
     assert not any(stage.offload or stage.recompute for stage in without.stages)

@@ -49,7 +49,7 @@ class TorchBackend:
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Takes about half a second; a few milliseconds with `speeds`."""
-        return describe_device(self._device, speeds or measure_speeds(self._device))
+        return describe_device(self._device, speeds or measure_speeds(self._device, self._scratch))
 
     def warm_up(self) -> None:
         """torch starts threads, and on a GPU loads its libraries, with the first gradient; to find out sizes without

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.scratch import scratch_bytes_per_s
 from fusionai.backends.torch.host import to_host
 
 MEASURE_S: Final = 0.2
@@ -38,11 +39,13 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         memory_bytes=memory_bytes(device),
         threads=torch.get_num_threads(),
         fingerprint=fingerprint(device),
+        scratch_bytes_per_s=speeds.scratch_bytes_per_s,
     )
 
 
-def measure_speeds(device: torch.device) -> Speeds:
-    """With the threads this process may use now. Takes about half a second."""
+def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
+    """With the threads this process may use now. Takes about half a second. `scratch`: where large temporary files
+    lie."""
     size = MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
     result = torch.empty_like(left)
@@ -51,7 +54,7 @@ def measure_speeds(device: torch.device) -> Speeds:
     target = torch.zeros_like(source)
     # A copy reads and writes every byte.
     bandwidth_bytes_per_s = 2.0 * source.nbytes * _calls_per_s(lambda: target.copy_(source), device)
-    return Speeds(flops_per_s, bandwidth_bytes_per_s)
+    return Speeds(flops_per_s, bandwidth_bytes_per_s, scratch_bytes_per_s(scratch))
 
 
 def device_name(device: torch.device) -> str:

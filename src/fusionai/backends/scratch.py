@@ -1,0 +1,35 @@
+"""How fast a stage's file of optimizer state is read and written here, measured. Decides how much is tried, no more.
+
+As stages do it: pieces, plain writes and reads, nothing waits for the disk. What the system keeps in memory of such a
+file is therefore counted as stages will find it: machines whose whole memory is lent will be slower.
+
+Neighbours: backends' probes call this; `scheduling.levers` plans with it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from fusionai.primitives.environment import scratch_directory
+
+TRIED_BYTES: Final = 64 * 2**20
+PIECE_BYTES: Final = 512 * 2**10
+
+
+def scratch_bytes_per_s(directory: Path | None = None) -> float:
+    """Bytes read and bytes written, per second of both. 0.0 where there is no room to try."""
+    piece = bytes(PIECE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=directory or scratch_directory(), buffering=0) as file:
+            started_s = time.perf_counter()
+            for _ in range(TRIED_BYTES // PIECE_BYTES):
+                file.write(piece)
+            file.seek(0)
+            while file.read(PIECE_BYTES):
+                pass
+            return 2 * TRIED_BYTES / max(time.perf_counter() - started_s, 1e-9)
+    except OSError:
+        return 0.0
