@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.levers import UPDATE_BYTES, Levers, levers_of_problem
 from fusionai.scheduling.types import BlockCost, Plan, Problem
-from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, packing
+from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, gently, packing
 
 
 class Chain:
@@ -47,6 +47,7 @@ class Chain:
         self._entering = _sums([0.0, *(float(b.output_bytes) if training else 0.0 for b in blocks[:-1])])
         self._workspace = [float(b.workspace_bytes) for b in blocks]
         self._usual: Codec = FOR_PLANS[-1] if problem.compression == "adaptive" else problem.compression
+        self._logits = logits_block(problem)
         self._training = training
         self._pack(codecs or {})
 
@@ -60,7 +61,8 @@ class Chain:
         # Nothing of the pipeline crosses cut 0; what the feed sends (token ids) is too small to count.
         self.forward_bytes, self.gradient_bytes = [0.0], [0.0]
         for block in self.blocks:
-            codec = codecs.get(block.block, self._usual) if self._training else "none"
+            usual = gently(self._usual) if block.block == self._logits else self._usual
+            codec = codecs.get(block.block, usual) if self._training else "none"
             self.forward_bytes.append(bytes_on_link(packing(codec, forward=True), float(block.output_bytes)))
             back = bytes_on_link(packing(codec, forward=False), float(block.gradient_bytes))
             self.gradient_bytes.append(back if self._training else 0.0)
@@ -111,6 +113,12 @@ def codecs_of(plan: Plan, replica: int = 0) -> dict[int, Codec]:
         for stage, codec in zip(plan.stages, plan.codecs, strict=False)
         if stage.replica == replica
     }
+
+
+def logits_block(problem: Problem) -> int | None:
+    """The block behind which logits go to the job owner, who has the loss; None where they stay in the pool."""
+    place = next((role.place for role in problem.roles if role.role == "loss"), "owner")
+    return problem.blocks[-2].block if place == "owner" and len(problem.blocks) > 1 else None
 
 
 def check_blocks(blocks: tuple[BlockCost, ...]) -> None:

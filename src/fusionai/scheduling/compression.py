@@ -17,7 +17,7 @@ from typing import Final
 from fusionai.scheduling.chain import codecs_of
 from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.types import Plan
-from fusionai.wire.codecs import FOR_PLANS, Codec
+from fusionai.wire.codecs import FOR_PLANS, Codec, gently
 
 SLACK: Final = 1.05
 """So much longer than with the smallest codecs a step may take for less loss."""
@@ -40,6 +40,8 @@ def lightened(pipeline: Pipeline, best: Suffix) -> tuple[Pipeline, Suffix, tuple
     if kept is not None and (found := priced(kept)) is not None:
         return *found, _in_order(kept, ends)
     chosen: dict[int, Codec] = dict.fromkeys(ends, FOR_PLANS[-1])
+    if pipeline.loss is not None:
+        chosen[ends[-1]] = gently(FOR_PLANS[-1])
     result = (pipeline, best)
     budget_s = pipeline.step_s(best) * SLACK
     while True:

@@ -25,7 +25,7 @@ from fusionai.scheduling import likeness
 from fusionai.scheduling.alone import fastest_alone
 from fusionai.scheduling.annealing import ROUNDS, annealed
 from fusionai.scheduling.bound import Bound, step_time_bound_s
-from fusionai.scheduling.chain import Chain, check_blocks
+from fusionai.scheduling.chain import Chain, check_blocks, logits_block
 from fusionai.scheduling.compression import lightened
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.guards import with_guards
@@ -42,7 +42,7 @@ from fusionai.scheduling.serving import serving_plan
 from fusionai.scheduling.shortlist import shortlist
 from fusionai.scheduling.small_memory import fitted, saving
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
-from fusionai.wire.codecs import Codec
+from fusionai.wire.codecs import Codec, gently
 
 EXACT_PEERS: Final = 12
 """Up to here the exact search is given its full budget: it nearly always ends."""
@@ -127,7 +127,8 @@ def _uniform(problem: Problem, best: Suffix) -> tuple[Codec, ...]:
     """Of all boundaries, where the job says it; empty where nothing is packed."""
     if problem.compression in ("none", "adaptive"):
         return ()
-    return (problem.compression,) * (best.stages - 1)
+    between = (problem.compression,) * (best.stages - 1)
+    return between if logits_block(problem) is None else (*between[:-1], gently(problem.compression))
 
 
 def _with_codecs(solved: _Solved, problem: Problem, pipeline: Pipeline, best: Suffix) -> _Solved:

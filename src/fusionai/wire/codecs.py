@@ -72,6 +72,12 @@ def packing(codec: Codec, *, forward: bool) -> Packing:
     return codec
 
 
+def gently(codec: Codec) -> Codec:
+    """What logits travel in where stages use `codec`: their gradients are large at one class and small at thousands; with
+    fewer than 8 bits a number nothing is learned from them."""
+    return codec if codec in ("none", "int8") else "int8"
+
+
 def packs(codec: Packing, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether such a tensor is packed where `codec` is in force: floats of some size."""
     return codec != "none" and dtype in ("float32", "bfloat16") and prod(shape) >= FEWEST

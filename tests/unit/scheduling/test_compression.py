@@ -89,6 +89,22 @@ def test_a_codec_that_the_job_names_holds_everywhere(compression: Codec) -> None
     assert costs.gradient_bytes(second) == bytes_on_link(packing(compression, forward=False), CROSSING)
 
 
+@pytest.mark.parametrize("compression", ["none", "int8", "int4", "uneven", "adaptive"])
+def test_logits_keep_eight_bits_whatever_the_stages_use(compression: Compression) -> None:
+    """With the loss at the job owner's what crosses last is logits, and what comes back their gradient."""
+    posed = problem(1e5, 1e5, compression=compression)
+    blocks = (*posed.blocks, msgspec.structs.replace(posed.blocks[-1], block=3, trainable_bytes=0))
+    slow = Link(bandwidth_bytes_per_s=1e4, latency_s=0.0)
+    owner = PeerProfile(peer="me", flops_per_s=3 * FLOPS, memory_bytes=10**12, uplink=slow, downlink=slow)
+    found = plan(msgspec.structs.replace(posed, blocks=blocks, owner=owner, roles=()))
+    last = "none" if compression == "none" else "int8"
+    assert found.codecs == (() if compression == "none" else (*found.codecs[:-1], last))
+    if compression not in ("none", "adaptive"):
+        assert set(found.codecs[:-1]) == {compression}
+    costs = StageCosts(msgspec.structs.replace(posed, blocks=blocks, roles=()), found)
+    assert costs.forward_bytes(found.stages[-2]) == pytest.approx(bytes_on_link(last, CROSSING))
+
+
 def test_the_same_stages_keep_their_codecs_whatever_the_links_have_become() -> None:
     """A replay must pack as before."""
     first = plan(problem(1e12, 1e5))
