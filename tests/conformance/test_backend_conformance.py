@@ -18,12 +18,17 @@ WIDTH, ROWS = 8, 5
 OPTIONS = StageOptions(seed=7, optimizer=OptimizerSpec(weight_decay=0.1), microbatches=2, in_flight=2)
 
 
-@pytest.fixture(params=["torch", "null"])
+@pytest.fixture(params=["torch", "jax", "null"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "torch":
         from fusionai.backends.torch.backend import TorchBackend
 
         return TorchBackend("cpu", threads=1)
+    if request.param == "jax":
+        pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
+        from fusionai.backends.jax.backend import JaxBackend
+
+        return JaxBackend("cpu")
     from fusionai.backends.null.backend import NullBackend
 
     return NullBackend()

@@ -12,7 +12,7 @@ from fusionai.backends.interface import Backend
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import loading
 
-BACKENDS: Final = ("torch",)
+BACKENDS: Final = ("torch", "jax")
 """What a peer may be started with (`--backend`)."""
 
 
@@ -29,6 +29,16 @@ def open_backend(name: str, *, device: str = "auto", threads: int | None = None)
                     hint="Install it: pip install torch.",
                 ) from None
             return TorchBackend(device=device, threads=threads)
+        case "jax":
+            try:
+                with loading():
+                    from fusionai.backends.jax.backend import JaxBackend
+            except ModuleNotFoundError as error:
+                raise UsageError(
+                    f"backend jax needs the Python package {error.name}, which is not installed here.",
+                    hint="Install it: pip install 'fusionai[jax]'.",
+                ) from None
+            return JaxBackend(device=device, threads=threads)
         case _:
             near = difflib.get_close_matches(name, BACKENDS, n=1)
             meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(BACKENDS)}."

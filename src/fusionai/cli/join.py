@@ -27,7 +27,13 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 @click.command()
 @click.argument("invitation", metavar="[INVITE]", required=False)
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; lend nothing.")
-@click.option("--backend", type=click.Choice(["torch"]), default="torch", show_default=True, help="What computes.")
+@click.option(
+    "--backend",
+    type=click.Choice(["torch", "jax"]),
+    default="torch",
+    show_default=True,
+    help="What computes; jax takes part in training only, and needs fusionai[jax].",
+)
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True, help="Where."
 )

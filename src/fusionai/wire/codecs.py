@@ -73,8 +73,8 @@ def packing(codec: Codec, *, forward: bool) -> Packing:
 
 
 def gently(codec: Codec) -> Codec:
-    """What logits travel in where stages use `codec`: their gradients are large at one class and small at thousands; with
-    fewer than 8 bits a number nothing is learned from them."""
+    """What logits travel in where stages use `codec`: their gradients are large at one class and small at thousands;
+    with fewer than 8 bits a number nothing is learned from them."""
     return codec if codec in ("none", "int8") else "int8"
 
 

@@ -1,0 +1,1 @@
+"""Stages run by JAX: a process with this backend never loads torch. Neighbours: `backends.interface`."""

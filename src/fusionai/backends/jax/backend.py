@@ -1,0 +1,91 @@
+"""The JAX backend: CPU and CUDA. Decides device, threads and numerics for the whole process.
+
+Integers have 64 bits as everywhere else in a job, and float32 products are float32's, on GPUs too. Neighbours:
+`program` is a loaded stage, `probe` measures the device, `operators` says what can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fusionai.primitives.environment import limit_xla_threads
+from fusionai.primitives.errors import ExecutionError, UsageError
+
+import jax  # isort: skip
+import numpy as np  # isort: skip
+
+from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
+from fusionai.backends.jax.probe import describe_device, measure_speeds
+from fusionai.backends.jax.program import JaxStageProgram
+from fusionai.backends.jax.promotion import Device
+from fusionai.ir.schema import Graph
+from fusionai.wire.messages import StageOptions
+
+_KINDS = {"cpu": "cpu", "cuda": "gpu"}
+"""What this program and what JAX call a device."""
+
+
+class JaxBackend:
+    """Implements `backends.interface.Backend`. `threads` limits this process's threads; it counts only before JAX is
+    first used."""
+
+    name = "jax"
+
+    def __init__(self, device: str = "auto", threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise UsageError(f"expected at least one thread, got {threads}.")
+        self._threads = limit_xla_threads(threads)
+        jax.config.update("jax_enable_x64", True)
+        jax.config.update("jax_default_matmul_precision", "highest")
+        self._device, self.device = _choose(device)
+
+    def probe(self, speeds: Speeds | None = None) -> DeviceReport:
+        """Takes about half a second and a compilation; less with `speeds`."""
+        known = speeds or measure_speeds(self._device, self.device)
+        return describe_device(self._device, self.device, self._threads, known)
+
+    def warm_up(self) -> None:
+        """The compiler starts with the first thing it compiles."""
+        jax.jit(lambda x: x * x)(jax.device_put(np.zeros(1, np.float32), self._device)).block_until_ready()
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({op for op in ops if op not in PLAIN and op not in CONTEXTUAL}))
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> JaxStageProgram:
+        missing = self.unsupported(node.op for node in graph.nodes)
+        if missing:
+            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
+        return JaxStageProgram(
+            graph,
+            grad_inputs=grad_inputs,
+            options=options,
+            device=self._device,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
+    def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
+        """In float32, as torch computes them; the last bit may differ."""
+        if not norms:
+            return 0.0, 1.0
+        total = np.sqrt(np.sum(np.square(np.asarray(norms, np.float32)), dtype=np.float32))
+        scale = np.minimum(np.float32(max_norm) / (total + np.float32(1e-6)), np.float32(1.0))
+        return float(total), float(scale)
+
+
+def _choose(device: str) -> tuple[Device, str]:
+    if device not in ("auto", *_KINDS):
+        raise UsageError(f"expected a device auto, cpu or cuda for backend jax, got {device!r}.")
+    for kind in ("cuda", "cpu") if device == "auto" else (device,):
+        try:
+            return jax.devices(_KINDS[kind])[0], kind
+        except RuntimeError:
+            continue
+    raise UsageError(f"JAX sees no {device} device here.", hint="Install it with CUDA: pip install 'jax[cuda12]'.")

@@ -1,0 +1,214 @@
+"""Operators that work number by number, as torch defines them. Decides nothing; every name is of `ir.operators`.
+
+Where a function has a kink, gradients there are torch's. Neighbours: `promotion` says in which dtype, `operators` joins
+the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fusionai.backends.jax.promotion import Scalar, floating, is_floating, promoted, result_type
+
+Operand = jax.Array | Scalar
+
+
+def _add(a: Operand, b: Operand, alpha: Scalar = 1) -> jax.Array:
+    left, right = promoted(a, b)
+    return left + right if alpha == 1 else left + right * jnp.asarray(alpha, right.dtype)
+
+
+def _sub(a: Operand, b: Operand, alpha: Scalar = 1) -> jax.Array:
+    left, right = promoted(a, b)
+    return left - right if alpha == 1 else left - right * jnp.asarray(alpha, right.dtype)
+
+
+def _mul(a: Operand, b: Operand) -> jax.Array:
+    left, right = promoted(a, b)
+    return left * right
+
+
+def _div(a: Operand, b: Operand) -> jax.Array:
+    left, right = promoted(a, b)
+    return floating(left) / floating(right)
+
+
+def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"] | None = None) -> jax.Array:
+    left, right = promoted(a, b)
+    match rounding_mode:
+        case None:
+            return floating(left) / floating(right)
+        case "floor":
+            return jnp.floor_divide(left, right)
+        case _:
+            if is_floating(left.dtype):
+                return jnp.trunc(left / right)
+            return lax.div(*jnp.broadcast_arrays(left, right))  # towards zero, for integers
+
+
+def _pow(base: Operand, exponent: Operand) -> jax.Array:
+    dtype = result_type(base, exponent)
+    if isinstance(exponent, int | float) and float(exponent).is_integer() and abs(exponent) <= 64:
+        x = jnp.asarray(base, dtype)
+        if is_floating(dtype) or exponent >= 0:
+            return lax.integer_pow(x, int(exponent))
+    if isinstance(exponent, float) and exponent == 0.5:
+        return jnp.sqrt(jnp.asarray(base, dtype))
+    return jnp.power(jnp.asarray(base, dtype), jnp.asarray(exponent, dtype))
+
+
+def _clamp(x: jax.Array, low: Operand | None = None, high: Operand | None = None) -> jax.Array:
+    """Gradients pass at the borders, too."""
+    dtype = result_type(*(one for one in (x, low, high) if one is not None))
+    x = x.astype(dtype)
+    if low is not None:
+        x = jnp.where(x < jnp.asarray(low, dtype), jnp.asarray(low, dtype), x)
+    if high is not None:
+        x = jnp.where(x > jnp.asarray(high, dtype), jnp.asarray(high, dtype), x)
+    return x
+
+
+def _softplus(x: jax.Array, beta: Scalar = 1, threshold: Scalar = 20) -> jax.Array:
+    scaled = x * beta
+    return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(scaled, threshold))) / beta)
+
+
+def _gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
+    return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+def _elu(x: jax.Array, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> jax.Array:
+    negative = jnp.where(x > 0, 0.0, x).astype(x.dtype)
+    return jnp.where(x > 0, x * scale, jnp.expm1(negative * input_scale) * (alpha * scale)).astype(x.dtype)
+
+
+def _where(condition: jax.Array, a: Operand, b: Operand) -> jax.Array:
+    left, right = promoted(a, b)
+    return jnp.where(condition, left, right)
+
+
+def _masked_fill(x: jax.Array, mask: jax.Array, value: Operand) -> jax.Array:
+    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
+
+
+def _prelu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if x.ndim > 1:
+        weight = weight.reshape((1, -1, *(1,) * (x.ndim - 2)))
+    return jnp.where(x > 0, x, weight * x)
+
+
+def _lerp(a: jax.Array, b: jax.Array, weight: Scalar) -> jax.Array:
+    return a + weight * (b - a) if abs(weight) < 0.5 else b - (b - a) * (1 - weight)
+
+
+def _unary(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Of a function whose results are no integers."""
+    return lambda x: compute(floating(x))
+
+
+def _comparison(compute: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Operand, Operand], jax.Array]:
+    return lambda a, b: compute(*promoted(a, b))
+
+
+def _bits(
+    compute: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Callable[[Operand, Operand], jax.Array]:
+    return lambda a, b: compute(*promoted(a, b))
+
+
+def _rounded(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: compute(x) if is_floating(x.dtype) else x
+
+
+_COMPARISONS: Final[dict[str, Callable[..., Any]]] = {
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+}
+ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
+    "aten.add.Tensor": _add,
+    "aten.add.Scalar": _add,
+    "aten.sub.Tensor": _sub,
+    "aten.sub.Scalar": _sub,
+    "aten.rsub.Scalar": lambda x, other, alpha=1: _sub(other, x, alpha),
+    "aten.neg.default": jnp.negative,
+    "aten.mul.Tensor": _mul,
+    "aten.mul.Scalar": _mul,
+    "aten.div.Tensor": _div,
+    "aten.div.Scalar": _div,
+    "aten.div.Tensor_mode": _div_rounded,
+    "aten.div.Scalar_mode": _div_rounded,
+    "aten.pow.Tensor_Scalar": _pow,
+    "aten.pow.Tensor_Tensor": _pow,
+    "aten.pow.Scalar": _pow,
+    "aten.square.default": jnp.square,
+    "aten.abs.default": jnp.abs,
+    "aten.log.default": _unary(jnp.log),
+    "aten.log1p.default": _unary(jnp.log1p),
+    "aten.sin.default": _unary(jnp.sin),
+    "aten.cos.default": _unary(jnp.cos),
+    "aten.gelu.default": _gelu,
+    "aten.silu.default": jax.nn.silu,
+    "aten.softplus.default": _softplus,
+    "aten.mish.default": lambda x: x * jnp.tanh(_softplus(x)),
+    "aten.hardswish.default": lambda x: x * _clamp(x + 3, 0, 6) / 6,
+    "aten.hardsigmoid.default": lambda x: _clamp(x + 3, 0, 6) / 6,
+    "aten.leaky_relu.default": lambda x, slope=0.01: jnp.where(x > 0, x, x * slope).astype(x.dtype),
+    "aten.elu.default": _elu,
+    "aten.erf.default": _unary(jax.scipy.special.erf),
+    "aten.clamp.default": _clamp,
+    "aten.clamp.Tensor": _clamp,
+    "aten.clamp_min.default": _clamp,
+    "aten.clamp_max.default": lambda x, high: _clamp(x, None, high),
+    "aten.hardtanh.default": lambda x, low=-1, high=1: _clamp(x, low, high),
+    "aten.relu6.default": lambda x: _clamp(x, 0, 6),
+    "aten.maximum.default": lambda a, b: jnp.maximum(*promoted(a, b)),
+    "aten.minimum.default": lambda a, b: jnp.minimum(*promoted(a, b)),
+    "aten.where.self": _where,
+    "aten.where.ScalarOther": _where,
+    "aten.where.ScalarSelf": _where,
+    "aten.masked_fill.Scalar": _masked_fill,
+    "aten.masked_fill.Tensor": _masked_fill,
+    "aten.prelu.default": _prelu,
+    "aten.lerp.Scalar": _lerp,
+    "aten.relu.default": jax.nn.relu,
+    "aten.tanh.default": _unary(jnp.tanh),
+    "aten.sigmoid.default": _unary(jax.nn.sigmoid),
+    "aten.exp.default": _unary(jnp.exp),
+    "aten.sqrt.default": _unary(jnp.sqrt),
+    "aten.rsqrt.default": _unary(lax.rsqrt),
+    "aten.reciprocal.default": _unary(jnp.reciprocal),
+    "aten.log_sigmoid.default": jax.nn.log_sigmoid,
+    **{
+        f"aten.{name}.{kind}": _comparison(compute)
+        for name, compute in _COMPARISONS.items()
+        for kind in ("Tensor", "Scalar")
+    },
+    "aten.logical_and.default": jnp.logical_and,
+    "aten.logical_or.default": jnp.logical_or,
+    "aten.logical_not.default": jnp.logical_not,
+    "aten.logical_xor.default": jnp.logical_xor,
+    "aten.bitwise_and.Tensor": _bits(jnp.bitwise_and),
+    "aten.bitwise_or.Tensor": _bits(jnp.bitwise_or),
+    "aten.bitwise_xor.Tensor": _bits(jnp.bitwise_xor),
+    "aten.bitwise_not.default": jnp.bitwise_not,
+    "aten.__and__.Tensor": _bits(jnp.bitwise_and),
+    "aten.__or__.Tensor": _bits(jnp.bitwise_or),
+    "aten.floor_divide.default": lambda a, b: jnp.floor_divide(*promoted(a, b)),
+    "aten.floor.default": _rounded(jnp.floor),
+    "aten.ceil.default": _rounded(jnp.ceil),
+    "aten.round.default": _rounded(jnp.round),
+    "aten.sign.default": jnp.sign,
+    "aten.remainder.Scalar": lambda a, b: jnp.remainder(*promoted(a, b)),
+    "aten.remainder.Tensor": lambda a, b: jnp.remainder(*promoted(a, b)),
+    "aten.isnan.default": jnp.isnan,
+    "aten.isinf.default": jnp.isinf,
+}

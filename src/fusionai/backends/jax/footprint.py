@@ -1,0 +1,103 @@
+"""What a stage takes before anything of it is allocated. Decides nothing: it traces shapes and adds them up.
+
+Every value's size at given sizes of the symbols is compared with what the graph declares; what a microbatch keeps for
+its backward is what `jax.vjp` would keep, less the parameters, which are there anyway. Neighbours: `program` asks,
+`tracing` runs the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fusionai.backends.binding import nearest
+from fusionai.backends.jax.operators import Context
+from fusionai.backends.jax.promotion import DTYPES, is_floating
+from fusionai.backends.jax.tracing import Program, Value
+from fusionai.ir.schema import Graph
+from fusionai.ir.shapes import evaluate
+from fusionai.primitives.errors import ExecutionError
+
+
+def check_graph(graph: Graph, grad_inputs: Collection[str]) -> None:
+    """Raises `ExecutionError` for what contradicts itself."""
+    specs = {spec.key: spec for spec in graph.params.values()}
+    for name in grad_inputs:
+        if name not in graph.inputs:
+            raise ExecutionError(f"the stage has no input {name!r}{nearest(name, graph.inputs)}.")
+    for value, spec in graph.params.items():
+        if specs[spec.key] != spec:
+            raise ExecutionError(f"the graph describes parameter {spec.key!r} in two ways (see {value!r}).")
+    for key in graph.state_writes.values():
+        if key not in specs or specs[key].trainable:
+            raise ExecutionError(f"the graph writes {key!r}, which is no buffer of this stage.")
+
+
+def footprint_bytes(
+    graph: Graph, program: Program, symbols: Mapping[str, int], grad_inputs: Collection[str], *, training: bool
+) -> int:
+    """Of one microbatch in flight. Raises `ExecutionError` where a value differs from its declaration."""
+    sizes = {name: evaluate(name, symbols) for name in program.inputs if graph.values[name].dtype == "symint"}
+    given = {
+        name: jax.ShapeDtypeStruct(_shape(graph, name, symbols), DTYPES[graph.values[name].dtype])
+        for name in program.inputs
+        if name not in sizes
+    }
+    params = {
+        name: jax.ShapeDtypeStruct(tuple(graph.params[name].shape), DTYPES[graph.params[name].dtype])
+        for name in program.params
+    }
+    keys = {node.id: jax.ShapeDtypeStruct((2,), jnp.uint32) for node in program.nodes}
+
+    def run(
+        floats: dict[str, Any], others: dict[str, Any], keys: dict[int, Any]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        own = {**floats, **others}
+        inputs = {name: own[name] for name in given}
+        outputs, writes = program.run(
+            Context(training, keys), {**inputs, **sizes}, {name: own[name] for name in params}
+        )
+        _compare(graph, program, outputs, symbols)
+        carrying = {name: value for name, value in outputs.items() if not isinstance(value, int)}
+        floating = {name: value for name, value in carrying.items() if is_floating(value.dtype)}
+        return floating, {**{name: value for name, value in carrying.items() if name not in floating}, **writes}
+
+    everything = {**given, **params}
+    trained = {name for name, spec in graph.params.items() if spec.trainable} | set(grad_inputs)
+    floats = {name: value for name, value in everything.items() if name in trained and is_floating(value.dtype)}
+    others = {name: value for name, value in everything.items() if name not in floats}
+    if not training:
+        made, aside = jax.eval_shape(run, floats, others, keys)
+        return _bytes([*given.values(), *made.values(), *aside.values()])
+    made, pull, aside = jax.eval_shape(
+        lambda floats, others, keys: jax.vjp(lambda own: run(own, others, keys), floats, has_aux=True),
+        floats,
+        others,
+        keys,
+    )
+    kept = _bytes(jax.tree_util.tree_leaves(pull)) - _bytes(params.values())
+    return max(0, kept) + _bytes([*given.values(), *made.values(), *aside.values()])
+
+
+def _compare(graph: Graph, program: Program, outputs: Mapping[str, Value], symbols: Mapping[str, int]) -> None:
+    for meaning, value in outputs.items():
+        name = program.outputs[meaning]
+        if isinstance(value, int):
+            continue
+        declared = _shape(graph, name, symbols)
+        if tuple(value.shape) != declared:
+            raise ExecutionError(
+                f"output {meaning!r} has the shape {list(value.shape)}, the graph declares {list(declared)}."
+            )
+
+
+def _shape(graph: Graph, name: str, symbols: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(evaluate(dim, symbols) for dim in graph.values[name].shape)
+
+
+def _bytes(values: Any) -> int:
+    return sum(int(np.prod(value.shape)) * jnp.dtype(value.dtype).itemsize for value in values)

@@ -1,0 +1,222 @@
+"""Normalisation and softmax, as torch defines them. Decides nothing. Half floats are normalised in float32.
+
+Batch statistics depend on the mode: outside training those that were learned count. Neighbours: `operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fusionai.backends.jax.promotion import Scalar, is_floating
+from fusionai.primitives.errors import ExecutionError
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+def _normalised(x: jax.Array, axes: tuple[int, ...], eps: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(normalised, mean, inverse deviation), in float32 or wider, the latter two with all dimensions."""
+    wide = _wide(x)
+    mean = jnp.mean(wide, axis=axes, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(jnp.square(wide - mean), axis=axes, keepdims=True) + eps)
+    return (wide - mean) * inverse, mean, inverse
+
+
+def _scaled(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, dtype: Any) -> jax.Array:
+    x = x if weight is None else x * weight
+    return (x if bias is None else x + bias).astype(dtype)
+
+
+def _native_layer_norm(
+    x: jax.Array, shape: Sequence[int], weight: jax.Array | None, bias: jax.Array | None, eps: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    normal, mean, inverse = _normalised(x, axes, eps)
+    return _scaled(normal, weight, bias, x.dtype), mean, inverse
+
+
+def _layer_norm(
+    x: jax.Array,
+    shape: Sequence[int],
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    eps: Scalar = 1e-5,
+    *_: Any,
+) -> jax.Array:
+    return _native_layer_norm(x, shape, weight, bias, eps)[0]
+
+
+def _rms_norm(
+    x: jax.Array, shape: Sequence[int], weight: jax.Array | None = None, eps: Scalar | None = None
+) -> jax.Array:
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    wide = _wide(x)
+    least = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    normal = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + least)
+    return _scaled(normal, weight, None, x.dtype)
+
+
+def _by_channel(values: jax.Array | None, rank: int) -> jax.Array | None:
+    return None if values is None else values.reshape((1, -1, *(1,) * (rank - 2)))
+
+
+def _native_group_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    batch: int,
+    channels: int,
+    area: int,
+    groups: int,
+    eps: Scalar,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    grouped = x.reshape(batch, groups, channels // groups * area)
+    normal, mean, inverse = _normalised(grouped, (2,), eps)
+    y = _scaled(normal.reshape(x.shape), _by_channel(weight, x.ndim), _by_channel(bias, x.ndim), x.dtype)
+    return y, mean.reshape(batch, groups), inverse.reshape(batch, groups)
+
+
+def _group_norm(
+    x: jax.Array,
+    groups: int,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    eps: Scalar = 1e-5,
+    *_: Any,
+) -> jax.Array:
+    batch, channels = x.shape[:2]
+    return _native_group_norm(x, weight, bias, batch, channels, x.size // max(1, batch * channels), groups, eps)[0]
+
+
+def _with_batch_statistics(
+    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    axes = (0, *range(2, x.ndim))
+    normal, mean, inverse = _normalised(x, axes, eps)
+    y = _scaled(normal, _by_channel(weight, x.ndim), _by_channel(bias, x.ndim), x.dtype)
+    return y, mean.reshape(-1), inverse.reshape(-1)
+
+
+def _with_learned_statistics(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    variance: jax.Array,
+    eps: Scalar,
+) -> jax.Array:
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    inverse = lax.rsqrt(_wide(variance) + eps).reshape(shape)
+    normal = (_wide(x) - mean.reshape(shape)) * inverse
+    return _scaled(normal, _by_channel(weight, x.ndim), _by_channel(bias, x.ndim), x.dtype)
+
+
+def batch_norm_functional(
+    training: bool,
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    variance: jax.Array,
+    in_training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[jax.Array, ...]:
+    """`training`: the run's mode. (y, saved mean, saved inverse deviation, new running mean, new running variance); the
+    latter two unchanged outside training."""
+    if not (training and in_training):
+        y = _with_learned_statistics(x, weight, bias, mean, variance, eps)
+        nothing = jnp.zeros((0,), x.dtype)
+        return y, nothing, nothing, mean, variance
+    y, found, inverse = _with_batch_statistics(x, weight, bias, eps)
+    still = lax.stop_gradient(_wide(x))
+    axes = (0, *range(2, x.ndim))
+    count = x.size // x.shape[1]
+    spread = jnp.var(still, axis=axes) * (count / max(1, count - 1))
+    new_mean = (1 - momentum) * mean + momentum * lax.stop_gradient(found)
+    new_variance = (1 - momentum) * variance + momentum * spread
+    return y, found, inverse, new_mean.astype(mean.dtype), new_variance.astype(variance.dtype)
+
+
+def batch_norm(
+    training: bool,
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array | None,
+    variance: jax.Array | None,
+    in_training: bool,
+    momentum: float,  # noqa: ARG001 — the operator's own argument order
+    eps: float,
+    *_: Any,
+) -> jax.Array:
+    if in_training and training and mean is not None:
+        raise ExecutionError(
+            "aten.batch_norm.default would change its running statistics in place.",
+            hint="Capture the model functionalised (aten._native_batch_norm_legit_functional.default).",
+        )
+    if mean is None or variance is None:
+        return _with_batch_statistics(x, weight, bias, eps)[0]
+    return _with_learned_statistics(x, weight, bias, mean, variance, eps)
+
+
+def _batch_norm_no_training(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    variance: jax.Array,
+    momentum: float,  # noqa: ARG001
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    nothing = jnp.zeros((0,), x.dtype)
+    return _with_learned_statistics(x, weight, bias, mean, variance, eps), nothing, nothing
+
+
+def _batch_norm_without_memory(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    training: bool,  # noqa: ARG001
+    momentum: float,  # noqa: ARG001
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _with_batch_statistics(x, weight, bias, eps)
+
+
+def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    x = x if dtype is None else x.astype(dtype)
+    return jax.nn.softmax(_wide(x), axis=dim).astype(x.dtype)
+
+
+def log_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    x = x if dtype is None else x.astype(dtype)
+    return jax.nn.log_softmax(_wide(x), axis=dim).astype(x.dtype)
+
+
+def _half_to_float(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def run(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
+        return compute(x, dim, jnp.float32 if half_to_float and is_floating(x.dtype) else None)
+
+    return run
+
+
+NORMS: Final[dict[str, Callable[..., Any]]] = {
+    "aten.layer_norm.default": _layer_norm,
+    "aten.rms_norm.default": _rms_norm,
+    "aten.group_norm.default": _group_norm,
+    "aten.native_layer_norm.default": _native_layer_norm,
+    "aten.native_group_norm.default": _native_group_norm,
+    "aten._native_batch_norm_legit.no_stats": _batch_norm_without_memory,
+    "aten._native_batch_norm_legit_no_training.default": _batch_norm_no_training,
+    "aten.softmax.int": softmax,
+    "aten._softmax.default": _half_to_float(softmax),
+    "aten.log_softmax.int": log_softmax,
+    "aten._log_softmax.default": _half_to_float(log_softmax),
+}

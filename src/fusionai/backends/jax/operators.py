@@ -1,0 +1,99 @@
+"""The table from operator names to JAX functions. Decides what this backend can run; resolves no name it receives.
+
+Every name is of `ir.operators.OPERATORS`; functions take what torch's take, sizes as plain numbers. Operators that
+depend on the mode or on counters get the run's `Context` and the node's id first. Neighbours: `tracing` binds these to
+a graph's values; the modules beside this one have the functions by kind.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+
+from fusionai.backends.jax.attention import attention
+from fusionai.backends.jax.dropout import dropout
+from fusionai.backends.jax.elementwise import ELEMENTWISE
+from fusionai.backends.jax.lookups import LOOKUPS
+from fusionai.backends.jax.losses import LOSSES
+from fusionai.backends.jax.norms import NORMS, batch_norm, batch_norm_functional
+from fusionai.backends.jax.products import PRODUCTS
+from fusionai.backends.jax.reductions import REDUCTIONS
+from fusionai.backends.jax.shaping import SHAPING
+from fusionai.primitives.errors import ExecutionError
+
+MAX_SIZE: Final = 2**48
+"""No size computed in a graph may be larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a run is about. `keys`: node that drops -> its two folds, uint32 [2]."""
+
+    training: bool
+    keys: Mapping[int, jax.Array]
+
+
+def _bounded(compute: Callable[..., int]) -> Callable[..., int]:
+    def run(*sizes: int) -> int:
+        size = compute(*sizes)
+        if abs(size) > MAX_SIZE:
+            raise ExecutionError(f"a size computed in the graph is above {MAX_SIZE}.")
+        return size
+
+    return run
+
+
+def _attention(
+    context: Context,
+    node: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    **options: Any,
+) -> jax.Array:
+    drops = context.training and dropout > 0.0
+    return attention(
+        q, k, v, scale=scale, dropout=dropout if drops else 0.0, key=context.keys[node] if drops else None, **options
+    )
+
+
+def _dropout(context: Context, node: int, x: jax.Array, *, p: float) -> jax.Array:
+    return dropout(x, p, context.keys[node]) if context.training and p > 0.0 else x
+
+
+SIZES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
+    {
+        "sym.add": _bounded(operator.add),
+        "sym.sub": _bounded(operator.sub),
+        "sym.mul": _bounded(operator.mul),
+        "sym.floordiv": _bounded(operator.floordiv),
+        "sym.mod": _bounded(operator.mod),
+        "sym.neg": _bounded(lambda size: -size),
+        "sym.max": _bounded(max),
+        "sym.min": _bounded(min),
+        "aten.sym_size.int": lambda x, dim: x.shape[dim],
+    }
+)
+CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "fusion.attention": _attention,
+        "fusion.dropout": _dropout,
+        "aten._native_batch_norm_legit_functional.default": (
+            lambda context, _node, *args: batch_norm_functional(context.training, *args)
+        ),
+        "aten.batch_norm.default": lambda context, _node, *args: batch_norm(context.training, *args),
+    }
+)
+"""Operators called as `f(context, node id, *args, **kwargs)`."""
+PLAIN: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {**SIZES, **ELEMENTWISE, **SHAPING, **REDUCTIONS, **PRODUCTS, **NORMS, **LOSSES, **LOOKUPS}
+)
+"""Operators called as `f(*args, **kwargs)`."""

@@ -1,0 +1,242 @@
+"""Matrix products, convolutions and pooling, as torch defines them. Decides nothing.
+
+Neighbours: `operators` joins the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fusionai.backends.jax.promotion import Scalar
+
+Sizes = int | Sequence[int]
+_LETTERS: Final = "DHW"
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., I], weight [O, I] -> [..., O]."""
+    y = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    return y if bias is None else y + bias
+
+
+def _addmm(bias: jax.Array, a: jax.Array, b: jax.Array, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
+    product = jnp.matmul(a, b)
+    return (bias if beta == 1 else bias * beta) + (product if alpha == 1 else product * alpha)
+
+
+def _many(value: Sizes, count: int) -> tuple[int, ...]:
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return given * count if len(given) == 1 else given
+
+
+def _convolution(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    transposed: bool = False,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+) -> jax.Array:
+    """x [N, C, ...] or [C, ...]; weight [O, C / groups, ...], transposed [C, O / groups, ...]."""
+    spatial = weight.ndim - 2
+    batched = x.ndim == weight.ndim
+    x = x if batched else x[None]
+    steps, spread = _many(stride, spatial), _many(dilation, spatial)
+    kernel = weight.shape[2:]
+    pads: str | list[tuple[int, int]]
+    if isinstance(padding, str):
+        reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
+        pads = [(0, 0) if padding == "valid" else (one // 2, one - one // 2) for one in reach]
+    else:
+        pads = [(one, one) for one in _many(padding, spatial)]
+    letters = _LETTERS[3 - spatial :]
+    names = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+    if transposed:
+        extra = _many(output_padding, spatial)
+        given = _many(padding, spatial) if not isinstance(padding, str) else (0,) * spatial
+        pads = [(d * (k - 1) - p, d * (k - 1) - p + e) for k, d, p, e in zip(kernel, spread, given, extra, strict=True)]
+        split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+        turned = jnp.flip(jnp.swapaxes(split, 1, 2), tuple(range(3, 3 + spatial)))
+        weight = turned.reshape(-1, *turned.shape[2:])
+        y = lax.conv_general_dilated(x, weight, (1,) * spatial, pads, steps, spread, names, feature_group_count=groups)
+    else:
+        y = lax.conv_general_dilated(x, weight, steps, pads, None, spread, names, feature_group_count=groups)
+    if bias is not None:
+        y = y + bias.reshape((1, -1, *(1,) * spatial))
+    return y if batched else y[0]
+
+
+def _conv(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> jax.Array:
+    return _convolution(x, weight, bias, stride, padding, dilation, groups=groups)
+
+
+def _conv_transpose(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+) -> jax.Array:
+    return _convolution(x, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+class _Window:
+    """How a window moves over the last dimensions of x."""
+
+    def __init__(
+        self,
+        x: jax.Array,
+        kernel: Sizes,
+        stride: Sizes | None,
+        padding: Sizes,
+        dilation: Sizes,
+        ceil: bool,
+        spatial: int,
+    ) -> None:
+        lead = x.ndim - spatial
+        self.sizes = _many(kernel, spatial)
+        steps = _many(stride, spatial) if stride not in (None, (), []) else self.sizes
+        self.given = _many(padding, spatial)
+        spread = _many(dilation, spatial)
+        pads: list[tuple[int, int]] = []
+        for size, k, s, p, d in zip(x.shape[lead:], self.sizes, steps, self.given, spread, strict=True):
+            span = size + 2 * p - d * (k - 1) - 1
+            outputs = (-(-span // s) if ceil else span // s) + 1
+            if ceil and (outputs - 1) * s >= size + p:
+                outputs -= 1  # a window that begins in the padding behind is left out
+            pads.append((p, max(p, (outputs - 1) * s + d * (k - 1) + 1 - size - p)))
+        self.window = (*(1,) * lead, *self.sizes)
+        self.strides = (*(1,) * lead, *steps)
+        self.pads = [*[(0, 0)] * lead, *pads]
+        self.dilation = (*(1,) * lead, *spread)
+
+    def reduced(self, x: Any, initial: Any, compute: Callable[..., Any]) -> Any:
+        return lax.reduce_window(
+            x, initial, compute, self.window, self.strides, self.pads, window_dilation=self.dilation
+        )
+
+
+def _max_pool(
+    x: jax.Array,
+    kernel: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+) -> jax.Array:
+    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, 2)
+    return window.reduced(x, np.array(-np.inf, x.dtype), lax.max)
+
+
+def _max_pool_with_places(
+    x: jax.Array,
+    kernel: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Places: flat, in the last two dimensions; of equals the first."""
+    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, 2)
+    height, width = x.shape[-2:]
+    places = jnp.broadcast_to(jnp.arange(height * width, dtype=jnp.int64).reshape(height, width), x.shape)
+
+    def larger(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+        return jnp.where(first, one[0], other[0]), jnp.where(first, one[1], other[1])
+
+    still = lax.stop_gradient(x)
+    start = (np.array(-np.inf, x.dtype), np.array(np.iinfo(np.int64).max))
+    _, found = window.reduced((still, places), start, larger)
+    return _max_pool(x, kernel, stride, padding, dilation, ceil_mode), found
+
+
+def _average_pool(spatial: int) -> Callable[..., jax.Array]:
+    def pool(
+        x: jax.Array,
+        kernel: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> jax.Array:
+        window = _Window(x, kernel, stride, padding, 1, ceil_mode, spatial)
+        zero = np.zeros((), x.dtype)  # JAX knows gradients of windows that begin with a constant
+        total = window.reduced(x, zero, lax.add)
+        if divisor_override is not None:
+            return total / divisor_override
+        inside = jnp.ones(x.shape[x.ndim - spatial :], x.dtype)
+        if count_include_pad:  # padding counts, what a last window reaches beyond it does not
+            inside = jnp.pad(inside, [(one, one) for one in window.given], constant_values=1)
+            again = _Window(inside, kernel, stride, 0, 1, ceil_mode, spatial)
+            again.pads = [
+                (0, max(0, behind - given))
+                for (_, behind), given in zip(window.pads[x.ndim - spatial :], window.given, strict=True)
+            ]
+            return total / again.reduced(inside, zero, lax.add)
+        return total / _Window(inside, kernel, stride, padding, 1, ceil_mode, spatial).reduced(inside, zero, lax.add)
+
+    return pool
+
+
+def _adaptive(spatial: int) -> Callable[..., jax.Array]:
+    """Output i of n is the mean of inputs floor(i * size / n) to ceil((i + 1) * size / n): a matrix per dimension."""
+
+    def pool(x: jax.Array, output: Sizes) -> jax.Array:
+        wanted = _many(output, spatial)
+        for place, count in enumerate(wanted):
+            axis = x.ndim - spatial + place
+            size = x.shape[axis]
+            weights = np.zeros((count, size), np.float32)
+            for row in range(count):
+                first, last = row * size // count, -(-(row + 1) * size // count)
+                weights[row, first:last] = 1 / (last - first)
+            mixed = jnp.tensordot(x, jnp.asarray(weights, x.dtype), ((axis,), (1,)))
+            x = jnp.moveaxis(mixed, -1, axis)
+        return x
+
+    return pool
+
+
+PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
+    "aten.linear.default": linear,
+    "aten.matmul.default": jnp.matmul,
+    "aten.mm.default": jnp.matmul,
+    "aten.bmm.default": jnp.matmul,
+    "aten.addmm.default": _addmm,
+    "aten.baddbmm.default": _addmm,
+    "aten.convolution.default": _convolution,
+    "aten.conv1d.default": _conv,
+    "aten.conv2d.default": _conv,
+    "aten.conv1d.padding": _conv,
+    "aten.conv2d.padding": _conv,
+    "aten.conv_transpose2d.input": _conv_transpose,
+    "aten.max_pool2d.default": _max_pool,
+    "aten.max_pool2d_with_indices.default": _max_pool_with_places,
+    "aten.avg_pool2d.default": _average_pool(2),
+    "aten.avg_pool1d.default": _average_pool(1),
+    "aten.adaptive_avg_pool1d.default": _adaptive(1),
+    "aten.adaptive_avg_pool2d.default": _adaptive(2),
+    "aten._adaptive_avg_pool2d.default": _adaptive(2),
+}

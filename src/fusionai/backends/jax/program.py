@@ -1,0 +1,400 @@
+"""One stage on JAX: parameters, what forward left for backward, gradient sums, the optimizer.
+
+Decides nothing about jobs or time. Forward and backward are compiled once for each set of sizes; what backward needs is
+what `jax.vjp` keeps, and comes out of the compiled forward. Gradients are summed microbatch by microbatch. Buffers that
+a training microbatch rewrites are rebound, and the values of the last applied step are kept until the next, so that a
+discarded step leaves no trace. Neighbours: `tracing` is the graph as a function, `footprint` checks it beforehand,
+`optimizers` updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fusionai.backends.binding import bind_symbols, largest, nearest
+from fusionai.backends.counters import DropoutKey, folds
+from fusionai.backends.interface import Call
+from fusionai.backends.jax.footprint import check_graph, footprint_bytes
+from fusionai.backends.jax.host import to_host, to_jax
+from fusionai.backends.jax.indices import check_indices
+from fusionai.backends.jax.operators import Context
+from fusionai.backends.jax.optimizers import StageOptimizer
+from fusionai.backends.jax.promotion import DTYPES, Device, is_floating
+from fusionai.backends.jax.reach import reached
+from fusionai.backends.jax.tracing import Program, Value, program_of
+from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, state_entries
+from fusionai.ir.init import initialise
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import StageOptions
+
+ContextKey = tuple[int, int, int]
+"""(step, replica, microbatch)."""
+Arrays = dict[str, jax.Array]
+MOST_COMPILED: Final = 64
+"""Programs of different sizes that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A microbatch between forward and backward. `pull`: output gradients -> gradients of parameters and inputs."""
+
+    pull: Any
+    outputs: dict[str, tuple[tuple[int, ...], Any]]
+    """Those that carry gradient: shape, dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """`forward(trained, leaves, others, params, keys)` of fixed sizes."""
+
+    program: Program
+    forward: Callable[..., Any]
+    drops: tuple[int, ...]
+    """Nodes that draw masks."""
+
+
+class JaxStageProgram:
+    """Implements `backends.interface.StageProgram`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        device: Device,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        if options.offload:
+            raise ExecutionError(
+                "this backend keeps optimizer state in memory, not in a file.",
+                hint='Take offload = "never" in the recipe, or let machines with backend torch run the job.',
+            )
+        self._graph = graph
+        self._grad_inputs = frozenset(grad_inputs)
+        self._options = options
+        self._device = device
+        self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
+        self._trainable = tuple(sorted(key for key, spec in self._specs.items() if spec.trainable))
+        self._entries = state_entries(graph, options.optimizer)
+        check_graph(graph, self._grad_inputs)
+        self._optimizer: StageOptimizer | None = None
+        if options.optimizer is not None:
+            shapes = {key: (self._specs[key].dtype, tuple(self._specs[key].shape)) for key in self._trainable}
+            self._optimizer = StageOptimizer(options.optimizer, shapes)
+        self._programs: dict[tuple[frozenset[str], bool], Program] = {}
+        self._compiled: dict[object, _Compiled] = {}
+        self._check_memory(memory_limit_bytes)
+        self._tensors: Arrays = {
+            key: jax.device_put(jnp.zeros(spec.shape, DTYPES[spec.dtype]), device) for key, spec in self._specs.items()
+        }
+        self._unset = set(self._specs)
+        self._committed: Arrays = {}
+        """Buffers rewritten since the last apply: their values of then."""
+        self._contexts: dict[ContextKey, _InFlight] = {}
+        self._sums: Arrays = {}
+
+    # ------------------------------------------------------------------------------------------------------ running
+
+    def forward(
+        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
+    ) -> dict[str, HostTensor]:
+        """See `StageProgram.forward`."""
+        training = call.mode == "train"
+        names = frozenset(self._graph.outputs if wanted is None else wanted)
+        for name in names:
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+        if self._unset:
+            raise ExecutionError(
+                f"{len(self._unset)} entries have no value yet, among them model/{min(self._unset)}.",
+                hint="Call initialise or import_state first.",
+            )
+        key = (call.step, call.replica, call.microbatch)
+        if training and key in self._contexts:
+            raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
+        program = self._program(names, training)
+        bind_symbols(self._graph, inputs, program.inputs, half_floats=self._options.precision == "bf16")
+        check_indices(self._graph, program.nodes, inputs)
+        compiled = self._of_sizes(program, names, training, inputs)
+        given = {name: to_jax(inputs[name], self._device) for name in program.inputs if not self._is_size(name)}
+        leaves = {name: value for name, value in given.items() if training and name in self._grad_inputs}
+        others = {name: value for name, value in given.items() if name not in leaves}
+        dropout = DropoutKey(self._options.seed, call.step, call.microbatch)
+        keys = {node: np.array(folds(dropout, node), np.uint32) for node in compiled.drops}
+        trained, fixed = self._parameters()
+        if training:
+            (floats, pull), (rest, writes) = compiled.forward(trained, leaves, others, fixed, keys)
+            carrying = {name: (value.shape, value.dtype) for name, value in floats.items()}
+            self._contexts[key] = _InFlight(pull, carrying)
+        else:
+            (floats, rest), writes = compiled.forward(trained, leaves, others, fixed, keys)
+        for buffer, value in writes.items():
+            self._committed.setdefault(buffer, self._tensors[buffer])
+            self._tensors[buffer] = value
+        return {name: to_host(value) for name, value in {**floats, **rest}.items()}
+
+    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result."""
+        held = self._contexts.pop((call.step, call.replica, call.microbatch), None)
+        if held is None:
+            raise ExecutionError(
+                f"no forward context of step {call.step}, replica {call.replica}, microbatch {call.microbatch}."
+            )
+        roots: Arrays = {}
+        for name, gradient in gradients.items():
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+            if name not in held.outputs:
+                continue
+            shape, dtype = held.outputs[name]
+            if gradient.shape != shape or DTYPES[gradient.dtype] != dtype:
+                raise ExecutionError(
+                    f"expected the gradient of {name!r} as {dtype} {list(shape)}, "
+                    f"got {gradient.dtype} {list(gradient.shape)}."
+                )
+            roots[name] = to_jax(gradient, self._device)
+        if not roots:
+            return {}
+        all_roots = {
+            name: roots.get(name, None) if name in roots else jnp.zeros(shape, dtype)
+            for name, (shape, dtype) in held.outputs.items()
+        }
+        trained, leaves = _pulled(held.pull, all_roots)
+        values = reached(self._graph, frozenset(self._graph.outputs[name] for name in roots))
+        for value, spec in self._graph.params.items():
+            if value in values and spec.key in trained:
+                gradient = trained.pop(spec.key)
+                self._sums[spec.key] = _added(self._sums[spec.key], gradient) if spec.key in self._sums else gradient
+        return {name: to_host(leaf) for name, leaf in leaves.items() if name in values}
+
+    def weight_gradients(self, call: Call) -> None:
+        """Nothing is left undone."""
+
+    # -------------------------------------------------------------------------------------------------- the update
+
+    def gradient_norms(self) -> dict[str, float]:
+        return {key: float(_norm(self._sums[key])) for key in self._trainable if key in self._sums}
+
+    def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        return [(key, to_host(self._sums[key])) for key in keys if self._known(key) in self._sums]
+
+    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+        for key, tensor in entries:
+            check_entry(self._entries, f"model/{self._known(key)}", tensor)
+            value = to_jax(tensor, self._device)
+            self._sums[key] = _added(self._sums[key], value) if add and key in self._sums else value
+
+    def apply(self, *, scale: float, learning_rate: float) -> None:
+        self._require_idle("apply")
+        if self._options.optimizer is None or self._optimizer is None:
+            raise ExecutionError("this stage was loaded without an optimizer, it can't apply an update.")
+        factor = np.float32(scale)
+        for key in self._trainable:
+            gradient = self._sums.pop(key, None)
+            if gradient is None:
+                continue
+            gradient = gradient if scale == 1.0 else _scaled(gradient, factor)
+            self._tensors[key] = self._optimizer.step(key, self._tensors[key], gradient, learning_rate)
+        self._committed.clear()
+
+    def discard(self) -> None:
+        self._contexts.clear()
+        self._sums.clear()
+        self._tensors.update(self._committed)
+        self._committed.clear()
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def initialise(self) -> tuple[str, ...]:
+        self._require_idle("initialise")
+        self._sums.clear()
+        self._committed.clear()
+        if self._optimizer is not None:
+            self._optimizer.reset()
+        missing: list[str] = []
+        for key in sorted(self._specs):
+            spec = self._specs[key]
+            if spec.init is None:
+                missing.append(f"model/{key}")
+                self._unset.add(key)
+                continue
+            values = np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed))
+            # numpy has no bfloat16: it comes as raw bits.
+            typed = values.view(jnp.bfloat16) if spec.dtype == "bfloat16" else values.astype(DTYPES[spec.dtype])
+            self._set(key, jax.device_put(typed, self._device))
+        return tuple(missing)
+
+    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        self._require_idle("import state")
+        for name, tensor in entries:
+            entry = check_entry(self._entries, name, tensor)
+            value = to_jax(tensor, self._device)
+            if not entry.slot:
+                self._set(entry.key, value)
+            elif self._optimizer is not None:
+                self._optimizer.write(entry.key, entry.slot, value)
+
+    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
+        """State as of the last applied step, also while the next one is in flight."""
+        for name, entry in self._entries.items():
+            if ("optimizer" if entry.slot else "model") in parts:
+                yield name, self._exported(name, entry)
+
+    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        if unknown := [name for name in names if name not in self._entries]:
+            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
+        return [(name, self._exported(name, self._entries[name])) for name in names]
+
+    @property
+    def resident_bytes(self) -> int:
+        held = [*self._tensors.values(), *self._committed.values(), *self._sums.values()]
+        return sum(value.nbytes for value in held) + (self._optimizer.resident_bytes if self._optimizer else 0)
+
+    # ----------------------------------------------------------------------------------------------------- details
+
+    def _exported(self, name: str, entry: StateEntry) -> HostTensor:
+        if entry.slot:
+            assert self._optimizer is not None, "or there would be no such entry"
+            return to_host(self._optimizer.read(entry.key, entry.slot))
+        if entry.key in self._unset:
+            raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
+        return to_host(self._committed.get(entry.key, self._tensors[entry.key]))
+
+    def _set(self, key: str, value: jax.Array) -> None:
+        self._tensors[key] = value
+        self._unset.discard(key)
+
+    def _known(self, key: str) -> str:
+        if key not in self._trainable:
+            raise ExecutionError(f"the stage has no trainable parameter {key!r}{nearest(key, self._trainable)}.")
+        return key
+
+    def _is_size(self, name: str) -> bool:
+        return self._graph.values[name].dtype == "symint"
+
+    def _parameters(self) -> tuple[Arrays, Arrays]:
+        """(trained, all others), by key."""
+        trained = {key: self._tensors[key] for key in self._trainable}
+        return trained, {key: value for key, value in self._tensors.items() if key not in trained}
+
+    def _program(self, names: frozenset[str], training: bool) -> Program:
+        program = self._programs.get((names, training))
+        if program is None:
+            program = self._programs[names, training] = program_of(
+                self._graph,
+                names,
+                with_state_writes=training,
+                mixed=self._options.precision == "bf16",
+                recompute=self._options.recompute,
+            )
+        return program
+
+    def _of_sizes(
+        self, program: Program, names: frozenset[str], training: bool, inputs: Mapping[str, HostTensor]
+    ) -> _Compiled:
+        """Compiled for these sizes; what is checked is checked while it is traced."""
+        sizes = {name: int(to_jax(inputs[name], self._device)) for name in program.inputs if self._is_size(name)}
+        shapes = tuple((name, inputs[name].shape, inputs[name].dtype) for name in program.inputs)
+        at = (names, training, shapes, tuple(sorted(sizes.items())))
+        compiled = self._compiled.get(at)
+        if compiled is None:
+            if len(self._compiled) >= MOST_COMPILED:
+                self._compiled.clear()
+            traced = traced_forward(self._graph, program, sizes, training)
+            drops = tuple(node.id for node in program.nodes if training and _drops(node.op, node.kwargs))
+            compiled = self._compiled[at] = _Compiled(program, jax.jit(traced), drops)
+        return compiled
+
+    def _check_memory(self, limit_bytes: int | None) -> None:
+        """At the symbols' largest values: parameters, gradients, optimizer slots and what microbatches keep."""
+        training = self._options.optimizer is not None
+        held_bytes = sum(entry.nbytes for entry in self._entries.values())
+        held_bytes += gradient_bytes(self._graph) if training else 0
+        if limit_bytes is not None and held_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage's parameters, gradients and optimizer state take {held_bytes} bytes, "
+                f"the limit is {limit_bytes}.",
+                hint="Give this peer fewer blocks or lend more memory.",
+            )
+        program = self._program(frozenset(self._graph.outputs), training)
+        symbols = largest(self._graph)
+        flight_bytes = footprint_bytes(self._graph, program, symbols, self._grad_inputs, training=training)
+        needed_bytes = held_bytes + flight_bytes * max(1, self._options.in_flight if training else 1)
+        if limit_bytes is not None and needed_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage needs {needed_bytes} bytes with {max(1, self._options.in_flight)} microbatches in flight, "
+                f"the limit is {limit_bytes}.",
+                hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
+            )
+
+    def _require_idle(self, action: str) -> None:
+        if self._contexts:
+            raise ExecutionError(
+                f"can't {action} with {len(self._contexts)} microbatches in flight.",
+                hint="Run their backward or discard them first.",
+            )
+
+
+def traced_forward(graph: Graph, program: Program, sizes: Mapping[str, int], training: bool) -> Callable[..., Any]:
+    """(trained, leaves, others, fixed, keys) -> in training ((float outputs, pull), (other outputs, writes)), else
+    ((float outputs, other outputs), writes). Parameters by key, inputs by name."""
+    key_of = {value: graph.params[value].key for value in program.params}
+
+    def run(
+        trained: Arrays, leaves: Arrays, others: Arrays, fixed: Arrays, keys: Mapping[int, jax.Array]
+    ) -> tuple[Arrays, tuple[dict[str, Value], Arrays]]:
+        params = {value: trained[key] if key in trained else fixed[key] for value, key in key_of.items()}
+        outputs, writes = program.run(Context(training, keys), {**others, **leaves, **sizes}, params)
+        floats: Arrays = {}
+        rest: dict[str, Value] = {}
+        for name, value in outputs.items():
+            if not isinstance(value, int) and is_floating(value.dtype):
+                floats[name] = value
+            else:
+                rest[name] = value
+        return floats, (rest, {key: jax.lax.stop_gradient(value) for key, value in writes.items()})
+
+    def train(trained: Arrays, leaves: Arrays, others: Arrays, fixed: Arrays, keys: Any) -> Any:
+        floats, pull, aside = jax.vjp(
+            lambda own, given: run(own, given, others, fixed, keys), trained, leaves, has_aux=True
+        )
+        return (floats, pull), aside
+
+    def evaluate(trained: Arrays, leaves: Arrays, others: Arrays, fixed: Arrays, keys: Any) -> Any:
+        floats, (rest, writes) = run(trained, leaves, others, fixed, keys)
+        return (floats, rest), writes
+
+    return train if training else evaluate
+
+
+def _drops(op: str, options: Mapping[str, Any]) -> bool:
+    return op == "fusion.dropout" or (op == "fusion.attention" and options.get("dropout", 0.0) != 0.0)
+
+
+@jax.jit
+def _pulled(pull: Any, roots: Arrays) -> tuple[Arrays, Arrays]:
+    return pull(roots)
+
+
+@jax.jit
+def _added(one: jax.Array, other: jax.Array) -> jax.Array:
+    return one + other
+
+
+@jax.jit
+def _scaled(gradient: jax.Array, factor: jax.Array) -> jax.Array:
+    return gradient * factor.astype(gradient.dtype)
+
+
+@jax.jit
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))

@@ -1,0 +1,82 @@
+"""Which dtype operands of several dtypes are computed in: torch's rules, which are the graph's. Computes nothing.
+
+Tensors with dimensions decide; tensors of rank 0 and plain numbers only where they are of a higher kind (a float among
+integers). JAX's own rules differ: an integer times 0.5 would become float64 there. Neighbours: the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES: Final[dict[str, Any]] = {
+    "float64": jnp.float64,
+    "float32": jnp.float32,
+    "float16": jnp.float16,
+    "bfloat16": jnp.bfloat16,
+    "int64": jnp.int64,
+    "int32": jnp.int32,
+    "int16": jnp.int16,
+    "int8": jnp.int8,
+    "uint8": jnp.uint8,
+    "bool": jnp.bool_,
+}
+"""What a graph calls them."""
+Scalar = bool | int | float
+Device = Any
+"""Of JAX, whose class has no public name for type checkers."""
+
+
+def result_type(*operands: jax.Array | Scalar) -> np.dtype[Any]:
+    """As `torch.result_type` of two, of any number."""
+    tensors = [x.dtype for x in operands if isinstance(x, jax.Array) and x.ndim]
+    points = [x.dtype for x in operands if isinstance(x, jax.Array) and not x.ndim]
+    numbers = [_of_number(x) for x in operands if not isinstance(x, jax.Array)]
+    found = _over(_joined(tensors), _over(_joined(points), _joined(numbers)))
+    assert found is not None, "an operator has operands"
+    return found
+
+
+def promoted(*operands: jax.Array | Scalar) -> list[jax.Array]:
+    """All of them in the dtype they are computed in."""
+    dtype = result_type(*operands)
+    return [jnp.asarray(x, dtype) for x in operands]
+
+
+def floating(x: jax.Array) -> jax.Array:
+    """Integers and truth values become float32, as for every function whose results are no integers."""
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+
+
+def is_floating(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _of_number(x: Scalar) -> np.dtype[Any]:
+    if isinstance(x, bool):
+        return jnp.dtype(jnp.bool_)
+    return jnp.dtype(jnp.int64) if isinstance(x, int) else jnp.dtype(jnp.float32)
+
+
+def _joined(dtypes: Sequence[Any]) -> np.dtype[Any] | None:
+    if not dtypes:
+        return None
+    found = jnp.dtype(dtypes[0])
+    for other in dtypes[1:]:
+        found = jnp.promote_types(found, other)
+    return found
+
+
+def _over(higher: np.dtype[Any] | None, lower: np.dtype[Any] | None) -> np.dtype[Any] | None:
+    """`combine_categories` of torch's c10."""
+    if higher is None or lower is None:
+        return lower if higher is None else higher
+    if is_floating(higher):
+        return higher
+    if higher == jnp.bool_ or is_floating(lower):
+        return jnp.promote_types(higher, lower)
+    return higher

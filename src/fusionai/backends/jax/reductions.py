@@ -1,0 +1,153 @@
+"""Operators that sum, choose and order along dimensions, as torch defines them. Decides nothing.
+
+Of equals the first is chosen, and it alone gets the gradient where torch gives it to one. Neighbours: `operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fusionai.backends.jax.promotion import Scalar, floating, is_floating
+
+Dims = int | Sequence[int] | None
+
+
+def _axes(dims: Dims) -> tuple[int, ...] | None:
+    """None: all of them, which torch also says by an empty list."""
+    if dims is None:
+        return None
+    return (dims,) if isinstance(dims, int) else tuple(dims) or None
+
+
+def _summable(x: jax.Array, dtype: Any) -> jax.Array:
+    """Integers and truth values are summed as int64."""
+    if dtype is not None:
+        return x.astype(dtype)
+    return x if is_floating(x.dtype) else x.astype(jnp.int64)
+
+
+def _sum(x: jax.Array, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    return jnp.sum(_summable(x, dtype), axis=_axes(dims), keepdims=keepdim)
+
+
+def _mean(x: jax.Array, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    return jnp.mean(x if dtype is None else x.astype(dtype), axis=_axes(dims), keepdims=keepdim)
+
+
+def _cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    x = _summable(x, dtype)
+    return jnp.cumsum(x, axis=dim) if x.ndim else x
+
+
+def _variance(x: jax.Array, dims: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> jax.Array:
+    axes = _axes(dims)
+    spread = jnp.square(x - jnp.mean(x, axis=axes, keepdims=True))
+    counted = range(x.ndim) if axes is None else axes
+    count = 1
+    for axis in counted:
+        count *= x.shape[axis]
+    return jnp.sum(spread, axis=axes, keepdims=keepdim) / max(0, count - (1 if correction is None else correction))
+
+
+def _deviation(x: jax.Array, dims: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> jax.Array:
+    return jnp.sqrt(_variance(x, dims, correction, keepdim))
+
+
+def _logsumexp(x: jax.Array, dims: Dims, keepdim: bool = False) -> jax.Array:
+    return jax.nn.logsumexp(floating(x), axis=_axes(dims), keepdims=keepdim)
+
+
+def _norm(x: jax.Array, order: Scalar = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    x = x if dtype is None else x.astype(dtype)
+    axes = _axes(dim)
+    if order == 2:
+        return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=keepdim))
+    size = jnp.abs(x)
+    if order == float("inf"):
+        return jnp.max(size, axis=axes, keepdims=keepdim)
+    if order == float("-inf"):
+        return jnp.min(size, axis=axes, keepdims=keepdim)
+    if order == 0:
+        return jnp.sum(x != 0, axis=axes, keepdims=keepdim).astype(x.dtype)
+    if order == 1:
+        return jnp.sum(size, axis=axes, keepdims=keepdim)
+    return jnp.power(jnp.sum(jnp.power(size, order), axis=axes, keepdims=keepdim), 1 / order)
+
+
+def _chosen(x: jax.Array, indices: jax.Array, dim: int, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+    kept = jnp.expand_dims(indices, dim)
+    values = jnp.take_along_axis(x, kept, axis=dim)
+    return (values, kept) if keepdim else (jnp.squeeze(values, dim), indices)
+
+
+def _max_along(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    return _chosen(x, jnp.argmax(x, axis=dim), dim, keepdim)
+
+
+def _min_along(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    return _chosen(x, jnp.argmin(x, axis=dim), dim, keepdim)
+
+
+def _topk(
+    x: jax.Array,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # noqa: A002, ARG001 — torch's own name; sorted is one of the orders that may be had unsorted
+) -> tuple[jax.Array, jax.Array]:
+    keys = x if largest else -x if is_floating(x.dtype) else ~x
+    _, places = lax.top_k(jnp.moveaxis(keys, dim, -1), k)
+    indices = jnp.moveaxis(places, -1, dim).astype(jnp.int64)
+    return jnp.take_along_axis(x, indices, axis=dim), indices
+
+
+def _sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    indices = jnp.argsort(x, axis=dim, stable=True, descending=descending).astype(jnp.int64)
+    return jnp.take_along_axis(x, indices, axis=dim), indices
+
+
+def _extreme_place(
+    compute: Callable[..., jax.Array],
+) -> Callable[..., jax.Array]:
+    def place(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+        return compute(x, axis=dim, keepdims=keepdim).astype(jnp.int64)
+
+    return place
+
+
+REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    "aten.sum.default": lambda x, dtype=None: _sum(x, dtype=dtype),
+    "aten.sum.dim_IntList": _sum,
+    "aten.mean.default": lambda x, dtype=None: _mean(x, dtype=dtype),
+    "aten.mean.dim": _mean,
+    "aten.cumsum.default": _cumsum,
+    "aten.amax.default": lambda x, dims=(), keepdim=False: jnp.max(x, axis=_axes(dims), keepdims=keepdim),
+    "aten.amin.default": lambda x, dims=(), keepdim=False: jnp.min(x, axis=_axes(dims), keepdims=keepdim),
+    "aten.var.correction": _variance,
+    "aten.std.correction": _deviation,
+    "aten.logsumexp.default": _logsumexp,
+    "aten.linalg_vector_norm.default": _norm,
+    "aten.max.default": jnp.max,
+    "aten.min.default": jnp.min,
+    "aten.max.dim": _max_along,
+    "aten.min.dim": _min_along,
+    "aten.topk.default": _topk,
+    "aten.sort.default": _sort,
+    "aten.argmax.default": _extreme_place(jnp.argmax),
+    "aten.argmin.default": _extreme_place(jnp.argmin),
+    "aten.any.default": jnp.any,
+    "aten.any.dim": lambda x, dim, keepdim=False: jnp.any(x, axis=dim, keepdims=keepdim),
+    "aten.all.default": jnp.all,
+    "aten.all.dim": lambda x, dim, keepdim=False: jnp.all(x, axis=dim, keepdims=keepdim),
+}

@@ -1,0 +1,292 @@
+"""Operators that rearrange, copy, join and make tensors, as torch defines them. Decides nothing.
+
+Neighbours: `operators` joins the tables, `promotion` names dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fusionai.backends.jax.promotion import Scalar, is_floating, result_type
+
+Ints = Sequence[int]
+
+
+def _axis(x: jax.Array, dim: int) -> int:
+    return dim % max(x.ndim, 1)
+
+
+def _flatten(x: jax.Array, start: int = 0, end: int = -1) -> jax.Array:
+    if not x.ndim:
+        return x.reshape(1)
+    first, last = _axis(x, start), _axis(x, end)
+    return x.reshape((*x.shape[:first], -1, *x.shape[last + 1 :]))
+
+
+def _unflatten(x: jax.Array, dim: int, sizes: Ints) -> jax.Array:
+    at = _axis(x, dim)
+    return x.reshape((*x.shape[:at], *_inferred(sizes, x.shape[at]), *x.shape[at + 1 :]))
+
+
+def _inferred(sizes: Ints, total: int) -> list[int]:
+    known = 1
+    for size in sizes:
+        known *= size if size != -1 else 1
+    return [total // known if size == -1 else size for size in sizes]
+
+
+def _squeeze(x: jax.Array, dims: int | Ints | None = None) -> jax.Array:
+    wanted = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    single = tuple(axis for dim in wanted if x.ndim and x.shape[axis := _axis(x, dim)] == 1)
+    return jnp.squeeze(x, single)
+
+
+def _unsqueeze(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.expand_dims(x, dim)
+
+
+def _bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    """Half-open, as torch clamps them."""
+    first = 0 if start is None else start + size if start < 0 else start
+    last = size if end is None else end + size if end < 0 else end
+    first = min(max(first, 0), size)
+    return first, min(max(last, first), size)
+
+
+def _slice(x: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> jax.Array:
+    first, last = _bounds(x.shape[dim], start, end)
+    return lax.slice_in_dim(x, first, last, step, _axis(x, dim))
+
+
+def _select(x: jax.Array, dim: int, index: int) -> jax.Array:
+    return lax.index_in_dim(x, _within(x, dim, index), _axis(x, dim), keepdims=False)
+
+
+def _within(x: jax.Array, dim: int, index: int) -> int:
+    size = x.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"expected an index from {-size} to {size - 1}, got {index}")
+    return index % size
+
+
+def _narrow(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
+    first = start + x.shape[dim] if start < 0 else start
+    return lax.slice_in_dim(x, first, first + length, 1, _axis(x, dim))
+
+
+def _expand(x: jax.Array, sizes: Ints, implicit: bool = False) -> jax.Array:  # noqa: ARG001
+    lead = len(sizes) - x.ndim
+    shape = [x.shape[place - lead] if size == -1 else size for place, size in enumerate(sizes)]
+    return jnp.broadcast_to(x, shape)
+
+
+def _split_sizes(x: jax.Array, sizes: Ints, dim: int = 0) -> list[jax.Array]:
+    pieces: list[jax.Array] = []
+    start = 0
+    for size in sizes:
+        pieces.append(lax.slice_in_dim(x, start, start + size, 1, _axis(x, dim)))
+        start += size
+    return pieces
+
+
+def _split(x: jax.Array, size: int, dim: int = 0) -> list[jax.Array]:
+    total = x.shape[dim]
+    return _split_sizes(x, [min(size, total - start) for start in range(0, total, size)] or [0], dim)
+
+
+def _chunk(x: jax.Array, chunks: int, dim: int = 0) -> list[jax.Array]:
+    return _split(x, max(1, -(-x.shape[dim] // chunks)), dim)
+
+
+def _unbind(x: jax.Array, dim: int = 0) -> list[jax.Array]:
+    return [lax.index_in_dim(x, index, _axis(x, dim), keepdims=False) for index in range(x.shape[dim])]
+
+
+def _cast(x: jax.Array, dtype: Any = None, *_: Any, **__: Any) -> jax.Array:
+    return x if dtype is None else x.astype(dtype)
+
+
+def _same(x: jax.Array, *_: Any, **__: Any) -> jax.Array:
+    return x
+
+
+def _roll(x: jax.Array, shifts: int | Ints, dims: int | Ints = ()) -> jax.Array:
+    axes = tuple([dims] if isinstance(dims, int) else dims)
+    steps = tuple([shifts] if isinstance(shifts, int) else shifts)
+    if not axes:
+        return jnp.roll(x.reshape(-1), steps[0]).reshape(x.shape)
+    return jnp.roll(x, steps, axes)
+
+
+def _placed(x: jax.Array, dim: int, where: slice | int) -> tuple[slice | int, ...]:
+    return (*(slice(None),) * _axis(x, dim), where)
+
+
+def _select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
+    return x.at[_placed(x, dim, _within(x, dim, index))].set(source.astype(x.dtype))
+
+
+def _slice_scatter(
+    x: jax.Array, source: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> jax.Array:
+    first, last = _bounds(x.shape[dim], start, end)
+    return x.at[_placed(x, dim, slice(first, last, step))].set(source.astype(x.dtype))
+
+
+def _filled(size: Ints, value: Scalar, dtype: Any) -> jax.Array:
+    return jnp.full(tuple(size), value, dtype)
+
+
+def _full(size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
+    return _filled(size, value, result_type(value) if dtype is None else dtype)
+
+
+def _made(value: Scalar) -> Callable[..., jax.Array]:
+    def make(size: Ints, dtype: Any = None, **_: Any) -> jax.Array:
+        return _filled(size, value, jnp.float32 if dtype is None else dtype)
+
+    return make
+
+
+def _made_new(value: Scalar) -> Callable[..., jax.Array]:
+    def make(x: jax.Array, size: Ints, dtype: Any = None, **_: Any) -> jax.Array:
+        return _filled(size, value, x.dtype if dtype is None else dtype)
+
+    return make
+
+
+def _new_full(x: jax.Array, size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
+    return _filled(size, value, x.dtype if dtype is None else dtype)
+
+
+def _made_like(value: Scalar) -> Callable[..., jax.Array]:
+    def make(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
+        return _filled(x.shape, value, x.dtype if dtype is None else dtype)
+
+    return make
+
+
+def _full_like(x: jax.Array, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
+    return _filled(x.shape, value, x.dtype if dtype is None else dtype)
+
+
+def _scalar_tensor(value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.asarray(value, jnp.float32 if dtype is None else dtype)
+
+
+def _arange(start: Scalar, end: Scalar, step: Scalar = 1, dtype: Any = None, **_: Any) -> jax.Array:
+    usual = jnp.float32 if any(isinstance(one, float) for one in (start, end, step)) else jnp.int64
+    return jnp.arange(start, end, step, dtype=usual if dtype is None else dtype)
+
+
+def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
+    some = [x for x in tensors if x.shape != (0,)] or tensors[:1]
+    dtype = some[0].dtype
+    for x in some[1:]:
+        dtype = jnp.promote_types(dtype, x.dtype)
+    return jnp.concatenate([x.astype(dtype) for x in some], axis=dim)
+
+
+def _repeat(x: jax.Array, repeats: Ints) -> jax.Array:
+    lead = len(repeats) - x.ndim
+    return jnp.tile(x.reshape((*(1,) * lead, *x.shape)), tuple(repeats))
+
+
+def _repeat_interleave(x: jax.Array, repeats: int, dim: int | None = None, **_: Any) -> jax.Array:
+    return jnp.repeat(x.reshape(-1) if dim is None else x, repeats, axis=0 if dim is None else dim)
+
+
+def _pad(x: jax.Array, pad: Ints, value: Scalar = 0.0) -> jax.Array:
+    """`pad`: (before, after) of the last dimension, then of the one before; below 0 something is cut off."""
+    widths = [(0, 0, 0)] * x.ndim
+    for place in range(len(pad) // 2):
+        widths[x.ndim - 1 - place] = (pad[2 * place], pad[2 * place + 1], 0)
+    return lax.pad(x, jnp.asarray(value, x.dtype), widths)
+
+
+_PADDING_MODES: Final = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+def _pad_by(x: jax.Array, pad: Ints, mode: str = "constant", value: Scalar | None = None) -> jax.Array:
+    if mode == "constant":
+        return _pad(x, pad, 0.0 if value is None else value)
+    widths = [(0, 0)] * x.ndim
+    for place in range(len(pad) // 2):
+        widths[x.ndim - 1 - place] = (pad[2 * place], pad[2 * place + 1])
+    return jnp.pad(x, widths, mode=_PADDING_MODES[mode])
+
+
+def _diff(
+    x: jax.Array, n: int = 1, dim: int = -1, prepend: jax.Array | None = None, append: jax.Array | None = None
+) -> jax.Array:
+    parts = [one for one in (prepend, x, append) if one is not None]
+    x = _cat(parts, dim) if len(parts) > 1 else x
+    for _ in range(n):
+        later, earlier = _slice(x, dim, 1), _slice(x, dim, 0, x.shape[dim] - 1)
+        x = later - earlier if is_floating(x.dtype) or x.dtype != jnp.bool_ else jnp.logical_xor(later, earlier)
+    return x
+
+
+SHAPING: Final[dict[str, Callable[..., Any]]] = {
+    "aten.reshape.default": lambda x, shape: jnp.reshape(x, tuple(shape)),
+    "aten.flatten.using_ints": _flatten,
+    "aten.unflatten.int": _unflatten,
+    "aten.transpose.int": lambda x, one, other: jnp.swapaxes(x, one, other) if x.ndim else x,
+    "aten.permute.default": lambda x, dims: jnp.transpose(x, tuple(dims)),
+    "aten.t.default": lambda x: x.T,
+    "aten.alias.default": _same,
+    "aten.unsqueeze.default": _unsqueeze,
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.narrow.default": _narrow,
+    "aten.diagonal.default": lambda x, offset=0, dim1=0, dim2=1: jnp.diagonal(x, offset, dim1, dim2),
+    "aten.expand.default": _expand,
+    "aten.expand_as.default": lambda x, other: jnp.broadcast_to(x, other.shape),
+    "aten.broadcast_tensors.default": lambda tensors: list(jnp.broadcast_arrays(*tensors)),
+    "aten.detach.default": lax.stop_gradient,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split_sizes,
+    "aten.chunk.default": _chunk,
+    "aten.unbind.int": _unbind,
+    "aten._to_copy.default": lambda x, **options: _cast(x, options.get("dtype")),
+    "aten.to.dtype": _cast,
+    "aten.to.dtype_layout": lambda x, **options: _cast(x, options.get("dtype")),
+    "aten.clone.default": _same,
+    "aten.contiguous.default": _same,
+    "aten.type_as.default": lambda x, other: x.astype(other.dtype),
+    "aten.flip.default": lambda x, dims: jnp.flip(x, tuple(dims)),
+    "aten.roll.default": _roll,
+    "aten.lift_fresh_copy.default": _same,
+    "aten.select_scatter.default": _select_scatter,
+    "aten.slice_scatter.default": _slice_scatter,
+    "aten.full.default": _full,
+    "aten.zeros.default": _made(0),
+    "aten.ones.default": _made(1),
+    "aten.empty.memory_format": _made(0),
+    "aten.new_zeros.default": _made_new(0),
+    "aten.new_ones.default": _made_new(1),
+    "aten.new_full.default": _new_full,
+    "aten.full_like.default": _full_like,
+    "aten.zeros_like.default": _made_like(0),
+    "aten.ones_like.default": _made_like(1),
+    "aten.empty_like.default": _made_like(0),
+    "aten.scalar_tensor.default": _scalar_tensor,
+    "aten.arange.default": lambda end, dtype=None, **_: _arange(0, end, 1, dtype),
+    "aten.arange.start": lambda start, end, dtype=None, **_: _arange(start, end, 1, dtype),
+    "aten.arange.start_step": _arange,
+    "aten.diff.default": _diff,
+    "aten.constant_pad_nd.default": _pad,
+    "aten.pad.default": _pad_by,
+    "aten.cat.default": _cat,
+    "aten.stack.default": lambda tensors, dim=0: jnp.stack(tensors, dim),
+    "aten.repeat.default": _repeat,
+    "aten.repeat_interleave.self_int": _repeat_interleave,
+}

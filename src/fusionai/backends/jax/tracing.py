@@ -1,0 +1,166 @@
+"""A graph as a function that JAX can trace: its nodes one after the other over named values. Decides nothing.
+
+Sizes are plain integers while it is traced: of one compiled program all sizes are fixed. Under `bf16`, products take
+bfloat16 and reductions float32, as torch's autocast has it. With `recompute` the nodes of each block are a unit that
+keeps what enters it and runs again in backward. Neighbours: `operators` has the functions, `program` compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, Context
+from fusionai.backends.jax.promotion import DTYPES
+from fusionai.ir.graph import needed_nodes, reads
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
+from fusionai.primitives.errors import ExecutionError, FusionError
+
+Value = jax.Array | int
+_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "loss"})
+_IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+_FAILURES: Final = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    NotImplementedError,
+)
+"""What JAX raises on operands that do not fit, of whatever kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What `wanted` outputs of a graph need. `inputs`, `params`: names of values. `outputs`: meaning -> value;
+    `writes`: buffer key -> value."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    outputs: Mapping[str, str]
+    writes: Mapping[str, str]
+    mixed: bool
+    recompute: bool
+
+    def run(
+        self, context: Context, values: Mapping[str, Value], params: Mapping[str, jax.Array]
+    ) -> tuple[dict[str, Value], dict[str, jax.Array]]:
+        """(outputs by meaning, new buffers by key). Raises `ExecutionError` naming the node that failed."""
+        known: dict[str, Value] = {**values, **params}
+        if self.recompute and context.training:
+            for _, group in groupby(self.nodes, key=lambda node: node.block):
+                self._again(context, list(group), known)
+        else:
+            self._advance(context, self.nodes, known)
+        outputs = {meaning: known[value] for meaning, value in self.outputs.items()}
+        return outputs, {key: jnp.asarray(known[value]) for key, value in self.writes.items()}
+
+    def _again(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
+        """Run `nodes` so that backward runs them once more instead of keeping what they made."""
+        entering = {name for node in nodes for name in reads(node)}
+        arrays = {name: value for name in sorted(entering & known.keys()) if not isinstance(value := known[name], int)}
+        sizes = {name: value for name, value in known.items() if isinstance(value, int)}
+        found: dict[str, int] = {}
+
+        def unit(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            own: dict[str, Value] = {**sizes, **given}
+            self._advance(context, nodes, own)
+            made = {name: own[name] for node in nodes for name in node.outputs}
+            found.update({name: value for name, value in made.items() if isinstance(value, int)})
+            return {name: value for name, value in made.items() if not isinstance(value, int)}
+
+        known.update(jax.checkpoint(unit)(arrays))
+        known.update(found)
+
+    def _advance(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
+        for node in nodes:
+            try:
+                results = self._computed(context, node, known)
+            except FusionError as error:
+                raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
+            except _FAILURES as error:
+                raise ExecutionError(f"{describe(node)} failed: {_first_line(error)}") from error
+            known.update(zip(node.outputs, results, strict=True))
+
+    def _computed(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
+        args = [_argument(arg, known) for arg in node.args]
+        options = {name: _argument(arg, known) for name, arg in node.kwargs.items()}
+        if self.mixed:
+            category = OPERATORS[node.op].category
+            if category in _IN_BFLOAT16:
+                args, options = _with(args, options, jnp.float32, jnp.bfloat16)
+            elif category in _IN_FLOAT32:
+                args, options = _with(args, options, jnp.bfloat16, jnp.float32)
+        compute = PLAIN.get(node.op)
+        if compute is not None:
+            result = compute(*args, **options)
+        else:
+            result = CONTEXTUAL[node.op](context, node.id, *args, **options)
+        if len(node.outputs) == 1:
+            return [result[0] if isinstance(result, list | tuple) else result]
+        return list(result)
+
+
+def program_of(
+    graph: Graph, wanted: Collection[str], *, with_state_writes: bool, mixed: bool, recompute: bool
+) -> Program:
+    """Raises `ExecutionError` on an operator this backend lacks."""
+    outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
+    writes = dict(graph.state_writes) if with_state_writes else {}
+    nodes = tuple(needed_nodes(graph, {*outputs.values(), *writes}))
+    for node in nodes:
+        if node.op not in PLAIN and node.op not in CONTEXTUAL:
+            raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
+    used = {name for node in nodes for name in reads(node)} | set(outputs.values())
+    return Program(
+        nodes=nodes,
+        inputs=tuple(name for name in graph.inputs if name in used),
+        params=tuple(name for name in graph.params if name in used),
+        outputs=outputs,
+        writes={key: value for value, key in writes.items()},
+        mixed=mixed,
+        recompute=recompute,
+    )
+
+
+def describe(node: Node) -> str:
+    """How an error names a node."""
+    return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
+
+
+def _argument(arg: Arg, known: Mapping[str, Value]) -> Any:
+    match arg:
+        case Ref(name):
+            return known[name]
+        case DTypeArg(name):
+            return DTYPES[name]
+        case DeviceArg() | MemoryFormatArg():
+            return None
+        case FloatArg(name):
+            return float(name)
+        case ListArg(items):
+            return [_argument(item, known) for item in items]
+        case _:
+            return arg
+
+
+def _with(args: list[Any], options: dict[str, Any], one: Any, other: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Tensors of dtype `one` as `other`."""
+
+    def cast(value: Any) -> Any:
+        return value.astype(other) if isinstance(value, jax.Array) and value.dtype == one else value
+
+    return [cast(value) for value in args], {name: cast(value) for name, value in options.items()}
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,144 @@
+"""Stages on PyTorch and on JAX in one training job: the losses are those of PyTorch alone, faults included.
+
+Peers are those of `harness.pool`, in one process; the owner's part (the loss) runs on PyTorch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionai.backends.interface import Backend
+from fusionai.backends.tolerance import TOLERANCES
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.source import ConfigSource
+from fusionai.training import progress
+from fusionai.wire import messages as wire
+from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
+
+pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
+pytestmark = pytest.mark.slow
+
+VOCABULARY, STEPS = 31, 50
+SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+LLAMA = {
+    "model_type": "llama",
+    **SIZES,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCABULARY,
+    "n_positions": 16,
+    "n_embd": 16,
+    "n_layer": 4,
+    "n_head": 4,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "tie_word_embeddings": False,
+}
+MODELS = {"llama": LLAMA, "gpt2 with dropout": GPT2, "qwen3": QWEN3}
+FOUR_AND_LOSS = ((0, 2), (2, 3), (3, 4), (4, 6), (6, 7))
+"""Embedding and a layer, a layer, a layer, a layer and the head; the loss, at the owner."""
+DATA = Data(tokens(VOCABULARY, 2, 8))
+PURE, MIXED = ("torch",) * 4, ("torch", "jax", "torch", "jax")
+
+
+@cache
+def captured(model: str) -> Captured:
+    return capture(ConfigSource(MODELS[model]), batch=(1, 4), sequence=(1, 16))
+
+
+def opened(kind: str) -> Backend:
+    if kind == "torch":
+        return TorchBackend(device="cpu", threads=1)
+    from fusionai.backends.jax.backend import JaxBackend
+
+    return JaxBackend(device="cpu")
+
+
+class _Kinds:
+    """Backends of the owner, then of the peers; whoever is started anew has the one it had."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self._coming: Iterator[str] = iter(("torch", *kinds))
+        self._again: str | None = None
+
+    def __call__(self) -> Backend:
+        return opened(self._again or next(self._coming))
+
+
+def run(
+    directory: Path,
+    model: str,
+    kinds: tuple[str, ...],
+    watch: Callable[[MemoryPool, wire.Message], None] = lambda pool, message: None,
+    **changes: Any,
+) -> Run:
+    async def body() -> Run:
+        graph = captured(model)
+        async with MemoryPool(len(kinds), _Kinds(kinds)) as pool:
+            pool.on_message = lambda sender, receiver, message: watch(pool, message)
+            job = Job(
+                pool=pool,
+                directory=directory,
+                graph=graph.graph,
+                state=graph.state,
+                ranges=FOUR_AND_LOSS,
+                owned=frozenset({4}),
+                data=DATA,
+                microbatches=3,
+                patience_s=90.0,
+                **{"steps": STEPS, "learning_rate": lambda step: 1e-3, **changes},
+            )
+            return await job.run()
+
+    return asyncio.run(body())
+
+
+def assert_close(found: list[float], expected: list[float]) -> None:
+    apart = np.abs(np.array(found) - np.array(expected)) / np.array(expected)
+    assert apart.max() <= TOLERANCES["float32"].loss, f"{apart.max():.2g} at step {int(apart.argmax())}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_of_two_frameworks_train_as_those_of_one(model: str, tmp_path: Path) -> None:
+    pure = run(tmp_path / "pure", model, PURE)
+    mixed = run(tmp_path / "mixed", model, MIXED)
+    assert mixed.end is not None
+    assert mixed.end.failed is None
+    assert len(mixed.losses) == STEPS
+    assert_close(mixed.losses, pure.losses)
+
+
+@pytest.mark.parametrize(("victim", "spare"), [(0, "jax"), (1, "torch")])
+def test_a_stage_moves_to_another_framework_in_the_middle_of_training(victim: int, spare: str, tmp_path: Path) -> None:
+    """A peer dies; the one that guarded its stage has the other framework."""
+    struck: list[int] = []
+
+    def watch(pool: MemoryPool, message: wire.Message) -> None:
+        if not struck and isinstance(message, wire.Backward) and message.step == 10:
+            struck.append(victim)
+            pool.kill(peer_id(victim))
+
+    pure = run(tmp_path / "pure", "llama", PURE, steps=20)
+    moved = run(tmp_path / "moved", "llama", (*MIXED, spare), watch, steps=20, guards={victim: 4}, replans=True)
+    assert struck
+    assert moved.end is not None
+    assert moved.end.failed is None
+    assert any(isinstance(event, progress.FaultSeen) for event in moved.events)
+    assert_close(moved.losses, pure.losses)
