@@ -26,8 +26,9 @@ Compression = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk
 """What a job asks for; `adaptive`: its plan chooses for each link."""
 LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "uneven", "int2", "ternary")
 """From exact to what loses most, of those that lose least at their size."""
-FOR_PLANS: Final = LADDER[: LADDER.index("int4") + 1]
-"""What a plan may choose or recommend. What more costs in loss was not measured well enough."""
+FOR_PLANS: Final = LADDER[: LADDER.index("uneven") + 1]
+"""What a plan may choose or recommend: of smaller ones it was measured that they cost more than a percent of the loss,
+or nothing at all."""
 SCALE_BYTES: Final = 2
 """A bfloat16 per group."""
 GROUPS: Final[dict[Packing, tuple[int, ...]]] = {

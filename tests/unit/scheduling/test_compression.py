@@ -65,7 +65,7 @@ def link(bandwidth: float) -> Link:
 
 def test_each_link_gets_the_codec_that_loses_least_of_those_it_can_carry() -> None:
     """A period of computing is one second; a codec is small enough where its bytes cross within it."""
-    fits = [bytes_on_link(codec, CROSSING) for codec in FOR_PLANS]
+    fits = [bytes_on_link(packing(codec, forward=True), CROSSING) for codec in FOR_PLANS]
     found = plan(problem(*fits))
     assert found.codecs == FOR_PLANS
     assert found.step_time_s == pytest.approx(predict(found.stages, StageCosts(problem(*fits), found)).step_s)
@@ -74,7 +74,7 @@ def test_each_link_gets_the_codec_that_loses_least_of_those_it_can_carry() -> No
 
 
 def test_links_slower_than_the_smallest_codec_set_the_pace_for_all() -> None:
-    slowest = bytes_on_link(FOR_PLANS[-1], CROSSING) / 4
+    slowest = bytes_on_link(packing(FOR_PLANS[-1], forward=True), CROSSING) / 4
     found = plan(problem(slowest, bytes_on_link("int8", CROSSING) / 4, 1e12))
     assert found.codecs == (FOR_PLANS[-1], "int8", "none"), "a period of four seconds leaves room elsewhere"
 
@@ -108,12 +108,12 @@ def test_logits_keep_eight_bits_whatever_the_stages_use(compression: Compression
 def test_the_same_stages_keep_their_codecs_whatever_the_links_have_become() -> None:
     """A replay must pack as before."""
     first = plan(problem(1e12, 1e5))
-    assert first.codecs == ("none", "int4")
+    assert first.codecs == ("none", "uneven")
     swapped = plan(msgspec.structs.replace(problem(1e5, 1e12), incumbent=first))
     assert [stage.blocks for stage in swapped.stages] == [stage.blocks for stage in first.stages]
     assert swapped.codecs == first.codecs
     anew = plan(problem(1e5, 1e12))
-    assert anew.codecs == ("int4", "none")
+    assert anew.codecs == ("uneven", "none")
 
 
 def test_where_large_codecs_do_not_fit_memory_smaller_ones_do() -> None:
@@ -128,11 +128,11 @@ def test_where_large_codecs_do_not_fit_memory_smaller_ones_do() -> None:
 def test_prices_of_a_plan_are_those_of_its_codecs() -> None:
     posed = problem(1e12, 1e5)
     found = plan(posed)
-    assert codecs_of(found) == {0: "none", 1: "int4"}
+    assert codecs_of(found) == {0: "none", 1: "uneven"}
     costs = StageCosts(posed, found)
     assert [costs.forward_bytes(stage) for stage in found.stages] == [
         CROSSING,
-        bytes_on_link("int4", CROSSING),
+        bytes_on_link(packing("uneven", forward=True), CROSSING),
         0.0,
     ]
 
