@@ -18,7 +18,7 @@ WIDTH, ROWS = 8, 5
 OPTIONS = StageOptions(seed=7, optimizer=OptimizerSpec(weight_decay=0.1), microbatches=2, in_flight=2)
 
 
-@pytest.fixture(params=["torch", "jax", "null"])
+@pytest.fixture(params=["torch", pytest.param("jax", marks=pytest.mark.slow), "null"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "torch":
         from fusionai.backends.torch.backend import TorchBackend

@@ -117,7 +117,7 @@ def numbers(tensor: HostTensor) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_an_operator(name: str, case: Case) -> None:
     backend = opened(name)
     plain, _ = reference(case, double=False)

@@ -83,6 +83,7 @@ def test_it_is_one_training(pool: LivePool, summed: dict[str, Any], tmp_path: Pa
     assert (Path(summed["directory"]) / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_it_resumes_and_no_bit_changes(pool: LivePool, summed: dict[str, Any], tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path / "stopped")
     running = Process(*command(pool, recipe))

@@ -25,6 +25,7 @@ from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 
 pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
 pytestmark = pytest.mark.slow
+LONG = pytest.mark.long
 
 VOCABULARY, STEPS = 31, 50
 SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
@@ -115,7 +116,7 @@ def assert_close(found: list[float], expected: list[float]) -> None:
     assert apart.max() <= TOLERANCES["float32"].loss, f"{apart.max():.2g} at step {int(apart.argmax())}"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", *(pytest.param(name, marks=LONG) for name in MODELS if name != "llama")])
 def test_stages_of_two_frameworks_train_as_those_of_one(model: str, tmp_path: Path) -> None:
     pure = run(tmp_path / "pure", model, PURE)
     mixed = run(tmp_path / "mixed", model, MIXED)
@@ -125,7 +126,7 @@ def test_stages_of_two_frameworks_train_as_those_of_one(model: str, tmp_path: Pa
     assert_close(mixed.losses, pure.losses)
 
 
-@pytest.mark.parametrize(("victim", "spare"), [(0, "jax"), (1, "torch")])
+@pytest.mark.parametrize(("victim", "spare"), [(0, "jax"), pytest.param(1, "torch", marks=LONG)])
 def test_a_stage_moves_to_another_framework_in_the_middle_of_training(victim: int, spare: str, tmp_path: Path) -> None:
     """A peer dies; the one that guarded its stage has the other framework."""
     struck: list[int] = []

@@ -107,7 +107,9 @@ def valid_frames() -> list[bytes]:
     for message in ALL_MESSAGES:
         data = messages.encode(message)
         frames.append(encode_header(len(data), 0) + data)
-        if "tensors" in message.__struct_fields__ and not isinstance(message, messages.Probe | messages.WeightPieces):
+        if "tensors" in message.__struct_fields__ and not isinstance(
+            message, messages.Probe | messages.Pong | messages.WeightPieces
+        ):
             full = msgspec.structs.replace(message, tensors=headers)
             head = encode_frame_head(full, tensors, STREAM_LIMITS["control"])
             frames.append(head + b"".join(tensor.data for tensor in tensors))
