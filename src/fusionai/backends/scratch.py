@@ -1,13 +1,14 @@
 """How fast a stage's file of optimizer state is read and written here, measured. Decides how much is tried, no more.
 
-As stages do it: pieces, plain writes and reads, nothing waits for the disk. What the system keeps in memory of such a
-file is therefore counted as stages will find it: machines whose whole memory is lent will be slower.
+As stages do it: pieces, plain writes and reads. But here the disk is waited for: who puts state into a file is short of
+memory, and the system will not keep much of the file there.
 
 Neighbours: backends' probes call this; `scheduling.levers` plans with it.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ def scratch_bytes_per_s(directory: Path | None = None) -> float:
             started_s = time.perf_counter()
             for _ in range(TRIED_BYTES // PIECE_BYTES):
                 file.write(piece)
+            os.fsync(file.fileno())
             file.seek(0)
             while file.read(PIECE_BYTES):
                 pass
