@@ -111,13 +111,7 @@ def _unary(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], j
     return lambda x: compute(floating(x))
 
 
-def _comparison(compute: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Operand, Operand], jax.Array]:
-    return lambda a, b: compute(*promoted(a, b))
-
-
-def _bits(
-    compute: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Callable[[Operand, Operand], jax.Array]:
+def _pairwise(compute: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Operand, Operand], jax.Array]:
     return lambda a, b: compute(*promoted(a, b))
 
 
@@ -188,7 +182,7 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.reciprocal.default": _unary(jnp.reciprocal),
     "aten.log_sigmoid.default": jax.nn.log_sigmoid,
     **{
-        f"aten.{name}.{kind}": _comparison(compute)
+        f"aten.{name}.{kind}": _pairwise(compute)
         for name, compute in _COMPARISONS.items()
         for kind in ("Tensor", "Scalar")
     },
@@ -196,12 +190,12 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.logical_or.default": jnp.logical_or,
     "aten.logical_not.default": jnp.logical_not,
     "aten.logical_xor.default": jnp.logical_xor,
-    "aten.bitwise_and.Tensor": _bits(jnp.bitwise_and),
-    "aten.bitwise_or.Tensor": _bits(jnp.bitwise_or),
-    "aten.bitwise_xor.Tensor": _bits(jnp.bitwise_xor),
+    "aten.bitwise_and.Tensor": _pairwise(jnp.bitwise_and),
+    "aten.bitwise_or.Tensor": _pairwise(jnp.bitwise_or),
+    "aten.bitwise_xor.Tensor": _pairwise(jnp.bitwise_xor),
     "aten.bitwise_not.default": jnp.bitwise_not,
-    "aten.__and__.Tensor": _bits(jnp.bitwise_and),
-    "aten.__or__.Tensor": _bits(jnp.bitwise_or),
+    "aten.__and__.Tensor": _pairwise(jnp.bitwise_and),
+    "aten.__or__.Tensor": _pairwise(jnp.bitwise_or),
     "aten.floor_divide.default": lambda a, b: jnp.floor_divide(*promoted(a, b)),
     "aten.floor.default": _rounded(jnp.floor),
     "aten.ceil.default": _rounded(jnp.ceil),

@@ -7,7 +7,6 @@ a graph's values; the modules beside this one have the functions by kind.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,10 +23,7 @@ from fusionai.backends.jax.norms import NORMS, batch_norm, batch_norm_functional
 from fusionai.backends.jax.products import PRODUCTS
 from fusionai.backends.jax.reductions import REDUCTIONS
 from fusionai.backends.jax.shaping import SHAPING
-from fusionai.primitives.errors import ExecutionError
-
-MAX_SIZE: Final = 2**48
-"""No size computed in a graph may be larger."""
+from fusionai.backends.size_arithmetic import SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +32,6 @@ class Context:
 
     training: bool
     keys: Mapping[int, jax.Array]
-
-
-def _bounded(compute: Callable[..., int]) -> Callable[..., int]:
-    def run(*sizes: int) -> int:
-        size = compute(*sizes)
-        if abs(size) > MAX_SIZE:
-            raise ExecutionError(f"a size computed in the graph is above {MAX_SIZE}.")
-        return size
-
-    return run
 
 
 def _attention(
@@ -69,19 +55,6 @@ def _dropout(context: Context, node: int, x: jax.Array, *, p: float) -> jax.Arra
     return dropout(x, p, context.keys[node]) if context.training and p > 0.0 else x
 
 
-SIZES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
-    {
-        "sym.add": _bounded(operator.add),
-        "sym.sub": _bounded(operator.sub),
-        "sym.mul": _bounded(operator.mul),
-        "sym.floordiv": _bounded(operator.floordiv),
-        "sym.mod": _bounded(operator.mod),
-        "sym.neg": _bounded(lambda size: -size),
-        "sym.max": _bounded(max),
-        "sym.min": _bounded(min),
-        "aten.sym_size.int": lambda x, dim: x.shape[dim],
-    }
-)
 CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "fusion.attention": _attention,

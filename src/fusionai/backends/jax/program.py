@@ -165,7 +165,7 @@ class JaxStageProgram:
         if not roots:
             return {}
         all_roots = {
-            name: roots.get(name, None) if name in roots else jnp.zeros(shape, dtype)
+            name: roots[name] if name in roots else jnp.zeros(shape, dtype)
             for name, (shape, dtype) in held.outputs.items()
         }
         trained, leaves = _pulled(held.pull, all_roots)

@@ -7,7 +7,6 @@ Operators that depend on the mode or on counters get the run's `Context` and the
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,14 +15,12 @@ from typing import Any, Final
 import torch
 
 from fusionai.backends.counters import DropoutKey
+from fusionai.backends.size_arithmetic import SIZES
 from fusionai.backends.torch.attention import attention
 from fusionai.backends.torch.deferral import Left
 from fusionai.backends.torch.dropout import dropout
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.errors import ExecutionError
-
-MAX_SIZE: Final = 2**48
-"""No size computed in a graph may be larger: repeated products would otherwise fill the memory with one integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +31,6 @@ class Context:
     key: DropoutKey
     left: Left | None = None
     """Where linear layers leave their weight gradients; None: they are computed in backward."""
-
-
-def _bounded(compute: Callable[..., int]) -> Callable[..., int]:
-    def run(*sizes: int) -> int:
-        size = compute(*sizes)
-        if abs(size) > MAX_SIZE:
-            raise ExecutionError(f"a size computed in the graph is above {MAX_SIZE}.")
-        return size
-
-    return run
 
 
 def _zeros_for_empty(size: list[int], **options: Any) -> torch.Tensor:
@@ -137,17 +124,6 @@ def _batch_norm(
     return torch.ops.aten.batch_norm.default(x, weight, bias, mean, variance, use_batch, momentum, eps, cudnn_enabled)
 
 
-_SIZES: Final[Mapping[str, Callable[..., int]]] = {
-    "sym.add": _bounded(operator.add),
-    "sym.sub": _bounded(operator.sub),
-    "sym.mul": _bounded(operator.mul),
-    "sym.floordiv": _bounded(operator.floordiv),
-    "sym.mod": _bounded(operator.mod),
-    "sym.neg": _bounded(lambda size: -size),
-    "sym.max": _bounded(max),
-    "sym.min": _bounded(min),
-    "aten.sym_size.int": lambda x, dim: x.shape[dim],
-}
 _OWN: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.empty.memory_format": _zeros_for_empty,
     "aten.empty_like.default": _zeros_like_for_empty,
@@ -182,7 +158,7 @@ CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
 
 
 def _resolve() -> dict[str, Callable[..., Any]]:
-    table: dict[str, Callable[..., Any]] = {**_SIZES, **_OWN, **_DIRECT}
+    table: dict[str, Callable[..., Any]] = {**SIZES, **_OWN, **_DIRECT}
     for name in OPERATORS:
         if name in table or name in CONTEXTUAL or not name.startswith("aten."):
             continue
