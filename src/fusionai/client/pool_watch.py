@@ -4,7 +4,7 @@ Decides when another plan is worth asking for; one at a time, and never while a 
 before they expire, so that a broker may be away for a while. A broker that is away is asked again at the next look.
 
 Neighbours: `client.replanning` makes plans real, a job's driver goes over to them at a quiet moment;
-`scheduling.takeover`, `straggling` and `promotion` say what is better.
+`scheduling.takeover`, `straggling` and `promotion` say what is better, `promises` whether it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.scheduling.promotion import promoted
+from fusionai.scheduling.promises import Promises, promised, stepped
+from fusionai.scheduling.promotion import Promotion, promoted
 from fusionai.scheduling.straggling import Better, better_plan, observed, watching
 from fusionai.scheduling.takeover import handed_over, reinforced
 from fusionai.scheduling.types import Plan
@@ -84,18 +85,19 @@ class PoolWatch:
         self._lasts_s = self._left_s()
         self._step = 0
         self._slow = watching(0)
+        self._promises = Promises()
 
     def see(self, event: progress.Progress) -> None:
         match event:
             case progress.StepDone(record=record, spans=spans, replayed=False):
                 self._step = record.step + 1
                 busy_s = {
-                    stage: sum(
-                        one.end_s - one.start_s for one in all_ if one.kind in ("forward", "backward", "weights")
-                    )
+                    stage: sum(one.end_s - one.start_s for one in all_ if one.kind in COMPUTE)
                     for stage, all_ in spans.items()
                 }
-                self._slow = observed(self._slow, self._driver.deployment.plan, busy_s)
+                plan = self._driver.deployment.plan
+                self._slow = observed(self._slow, plan, busy_s)
+                self._promises = stepped(self._promises, plan, event.step_s, self._clock.now_s())
             case progress.PlanChanged():
                 self._slow = watching(self._step)
             case progress.FaultSeen(kind="guard", peer=peer):
@@ -129,15 +131,12 @@ class PoolWatch:
         self._fallen.clear()
         self._replanner.keep_in_mind(stage.peer for stage in self._driver.plan.stages)
         members = await self._replanner.pool.pool()
-        found = (
-            self._handed_over(members)
-            or self._guarded(members)
-            or await self._faster(members)
-            or await self._promoted(members)
-        )
-        if found is None:
-            return
-        await self._offer(*found)
+        found = self._handed_over(members) or self._guarded(members) or await self._faster(members)
+        if found is not None:
+            await self._offer(*found)
+        elif (promotion := await self._promoted(members)) is not None:
+            await self._offer(promotion.plan, promotion.reason)
+            self._promises = promised(self._promises, promotion.plan, promotion.gain)
 
     async def _offer(self, wanted: Plan, reason: str) -> None:
         try:
@@ -223,20 +222,23 @@ class PoolWatch:
         self._replanner.learn(better.slow)
         return better.plan, better.reason
 
-    async def _promoted(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+    async def _promoted(self, members: tuple[Member, ...]) -> Promotion | None:
         plan, problem, step = self._plan(), self._replanner.problem, self._step
         there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
         sheltered, rested = self._driver.sheltered, self._slow.rested(step)
-        seen = (plan, there, sheltered, rested)
+        trust = self._promises.trust(self._clock.now_s())
+        seen = (plan, there, sheltered, rested, trust)
         if seen == self._compared:
             return None
         left = self._replanner.steps - step
-        search = partial(promoted, plan, problem, there, sheltered=sheltered, steps_left=left, rested=rested)
+        search = partial(
+            *(promoted, plan, problem, there), sheltered=sheltered, steps_left=left, rested=rested, trust=trust
+        )
         found = await in_background(search)
         if found is None or not self._is_allowed(plan, found.plan):
             self._compared = seen
             return None
-        return found.plan, found.reason
+        return found
 
     def _is_allowed(self, plan: Plan, better: Plan) -> bool:
         """Whether stages may move as `better` has it: in an exact job only among machines of the same numerics."""

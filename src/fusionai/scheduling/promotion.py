@@ -7,9 +7,11 @@ the replay of a few of that stage's steps and no checkpoint. Where that can't be
 the memory of one of the two has no room for snapshots) the stage moves by way of a checkpoint, for a larger gain.
 
 What is compared are predictions, both made from the profiles of now: a difference that machines keep, so nothing goes
-to and fro. What a machine was found to be slower than its profile says is in that profile already.
+to and fro. What a machine was found to be slower than its profile says is in that profile already. And of what is
+predicted only the part counts that such moves have brought in this job so far.
 
-Neighbours: `takeover` makes the plans, `prediction` compares, `straggling` has the speeds that were measured.
+Neighbours: `takeover` makes the plans, `prediction` compares, `straggling` has the speeds that were measured,
+`promises` says how far predictions are to be trusted.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ WORTH_STEPS: Final = COOL_DOWN
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """`plan` (version 0) is the next to go over to; `reason` is for people."""
+    """`plan` (version 0) is the next to go over to; `reason` is for people. `gain`: the part of a step's time that is
+    predicted to be saved, 0 where the plan only makes ready for that."""
 
     plan: Plan
     reason: str
+    gain: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,11 @@ def promoted(
     sheltered: Set[int],
     steps_left: int,
     rested: bool,
+    trust: float,
 ) -> Promotion | None:
     """The next move, or None. `candidates`: machines that may be used now, those of the plan among them. `sheltered`:
     stages whose guard has a snapshot newer than the checkpoint. `rested`: the last plan is long enough ago to move by
-    way of a checkpoint."""
+    way of a checkpoint. `trust`: the part of a predicted gain to count on, in (0, 1]."""
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
     costs = StageCosts(told(problem, candidates), plan)
@@ -70,9 +75,10 @@ def promoted(
     idle = sorted({peer.peer for peer in candidates} - working)
     now_s = predict(plan.stages, costs).step_s
     guards = {guard.stage: guard.peer for guard in plan.guards}
-    least = max(GAIN, COST_STEPS / steps_left)
+    least = max(GAIN, COST_STEPS / steps_left) / trust
     for choice in _ranked(plan, costs, idle, (1 - least) * now_s):
         stage, peer = choice.stage, choice.peer
+        gain = 1 - choice.step_s / now_s
         who = (
             f"{costs.name(peer)} computes stage {stage.stage} faster than {costs.name(stage.peer)}: "
             f"{format_seconds(choice.step_s)} a step instead of {format_seconds(now_s)}"
@@ -82,12 +88,12 @@ def promoted(
             continue
         if (stage.stage, stage.peer) in {(guard.stage, guard.peer) for guard in found.guards}:
             if guards.get(stage.stage) == peer:
-                return Promotion(found, f"{who}, and they change places") if stage.stage in sheltered else None
+                return Promotion(found, f"{who}, and they change places", gain) if stage.stage in sheltered else None
             first = guarded_by(plan, problem, stage.stage, peer, candidates)
             if first is not None:
-                return Promotion(first, f"{who}, and guards it first")
-        if choice.step_s <= (1 - CHECKPOINT_GAIN) * now_s:
-            return Promotion(found, f"{who}, and takes it over") if rested else None
+                return Promotion(first, f"{who}, and guards it first", 0.0)
+        if gain * trust >= CHECKPOINT_GAIN:
+            return Promotion(found, f"{who}, and takes it over", gain) if rested else None
     return None
 
 

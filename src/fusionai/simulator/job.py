@@ -425,7 +425,11 @@ class SimulatedJob:
     def _promoted(self, plan: Plan, usable: tuple[str, ...], rested: bool) -> _Offer | None:
         candidates = [self._profiles[peer] for peer in usable]
         found = promoted(
-            plan, self._problem, candidates, sheltered=self._sheltered(), steps_left=ENDLESS - self._step, rested=rested
+            *(plan, self._problem, candidates),
+            sheltered=self._sheltered(),
+            steps_left=ENDLESS - self._step,
+            rested=rested,
+            trust=1.0,  # steps take here what predictions say
         )
         return None if found is None else _Offer(found.plan, found.reason)
 

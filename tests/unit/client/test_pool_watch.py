@@ -20,11 +20,13 @@ from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.promises import ENOUGH, SETTLING
 from fusionai.scheduling.straggling import Straggling
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
+from fusionai.wire.messages import CommitRecord, Fence
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, ticket, working
 
 ALL = (working("a"), working("b"))
@@ -351,6 +353,34 @@ def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
     assert reason.endswith("and they change places")
     assert places(second.plan)[stage] == "d"
     assert {guard.stage: guard.peer for guard in second.plan.guards}[stage] == former
+
+
+def step_done(step_s: float) -> progress.StepDone:
+    fence = Fence(plan_version=1, incarnation=1, attempt=1)
+    record = CommitRecord(
+        step=1, scale=1.0, learning_rate=0.0, total_norm=1.0, norms_hash="n", data_cursor=1, fence=fence, loss=1.0
+    )
+    return progress.StepDone(record, (), step_s, 1.0, False, {})
+
+
+def test_moves_that_bring_nothing_cease(bench: Make):
+    """Where machines share cores a faster one is no faster: after two moves in vain nobody offers a third."""
+    one = bench((*ALL, working("c"), faster("d", 3.0)), guarded=True)
+    ready(one, 0, 1)
+    first, moves = one.driver.deployment, 0
+    for _ in range(12):
+        one.clock.seconds += pool_watch.PATIENCE_S
+        for _ in range(SETTLING + ENOUGH):
+            one.watch.see(step_done(1.0))
+        before, offers = places(one.driver.plan), len(one.driver.offers)
+        one.look()
+        if len(one.driver.offers) > offers:
+            one.driver.adopt()
+        if places(one.driver.plan) != before:
+            moves += 1
+        elif "d" in places(one.driver.plan).values():
+            one.driver.deployment = first  # d is lost and comes back: its stage is where it was
+    assert moves == 2
 
 
 def test_a_faster_machine_that_was_lost_a_moment_ago_is_waited_for(bench: Make):

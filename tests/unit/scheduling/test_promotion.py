@@ -59,6 +59,7 @@ def looked(found: Plan, base: Problem, *there: PeerProfile, **changes: object) -
         "sheltered": frozenset(guard.stage for guard in found.guards),
         "steps_left": 1000,
         "rested": False,
+        "trust": 1.0,
         **changes,
     }
     return promoted(found, base, there, **usual)  # pyright: ignore[reportArgumentType]
@@ -185,3 +186,19 @@ def test_a_machine_without_room_for_it_is_neither_guard_nor_home() -> None:
     found = looked(run, base, B, C, SLOW, tight, rested=True)
     assert found is not None
     assert found.reason.endswith("and takes it over")
+
+
+def test_of_what_is_predicted_only_the_trusted_part_counts() -> None:
+    base = problem(SLOW, peer("other", 4e10))
+    run = after_a_loss(base, A)
+    there = (A, B, C, SLOW, peer("other", 4e10))
+    guarded = looked(run, base, *there)
+    assert guarded is not None
+    assert guarded.gain == 0.0, "a guard gains nothing yet"
+    swapped = looked(guarded.plan, base, *there)
+    assert swapped is not None
+    assert 0.2 < swapped.gain < 0.9
+    enough = 0.03 / swapped.gain
+    assert looked(guarded.plan, base, *there, trust=1.01 * enough) == swapped
+    assert looked(guarded.plan, base, *there, trust=0.99 * enough) is None
+    assert looked(run, base, *there, trust=0.99 * enough) is None, "nor does anybody guard what will not move"
