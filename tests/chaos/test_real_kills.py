@@ -103,6 +103,29 @@ def test_hundreds_of_random_kills_change_nothing(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+def test_machines_of_replicas_killed_at_random_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two replicas of two stages that sum their gradients at every step."""
+    seed, kills = seed_of(628), kills_of(40)
+    habits = Habits(weights=WEIGHTS, pause_s=(0.0, 3.0), together=0.15, freezing=0.0)
+    with (
+        LivePool(tmp_path, peers(8), broker_options=("--rest-after", "0")) as pool,
+        besieged(pool, 2, replicas=2) as siege,
+    ):
+        siege.wait_for_steps(3)
+        assert siege.plan().replicas == 2
+        with Killer(seed, habits, log=tmp_path / "strikes.jsonl") as killer:
+            while len(siege.outcomes) < kills:
+                time.sleep(killer.pause_s())
+                siege.recover(siege.strike(killer, siege.census()))
+                siege.wait_for_spares(2)
+        siege.finish()
+        check(siege)
+        with capsys.disabled():
+            print(f"\nseed {seed}: {json.dumps(summary(siege.outcomes))}")  # noqa: T201
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_driver_killed_at_random_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Also while it starts, which takes it most of the time."""
     seed, kills = seed_of(20), kills_of(20)

@@ -37,8 +37,9 @@ def peers(count: int) -> tuple[str, ...]:
     return tuple(f"peer{number}" for number in range(count))
 
 
-def besieged(pool: LivePool, stages: int) -> Siege:
-    recipe = _recipe(pool.directory, _DISTURBED, stages, _ENDLESS)
+def besieged(pool: LivePool, stages: int, replicas: int = 1) -> Siege:
+    """`replicas` of so many stages, their gradients summed at every step."""
+    recipe = _recipe(pool.directory, _DISTURBED, stages, replicas, _ENDLESS)
     return Siege(pool, recipe, pool.directory / _DISTURBED)
 
 
@@ -47,7 +48,9 @@ def check(siege: Siege) -> None:
     siege.judge_all()
     pool = siege.pool
     disturbed, undisturbed = pool.directory / _DISTURBED, pool.directory / _UNDISTURBED
-    recipe = _recipe(pool.directory, _UNDISTURBED, len(siege.plan().stages) - 1, len(siege.official))
+    plan = siege.plan()
+    stages = len(plan.stages) // plan.replicas - 1
+    recipe = _recipe(pool.directory, _UNDISTURBED, stages, plan.replicas, len(siege.official))
     shutil.copytree(disturbed / "tokens", undisturbed / "tokens")
     done = fusion("train", recipe, "--home", pool.owner, "--threads", 1)
     assert done.code == 0, done.err
@@ -68,10 +71,11 @@ def _weights(run: Path) -> bytes:
     return (newest / "model.safetensors").read_bytes()
 
 
-def _recipe(directory: Path, name: str, stages: int, steps: int) -> Path:
+def _recipe(directory: Path, name: str, stages: int, replicas: int, steps: int) -> Path:
     text = directory / "text.txt"
     if not text.exists():
         write_text(text, lines=300)
+    more: dict[str, object] = {"replicas": {"count": replicas, "gradients": "summed"}} if replicas > 1 else {}
     return write_recipe(
         directory / f"{name}.toml",
         job={"name": name, "steps": steps, "seed": 1, "directory": name, "checkpoint_every": 40},
@@ -79,4 +83,5 @@ def _recipe(directory: Path, name: str, stages: int, steps: int) -> Path:
         train={"batch_size": 32, "microbatches": 4, "learning_rate": 3e-4, "clip_norm": 1.0},
         placement={"stages": stages},
         output={"tensorboard": False, "report": False},
+        **more,
     )

@@ -327,6 +327,8 @@ class Job:
     """Whether the stages make activations again in backward."""
     offload: bool = False
     """Whether the stages keep optimizer state in files."""
+    tolerant: bool = False
+    """Whether stages may move among machines of unlike numerics."""
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
     exchange: Exchange | None = None
@@ -382,6 +384,7 @@ class Job:
                 microbatches=self.microbatches,
                 optimizer=msgspec.structs.replace(self.optimizer, anchored=self.sync_every > 0),
                 precision=self.precision,  # pyright: ignore[reportArgumentType]
+                takeover="tolerant" if self.tolerant else "exact",
                 sync_every=self.sync_every,
                 sync_codec=self.sync_codec,
             ),

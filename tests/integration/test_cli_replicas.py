@@ -97,6 +97,7 @@ def test_done_is_done(pool: LivePool, undisturbed: dict[str, Any]) -> None:
     assert again["losses"] == undisturbed["losses"]
 
 
+@pytest.mark.long
 def test_stopped_it_resumes_and_no_bit_changes(pool: LivePool, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path / "stopped")
     running = Process(*command(pool, recipe))
@@ -144,6 +145,7 @@ def test_more_replicas_than_machines(pool: LivePool, tmp_path: Path) -> None:
     assert "replica 5 waits for machines: the pool has machines for 4 of 6 replicas" in figures["said"]
 
 
+@pytest.mark.long
 def test_a_replica_joins_is_lost_and_returns_and_the_other_never_waits(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

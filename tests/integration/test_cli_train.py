@@ -225,6 +225,7 @@ def test_interrupted_and_bereaved_it_ends_bit_equal_to_an_undisturbed_run(pool: 
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.long
 def test_a_job_goes_on_without_its_broker_and_tells_it_afterwards(pool: LivePool, tmp_path: Path):
     write_text(tmp_path / "text.txt")
     recipe = write_recipe(tmp_path / "r.toml", job__steps=150, train__batch_size=16, placement={"stages": 2})

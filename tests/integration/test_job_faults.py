@@ -1,28 +1,26 @@
 """Members, guards and drivers die at every point of a job in one process; losses and weights keep their bits.
 
-Strikes fall on messages, never on moments: `Strike` waits for a message and kills before it leaves. Neighbour:
-`harness.pool`.
+Strikes fall on messages, never on moments. Neighbours: `harness.strikes`; `test_job_replica_faults`, the same for
+replicas.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
 from fusionai.primitives.ids import PeerId
-from fusionai.storage.commits import CommitJournal
 from fusionai.training import progress
 from fusionai.wire import messages as wire
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
+from harness.strikes import Strike, assert_same, dies, events, kills, struck_run
 
 pytestmark = pytest.mark.slow
 
@@ -50,83 +48,27 @@ Point = Callable[[int], Callable[[wire.Message], bool]]
 """Stage -> whether this is the message to strike at."""
 
 
-def backend() -> TorchBackend:
-    return TorchBackend(device="cpu", threads=1)
-
-
 @pytest.fixture(scope="module")
 def llama() -> Captured:
     return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))
 
 
-@dataclass
-class Strike:
-    """At the first message that `at` recognises, after `after` others like it, `act` happens."""
-
-    at: Callable[[wire.Message], bool]
-    act: Callable[[MemoryPool, Job], None]
-    after: int = 0
-    struck: int = 0
-
-    def see(self, pool: MemoryPool, job: Job, message: wire.Message) -> None:
-        if self.struck <= self.after and self.at(message):
-            self.struck += 1
-            if self.struck > self.after:
-                self.act(pool, job)
-
-
-def kills(*peers: int) -> Callable[[MemoryPool, Job], None]:
-    return lambda pool, job: pool.kill(*(peer_id(number) for number in peers))
-
-
 def run(
-    directory: Path,
-    captured: Captured,
-    strikes: Sequence[Strike] = (),
-    *,
-    peers: int = 6,
-    starts: int = 1,
-    then: Callable[[MemoryPool, progress.Progress], None] = lambda pool, event: None,
-    **changes: object,
+    directory: Path, captured: Captured, strikes: Sequence[Strike] = (), *, peers: int = 6, **changes: Any
 ) -> list[Run]:
-    """`starts`: of the driver, one after the other; a strike ends each but the last. `then` hears what is told."""
-
-    async def body() -> list[Run]:
-        async with MemoryPool(peers, backend) as pool:
-            fields: dict[str, object] = {
-                "ranges": RANGES,
-                "owned": frozenset({3}),
-                "guards": GUARDS,
-                "snapshot_every": SNAPSHOT_EVERY,
-                "checkpoint_every": CHECKPOINT_EVERY,
-                "data": DATA,
-                "steps": STEPS,
-                "microbatches": MICROBATCHES,
-                "replans": True,
-                **changes,
-            }
-            job = Job(pool=pool, directory=directory, graph=captured.graph, state=captured.state, **fields)  # pyright: ignore
-
-            def see(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
-                for strike in strikes:
-                    strike.see(pool, job, message)
-
-            pool.on_message = see
-            return [await job.run(on_event=lambda event: then(pool, event)) for _ in range(starts)]
-
-    done = asyncio.run(body())
-    for strike in strikes:
-        assert strike.struck > strike.after, "the strike never fell"
-    return done
-
-
-def journal_of(directory: Path) -> list[float]:
-    with CommitJournal(directory / "commits.sqlite") as journal:
-        return [record.loss for record in journal.records()]
-
-
-def events(done: Run, kind: type) -> list[progress.Progress]:
-    return [event for event in done.events if isinstance(event, kind)]
+    """See `harness.strikes.struck_run`."""
+    fields: dict[str, Any] = {
+        "ranges": RANGES,
+        "owned": frozenset({3}),
+        "guards": GUARDS,
+        "snapshot_every": SNAPSHOT_EVERY,
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "data": DATA,
+        "steps": STEPS,
+        "microbatches": MICROBATCHES,
+        "replans": True,
+    }
+    return struck_run(directory, captured, strikes, peers=peers, **fields | changes)
 
 
 @pytest.fixture(scope="module")
@@ -137,17 +79,6 @@ def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> Ru
     assert done.end.failed is None
     assert not events(done, progress.FaultSeen)
     return done
-
-
-def assert_same(done: Run, undisturbed: Run, directory: Path) -> None:
-    """0 lost steps, every loss and every weight the same."""
-    assert done.end is not None
-    assert (done.end.failed, done.end.stopped, done.end.steps) == (None, None, STEPS)
-    assert journal_of(directory) == undisturbed.losses
-    one, other = done.weights(STEPS), undisturbed.weights(STEPS)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
 POINTS: dict[str, Point] = {
@@ -165,7 +96,7 @@ POINTS: dict[str, Point] = {
 
 def test_guarded_and_in_peace_no_bit_changes(llama: Captured, undisturbed: Run, tmp_path: Path):
     (done,) = run(tmp_path, llama)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     assert not events(done, progress.FaultSeen)
 
 
@@ -175,7 +106,7 @@ def test_a_stage_dies_and_its_guard_takes_over(
     point: str, stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](stage), kills(stage))])
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     (seen,) = events(done, progress.FaultSeen)
     assert isinstance(seen, progress.FaultSeen)
     assert (seen.kind, seen.peer, seen.stages) == ("peer", peer_id(stage), (stage,))
@@ -193,7 +124,7 @@ def test_a_takeover_of_a_stage_that_makes_activations_again_changes_no_bit(
     point: str, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(1))], recompute=True)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     assert len(events(done, progress.Restored)) == 1
 
 
@@ -206,7 +137,7 @@ def test_several_stages_die_at_once_and_replay_together(
     point: str, stages: tuple[int, ...], llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](stages[0]), kills(*stages))])
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
     assert set(stages) <= set(final.stages)
     assert not final.rollback
@@ -215,7 +146,7 @@ def test_several_stages_die_at_once_and_replay_together(
 @pytest.mark.parametrize("point", ["a forward", "a snapshot"])
 def test_a_guard_dies_and_nobody_stands_still(point: str, llama: Captured, undisturbed: Run, tmp_path: Path):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(GUARDS[1]))])
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     assert [event.kind for event in done.events if isinstance(event, progress.FaultSeen)] == ["guard"]
     assert not events(done, progress.PlanChanged)
     assert not events(done, progress.Restored)
@@ -226,7 +157,7 @@ def test_a_stage_dies_with_its_guard_and_all_go_back_to_the_checkpoint(
     stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     (done,) = run(tmp_path, llama, [Strike(on_commit(stage, 5), kills(stage, GUARDS[stage]))], peers=7)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
     assert (final.rollback, final.base, final.committed) == (True, 3, 6)
 
@@ -234,7 +165,7 @@ def test_a_stage_dies_with_its_guard_and_all_go_back_to_the_checkpoint(
 def test_a_guard_dies_first_its_stage_later(llama: Captured, undisturbed: Run, tmp_path: Path):
     strikes = [Strike(POINTS["a forward"](1), kills(GUARDS[1])), Strike(on_commit(1, 4), kills(1))]
     (done,) = run(tmp_path, llama, strikes, peers=7)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
     assert (final.rollback, final.base, final.committed) == (True, 3, 5)
     replayed = [done.record.step for done in done.steps() if done.replayed]
@@ -261,20 +192,10 @@ def test_another_dies_while_the_first_is_restored(
 ):
     strikes = [Strike(on_commit(1, 3), kills(1)), Strike(RECOVERING[moment], kills(second))]
     (done,) = run(tmp_path, llama, strikes, peers=8)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
 
 
 # ---------------------------------------------------------------------------------------------- driver, broker, nobody
-
-
-def dies(*peers: int) -> Callable[[MemoryPool, Job], None]:
-    """The driver, and with it these peers."""
-
-    def act(pool: MemoryPool, job: Job) -> None:
-        pool.kill(*(peer_id(number) for number in peers))
-        job.die()
-
-    return act
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -283,7 +204,7 @@ def test_the_driver_dies_and_finds_its_stages_where_they_are(
 ):
     killed, resumed = run(tmp_path, llama, [Strike(POINTS[point](1), dies())], starts=2)
     assert killed.end is None
-    assert_same(resumed, undisturbed, tmp_path)
+    assert_same(resumed, undisturbed, tmp_path, STEPS)
     assert not any(done.replayed for done in resumed.steps())
     assert not events(resumed, progress.FaultSeen)
 
@@ -291,7 +212,7 @@ def test_the_driver_dies_and_finds_its_stages_where_they_are(
 @pytest.mark.parametrize("point", ["a backward", "the commit", "its state for a checkpoint", "a snapshot"])
 def test_the_driver_dies_with_a_stage(point: str, llama: Captured, undisturbed: Run, tmp_path: Path):
     _, resumed = run(tmp_path, llama, [Strike(POINTS[point](1), dies(1))], starts=2)
-    assert_same(resumed, undisturbed, tmp_path)
+    assert_same(resumed, undisturbed, tmp_path, STEPS)
     assert not any(done.replayed for done in resumed.steps()), resumed.events
 
 
@@ -308,7 +229,7 @@ def test_without_its_broker_a_job_waits_only_for_a_lost_stage(
             asyncio.get_running_loop().call_soon(pool.broker_there.set)
 
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), strike)], then=come_back)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
 
 
 @pytest.mark.parametrize("point", ["a forward", "the commit", "its state for a checkpoint"])
@@ -322,7 +243,7 @@ def test_with_nobody_left_a_job_waits_until_the_machine_is_back(
             tasks.append(asyncio.ensure_future(pool.revive(peer_id(1))))
 
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(1))], guards={}, peers=3, then=revive)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     assert len(events(done, progress.Waiting)) == 1
     final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
     assert final.base in (0, 3)
@@ -350,7 +271,7 @@ def home_of_stage_1(done: Run) -> PeerId:
 def test_a_stage_changes_places_with_its_guard_without_a_checkpoint(llama: Captured, undisturbed: Run, tmp_path: Path):
     offered = Strike(POINTS["its vote"](1), exchange)
     (done,) = run(tmp_path, llama, [offered], checkpoint_every=0)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     assert home_of_stage_1(done) == peer_id(GUARDS[1])
     assert not events(done, progress.FaultSeen)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000000", LAST]
@@ -373,6 +294,6 @@ def test_the_new_place_dies_before_its_former_one_has_a_snapshot(
 
     dying = Strike(under_the_new_plan, kills(GUARDS[1]))
     (done,) = run(tmp_path, llama, [Strike(POINTS["its vote"](1), offer), dying], checkpoint_every=0)
-    assert_same(done, undisturbed, tmp_path)
+    assert_same(done, undisturbed, tmp_path, STEPS)
     assert home_of_stage_1(done) == peer_id(1)
     assert not any(event.rollback for event in done.events if isinstance(event, progress.Restored))

@@ -208,7 +208,7 @@ def test_it_is_diloco(tmp_path: Path) -> None:
         np.testing.assert_allclose(story.runs[name][-1].losses, losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "topk"])
 def test_packed_all_have_the_same_bits(codec: Codec, tmp_path: Path) -> None:
     story = run(tmp_path, rules=OuterRules(codec=codec, deadline_s=60.0))
     assert_ended(story)

@@ -52,7 +52,8 @@ GPT2 = {
     "attn_pdrop": 0.1,
     "tie_word_embeddings": False,
 }
-MODELS = {"llama": LLAMA, "gpt2 with dropout": GPT2, "qwen3": QWEN3}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+MODELS = {"llama": LLAMA, "gpt2 with dropout": GPT2, "qwen3": QWEN3, "llama, tied": TIED}
 FOUR_AND_LOSS = ((0, 2), (2, 3), (3, 4), (4, 6), (6, 7))
 """Embedding and a layer, a layer, a layer, a layer and the head; the loss, at the owner."""
 DATA = Data(tokens(VOCABULARY, 2, 8))
@@ -124,6 +125,20 @@ def test_stages_of_two_frameworks_train_as_those_of_one(model: str, tmp_path: Pa
     assert mixed.end.failed is None
     assert len(mixed.losses) == STEPS
     assert_close(mixed.losses, pure.losses)
+
+
+@LONG
+def test_a_weight_tied_across_frameworks_is_kept_once_and_the_job_goes_on_from_it(tmp_path: Path) -> None:
+    """The first stage's copy; the last one's, on the other framework, is as near as rounding explains. Resumed, both
+    begin with it."""
+    pure = run(tmp_path / "pure", "llama, tied", PURE)
+    mixed = run(tmp_path / "mixed", "llama, tied", ("torch", "torch", "torch", "jax"), tolerant=True, steps=30)
+    assert mixed.end is not None
+    assert mixed.end.failed is None
+    resumed = run(tmp_path / "mixed", "llama, tied", ("jax", "torch", "torch", "torch"), tolerant=True)
+    assert resumed.end is not None
+    assert (resumed.end.failed, resumed.end.steps) == (None, STEPS)
+    assert_close([*mixed.losses, *resumed.losses][:STEPS], pure.losses)
 
 
 @pytest.mark.parametrize(("victim", "spare"), [(0, "jax"), pytest.param(1, "torch", marks=LONG)])

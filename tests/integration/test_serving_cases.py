@@ -264,6 +264,7 @@ def test_drawn_tokens_depend_on_seed_and_prompt_alone(tmp_path: Path):
     assert other != alone
 
 
+@pytest.mark.long
 def test_a_long_prompt_is_read_in_chunks(tmp_path: Path):
     config = {**SMALL_LLAMA, "max_position_embeddings": 8192, "initializer_range": 0.3}
     captured = captured_model(config, longest=512)

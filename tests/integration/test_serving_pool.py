@@ -104,6 +104,7 @@ async def until_guarded(engine: ServingEngine) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_killed_stage_changes_no_token_and_whoever_comes_back_lets_others_go_on(directory: Path, tmp_path: Path):
     """First a guarded stage is killed, then one that nobody can take over: its machine has to come back."""
 

@@ -133,6 +133,7 @@ def test_a_better_way_is_taken_when_one_appears(town: Town):
     until(reach, lambda answer: answer.get("way") == BY_UDP)
 
 
+@pytest.mark.long
 def test_machines_of_one_home_find_out_how_fast_their_network_is(tmp_path: Path):
     """Real `fusion join`s: two in home a, one in home b, lines of 20 Mbit/s; the broker stands in the public place."""
     with Homes({"a": "preserving", "b": "symmetric"}, {"a": 2, "b": 1}, line=(20e6, 0.01)) as homes:

@@ -100,7 +100,10 @@ def step_s(
         held = next((n for n in range(rounds, 0, -1) if fixed + n * each <= order[k].memory_bytes), 1)
         if held < rounds:
             period = max(period, (sum(compute[k:]) + sum(hop[k:])) / held)
-    return (rounds - 1) * period + sum(compute) + sum(hop)
+    word = 0.0
+    if problem.owner is not None:
+        word = direction(order[0], problem.owner)[1] + direction(problem.owner, order[0])[1]
+    return (rounds - 1) * period + sum(compute) + sum(hop) + word
 
 
 def resident(problem: Problem, stage: tuple[BlockCost, ...]) -> float:

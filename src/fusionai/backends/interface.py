@@ -35,6 +35,10 @@ class Speeds:
     memory_bandwidth_bytes_per_s: float
     scratch_bytes_per_s: float = 0.0
     """Of the file that optimizer state may lie in, read and written; 0: not measured."""
+    block_flops_per_s: float = 0.0
+    """Of a training block (`backends.pace`); 0: not measured."""
+    call_s: float = 0.0
+    """Of an operator in training, whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,18 @@ class DeviceReport:
     """Hash of versions, instruction set, threads and the exact bits of a probe computation: equal fingerprints give
     bit-equal results."""
     scratch_bytes_per_s: float = 0.0
+    block_flops_per_s: float = 0.0
+    call_s: float = 0.0
+
+    @property
+    def speeds(self) -> Speeds:
+        return Speeds(
+            flops_per_s=self.flops_per_s,
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
+            scratch_bytes_per_s=self.scratch_bytes_per_s,
+            block_flops_per_s=self.block_flops_per_s,
+            call_s=self.call_s,
+        )
 
 
 class StageProgram(Protocol):

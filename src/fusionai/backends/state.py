@@ -38,6 +38,10 @@ class StateEntry:
     shape: tuple[int, ...]
 
     @property
+    def name(self) -> str:
+        return f"optimizer/{self.key}/{self.slot}" if self.slot else f"model/{self.key}"
+
+    @property
     def nbytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
 

@@ -16,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.primitives.tensors import HostTensor
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -30,6 +32,14 @@ TOLERANCES: Final[dict[str, Tolerance]] = {
     "float32": Tolerance(kernel=1e-5, stage=5e-5, loss=1e-5),
     "bfloat16": Tolerance(kernel=2e-2, stage=5e-2, loss=2e-2),
 }
+
+
+def numbers(tensor: HostTensor) -> npt.NDArray[Any]:
+    """Its values; bfloat16, which numpy has not, as float32."""
+    if tensor.dtype == "bfloat16":
+        halves = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16
+        return halves.view(np.float32).reshape(tensor.shape)
+    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
 
 
 def difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:

@@ -145,8 +145,16 @@ def _of_torch(looked: Survey | None, problem: str) -> Iterator[Finding]:
         area="speed",
         state="good",
         what=f"{report.device} ({report.device_name}): {report.flops_per_s / 1e9:.3g} GFLOP/s in float32 with "
-        f"{report.threads} thread{'s' if report.threads != 1 else ''}, memory at "
+        f"{report.threads} thread{'s' if report.threads != 1 else ''}{_pace(report)}, memory at "
         f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend",
+    )
+
+
+def _pace(report: DeviceReport) -> str:
+    if not report.block_flops_per_s > 0:
+        return ""
+    return (
+        f" ({report.block_flops_per_s / 1e9:.3g} GFLOP/s in training and {format_seconds(report.call_s)} an operator)"
     )
 
 

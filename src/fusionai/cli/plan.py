@@ -39,6 +39,7 @@ from fusionai.scheduling.guards import guarding
 from fusionai.scheduling.lighter import lighter
 from fusionai.scheduling.many_holders import ManyHolders, many_holders
 from fusionai.scheduling.many_lines import ManyLines, many_lines
+from fusionai.scheduling.pace import paced
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Lever, PeerProfile, Plan, Problem
 from fusionai.wire.codecs import Compression
@@ -175,7 +176,7 @@ def plan(
         replicas=replicas,
     )
     graph = captured(model, asked)
-    problem = problem_of(graph, pool, asked)
+    problem = paced(problem_of(graph, pool, asked))
     found = _planned(problem, graph, pool, asked)
     problem = replicated.with_replicas(problem, found.replicas)
     found = msgspec.structs.replace(

@@ -55,6 +55,7 @@ def figures(
         ],
         "step_time_s": found.step_time_s,
         "reduction_s": found.reduction_s,
+        "commit_s": found.commit_s,
         "tokens_per_s": found.tokens_per_s,
         "bound_tokens_per_s": found.certificate.bound_tokens_per_s,
         "optimality_gap": found.certificate.optimality_gap,

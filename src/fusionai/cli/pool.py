@@ -155,6 +155,8 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "device": profile.device,
         "device_name": profile.device_name,
         "flops_per_s": profile.flops_per_s,
+        "block_flops_per_s": profile.block_flops_per_s or None,
+        "call_s": profile.call_s if profile.block_flops_per_s else None,
         "memory_bytes": profile.memory_bytes,
         "threads": profile.threads,
         "share": profile.share,

@@ -159,6 +159,8 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
             device="cpu" if device is None else "cuda",
             device_name="" if device is None else device.name,
             flops_per_s=flops_per_s,
+            block_flops_per_s=table.block_flops_per_s or 0.0,
+            call_s=table.call_s or 0.0,
             memory_bandwidth_bytes_per_s=bandwidth or 0.0,
             memory_bytes=memory_bytes,
             share=parse_share(table.share),

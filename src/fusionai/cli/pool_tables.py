@@ -29,6 +29,9 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     name: Name
     gpu: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     flops_per_s: Annotated[float, Meta(gt=0)] | None = None
+    block_flops_per_s: Annotated[float, Meta(gt=0)] | None = None
+    call_s: Annotated[float, Meta(ge=0)] | None = None
+    """What `fusion doctor` measures in training: operations per second, and seconds per operator called."""
     memory: str | None = None
     memory_bandwidth_bytes_per_s: Annotated[float, Meta(ge=0)] | None = None
     precision: Dtype | None = None

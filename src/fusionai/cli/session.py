@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
+import msgspec
+
 from fusionai.cli import console
 from fusionai.cli.pool_file import PoolOnPaper
 from fusionai.client.near_links import near_links
@@ -67,19 +69,8 @@ def pool_profiles(home: Path) -> PoolOnPaper:
 def this_machine(peer: PeerId) -> PeerProfile:
     """The job owner's machine as a job started here would have it: measured now, its links not counted."""
     from fusionai.backends.registry import open_backend
+    from fusionai.client.train import owner_profile
 
     console.note("Measuring this machine, which would feed the job and take its loss.")
     report = open_backend("torch", device="auto", threads=None).probe()
-    return PeerProfile(
-        peer=peer,
-        name="this machine",
-        backend=report.backend,
-        device=report.device,
-        device_name=report.device_name,
-        flops_per_s=report.flops_per_s,
-        memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
-        memory_bytes=report.memory_bytes,
-        threads=report.threads,
-        fingerprint=report.fingerprint,
-        roles=("owner",),
-    )
+    return msgspec.structs.replace(owner_profile(peer, report), name="this machine")

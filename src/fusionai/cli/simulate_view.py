@@ -62,10 +62,12 @@ def show_steps(shown: Simulated) -> None:
         title="A simulated step",
         right=(3, 4, 5),
     )
+    bare_s = plan.step_time_s - plan.commit_s
     console.line(
         f"A step takes {format_seconds(run.step_s)}: {format_speed(shown.step_tokens / run.step_s)} tokens/s. Forward "
-        f"and backward alone {format_seconds(shown.bare.step_s)}; the plan predicts {format_seconds(plan.step_time_s)} "
-        f"({plan.step_time_s / shown.bare.step_s - 1:+.1%}). Slowest: {plan.bottleneck}."
+        f"and backward alone {format_seconds(shown.bare.step_s)}; the plan predicts {format_seconds(bare_s)} "
+        f"({bare_s / shown.bare.step_s - 1:+.1%}) and {format_seconds(plan.commit_s)} for the word that it is "
+        f"complete. Slowest: {plan.bottleneck}."
     )
 
 
@@ -86,6 +88,7 @@ def step_figures(shown: Simulated) -> dict[str, object]:
         "step_time_s": run.step_s,
         "bare_step_time_s": shown.bare.step_s,
         "predicted_step_time_s": plan.step_time_s,
+        "predicted_commit_s": plan.commit_s,
         "bottleneck": plan.bottleneck,
         "undisturbed_tokens_per_s": shown.step_tokens / run.step_s,
     }

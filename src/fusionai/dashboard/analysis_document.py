@@ -41,6 +41,7 @@ def document(comparisons: Sequence[Comparison]) -> str:
         *tables.levers(first, "train"),
         *tables.levers(first, "decode"),
         *tables.levers(first, "forward"),
+        tables.effects(),
         tables.costs(first),
         *tables.grids(first),
         tables.sensitivity(first),

@@ -35,6 +35,7 @@ def render_analysis(comparisons: Sequence[Comparison]) -> str:
         training=tables.levers(first, "train"),
         decoding=tables.levers(first, "decode"),
         forward=tables.levers(first, "forward"),
+        effects=tables.effects(),
         costs=tables.costs(first),
         grids=tables.grids(first),
         sensitivity=tables.sensitivity(first),

@@ -41,6 +41,8 @@ class BlockCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     output_bytes: int
     gradient_bytes: int
     ops: tuple[str, ...]
+    calls: int
+    """Operators that make tensors, views among them."""
 
 
 def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCostRecord, ...]:
@@ -112,6 +114,7 @@ class _Prices:
             output_bytes=output_bytes,
             gradient_bytes=gradient_bytes,
             ops=tuple(sorted({node.op for node in nodes})),
+            calls=sum(any(value in self.sizes for value in node.outputs) for node in nodes),
         )
 
     def _backward_flops(self, node: Node) -> float:

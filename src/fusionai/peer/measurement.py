@@ -29,7 +29,7 @@ LONGEST_AGE_S: Final = 7 * 86_400.0
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads."""
 
-    schema: Literal["fusionai.measurement/1"] = "fusionai.measurement/1"
+    schema: Literal["fusionai.measurement/2"] = "fusionai.measurement/2"
     measured_at_s: float
     version: str
     backend: str
@@ -62,7 +62,7 @@ def measured_device(
             backend=backend.name,
             share=share,
             fingerprint=report.fingerprint,
-            speeds=Speeds(report.flops_per_s, report.memory_bandwidth_bytes_per_s, report.scratch_bytes_per_s),
+            speeds=report.speeds,
         ),
     )
     return report, None

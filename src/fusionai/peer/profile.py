@@ -69,6 +69,8 @@ def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, up: L
         device_name=report.device_name,
         flops_per_s=report.flops_per_s,
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
+        block_flops_per_s=report.block_flops_per_s,
+        call_s=report.call_s,
         scratch_bytes_per_s=report.scratch_bytes_per_s,
         memory_bytes=lent_memory_bytes(report, options.memory_limit_bytes),
         threads=report.threads,

@@ -26,6 +26,7 @@ from fusionai.scheduling.analysis import (
     train,
     train_in_one_box,
 )
+from fusionai.scheduling.analysis_measured import boundary_part, exchange_part
 
 Task = Literal["train", "decode", "forward"]
 Verdict = Literal["holds", "within 2x", "fails", "does not fit"]
@@ -94,34 +95,41 @@ BANDWIDTHS_MBIT: Final = (10, 30, 100, 300, 1_000, 3_000, 10_000)
 LATENCIES_MS: Final = (1, 20, 50, 100)
 
 TEXTBOOK: Final = "as it stands"
-BEST: Final = "overlap, 64x, local updates"
+BEST: Final = "overlap, 2-bit, local updates"
+LITERATURE: Final = "overlap, 64x of the literature, local updates"
+LOCAL_STEPS: Final = 50
+_INT8, _UNEVEN, _AGREED = boundary_part("int8"), boundary_part("uneven"), exchange_part("int4")
 TRAINING_LEVERS: Final[dict[str, Levers]] = {
     TEXTBOOK: Levers(),
     "overlap": Levers(overlap=True),
-    "overlap, 8-bit": Levers(overlap=True, boundary_part=1 / 2),
-    "one pipeline, overlap, 8-bit": Levers(overlap=True, boundary_part=1 / 2, replicas=False),
-    "overlap, 8-bit, local updates": Levers(overlap=True, boundary_part=1 / 2, local_steps=50, sync_part=1 / 2),
-    BEST: Levers(overlap=True, boundary_part=1 / 64, local_steps=50, sync_part=1 / 2),
-    "overlap, 64x, local updates, no recomputation": Levers(
-        overlap=True, boundary_part=1 / 64, local_steps=50, sync_part=1 / 2, recompute=False
+    "overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8),
+    "one pipeline, overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8, replicas=False),
+    "overlap, 8-bit, local updates": Levers(
+        overlap=True, boundary_part=_INT8, local_steps=LOCAL_STEPS, sync_part=_AGREED
     ),
+    BEST: Levers(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=_AGREED),
+    "overlap, 2-bit, local updates, no recomputation": Levers(
+        overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=_AGREED, recompute=False
+    ),
+    LITERATURE: Levers(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=_AGREED),
 }
-"""`local updates`: replicas exchange once in 50 steps, in 8 bits. The last line asks what recomputation costs; memory
-may forbid doing without."""
+"""`local updates`: replicas exchange once in 50 steps, in 4 bits. One line asks what recomputation costs; memory may
+forbid doing without. What each lever does to learning is in `analysis_measured`, but for the last one's: that is a
+result of others, for models built for it, and nothing this software has."""
 HALF: Final = "fp16"
 INT4: Final = "4-bit weights"
 INT4_INT8: Final = "4-bit weights, 8-bit boundary"
 DECODING_LEVERS: Final[dict[str, Levers]] = {
     HALF: Levers(),
-    "8-bit boundary": Levers(boundary_part=1 / 2),
+    "8-bit boundary": Levers(boundary_part=_INT8),
     INT4: Levers(weight_bytes=INT4_BYTES),
-    INT4_INT8: Levers(weight_bytes=INT4_BYTES, boundary_part=1 / 2),
+    INT4_INT8: Levers(weight_bytes=INT4_BYTES, boundary_part=_INT8),
 }
 BOTH_INT4: Final = "4-bit weights on both sides"
 FORWARD_LEVERS: Final[dict[str, Levers]] = {
     HALF: Levers(),
-    "8-bit boundary": Levers(boundary_part=1 / 2),
-    "4-bit boundary": Levers(boundary_part=1 / 4),
+    "8-bit boundary": Levers(boundary_part=_INT8),
+    "4-bit boundary": Levers(boundary_part=boundary_part("int4")),
     INT4: Levers(weight_bytes=INT4_BYTES),
 }
 

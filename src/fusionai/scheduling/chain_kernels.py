@@ -31,6 +31,8 @@ class Tables(NamedTuple):
     speed: Floats
     busy_s: Floats
     """[P]: the owner's loss stage on the same machine."""
+    commit_s: Floats
+    """[P]: of a pipeline that begins there."""
     bandwidth: Floats
     """[P + 1, P + 1], bytes per second from row to column."""
     latency_s: Floats
@@ -109,6 +111,8 @@ def extend(
         period_s = max(period_s, forward_s, backward_s, up_s, down_s, head_up_s, head_down_s)
     if held < microbatches:
         period_s = max(period_s, transit_s / held)
+    if start == 0:
+        transit_s += tables.commit_s[peer]
     return held, period_s, transit_s, up_s, down_s
 
 

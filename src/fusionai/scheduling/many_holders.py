@@ -65,7 +65,7 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
     chain_trip_s += sum(link.transfer_s + link.latency_s for link in crossings(chain_plan, costs))
     chain_period_s = max(stage.compute_s for stage in chain_plan.stages)
     if rounds:
-        chain_period_s = max((chain_plan.step_time_s - chain_trip_s) / rounds, chain_period_s)
+        chain_period_s = max((chain_plan.step_time_s - chain_plan.commit_s - chain_trip_s) / rounds, chain_period_s)
     steady = problem.microbatch_tokens / chain_period_s
     loss_elsewhere = any(role.role == "loss" and role.place == "owner" for role in problem.roles)
     chain = Chain(problem, problem.blocks[:-1] if loss_elsewhere else problem.blocks)
@@ -84,7 +84,7 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
     period_s = 1 / layout.microbatches_per_s
     trip_s = spread.trip_s() + (_loss_s(problem) if loss_elsewhere else 0.0)
     exchange_s = spread.exchange_s()
-    step_s = rounds * period_s + trip_s + exchange_s
+    step_s = rounds * period_s + trip_s + exchange_s + chain_plan.commit_s
     behind_s = trip_s + exchange_s - chain_trip_s
     caught_up = None if period_s >= chain_period_s else max(1, floor(behind_s / (chain_period_s - period_s)) + 2)
     return ManyHolders(

@@ -3,13 +3,14 @@
 A pipeline is grown from its last stage towards its first, because all that a stage needs to know lies downstream: the
 next peer, the round trip of a microbatch below it (its memory for microbatches in flight) and how many stages follow.
 
-    step = (M - 1) * period + transit (+ sync, 0 for one replica)
+    step = (M - 1) * period + transit + commit (+ sync, 0 for one replica)
     transit  = sum of compute over stages + sum over hops of (activation + gradient transfer + both latencies)
+    commit   = from the first stage to the job owner and back: the word that the step is complete (see `commit`)
     period   = max over stages of compute, uplink and downlink occupancy, exceptional links' transfer, credit
     credit_k = round trip of stage k / microbatches its memory holds, where that is fewer than M (Little's law)
 
-For equal stages this is M*tau + (P-1)(t_c + t_n + 2a). Microbatches in flight at stage k: what `credits` says, at most
-M and what memory holds. Not modelled: what the feed sends, the commit's round trips, jitter.
+For equal stages this is M*tau + (P-1)(t_c + t_n + 2a), and the commit. Microbatches in flight at stage k: what
+`credits` says, at most M and what memory holds. Not modelled: what the feed sends, jitter.
 
 Neighbours: `chain` (costs of ranges), `links` (hops), `credits`, `search` and `improvement` (grow pipelines),
 `planner`.
@@ -43,6 +44,7 @@ class Suffix(NamedTuple):
     """With the owner's."""
     period_s: float
     transit_s: float
+    """With the commit, where it is the whole pipeline."""
     up_s: float
     """Occupancy of the head's uplink so far (its downstream side)."""
     down_s: float
@@ -89,6 +91,11 @@ class Pipeline:
         self._up = [p.uplink.bandwidth_bytes_per_s for p in everyone]
         self._down = [p.downlink.bandwidth_bytes_per_s for p in everyone]
         self._hops = hops(everyone, problem.links)
+        self.commit_s = [
+            0.0 if owner is None else row[self.owner].latency_s + self._hops[self.owner][index].latency_s
+            for index, row in enumerate(self._hops)
+        ]
+        """Of a pipeline whose first stage is there."""
         self.memory_bytes = [float(p.memory_bytes) for p in everyone]
         self._pins = Pins(problem.pinned, blocks, self.peers)
         # The owner's machine may lend itself as a peer too: then the loss stage takes its part of both.
@@ -132,6 +139,8 @@ class Pipeline:
             period_s = max(period_s, forward_s, backward_s, up_s, down_s, head_up_s, head_down_s)
         if held < self.microbatches:
             period_s = max(period_s, transit_s / held)
+        if start == 0:
+            transit_s += self.commit_s[peer]
         return Suffix(start, peer, suffix.stages + 1, period_s, transit_s, up_s, down_s, held, compute_s, suffix)
 
     def fold(self, order: Sequence[int], cuts: Sequence[int]) -> Suffix | None:

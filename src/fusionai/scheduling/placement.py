@@ -39,6 +39,7 @@ def written_out(
         microbatches=problem.microbatches,
         step_time_s=step_s,
         tokens_per_s=problem.microbatches * problem.microbatch_tokens / step_s,
+        commit_s=pipeline.commit_s[best.head],
         bottleneck=_bottleneck(problem, pipeline, best),
         codecs=codecs,
         excluded=refused,
@@ -118,7 +119,9 @@ def _shared_cause(problem: Problem, pipeline: Pipeline, best: Suffix, pool: list
     number, stage = next((n, s) for n, s in reversed(list(enumerate(pool))) if s.period_s >= best.period_s)
     name = pool_name(problem, pipeline.peers[stage.head].peer)
     period = format_seconds(best.period_s)
-    if stage.held < pipeline.microbatches and stage.transit_s / stage.held >= best.period_s:
+    trip_s = stage.transit_s - (0.0 if stage.start else pipeline.commit_s[stage.head])
+    # What was added and taken off again may be a bit less.
+    if stage.held < pipeline.microbatches and trip_s / stage.held >= best.period_s * (1 - 1e-9):
         return f"memory of {name}: it holds {stage.held} microbatches of stage {number} in flight ({period} each)"
     return f"access links around stage {number} on {name} ({period} per microbatch)"
 

@@ -34,6 +34,7 @@ from fusionai.scheduling.infeasible import infeasible
 from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.likeness import few_states, limits_among, nearly, without_surplus
 from fusionai.scheduling.links import check_access, check_links
+from fusionai.scheduling.pace import paced
 from fusionai.scheduling.pins import check_pins, must_use
 from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.placement import pool_name, written_out
@@ -62,6 +63,7 @@ def plan(problem: Problem) -> Plan:
     """The plan with the shortest predicted step. Raises `PlanError` naming the tightest constraint if there is none."""
     if problem.task == "serve":
         return serving_plan(problem)
+    problem = paced(problem)
     found = fitted(problem, _chain_plan)
     return with_guards(_against_one(problem, found), problem)
 

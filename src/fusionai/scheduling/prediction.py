@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.commit import commit_s
 from fusionai.scheduling.reduction import reduction_s
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import StagePlacement
@@ -23,11 +24,12 @@ from fusionai.scheduling.types import StagePlacement
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """`bottleneck` says what a faster pipeline would have to change first. `reduction_s`: of `step_s`, what summing
-    the replicas' gradients takes."""
+    the replicas' gradients takes; `commit_s`: what the word that the step is complete takes."""
 
     step_s: float
     bottleneck: str
     reduction_s: float = 0.0
+    commit_s: float = 0.0
 
 
 def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
@@ -69,8 +71,8 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
             held = f"round trip of stage {stage.stage} with {stage.in_flight} microbatches in flight"
             causes.append((transit_s / stage.in_flight, held))
     period_s, cause = max(causes, key=lambda entry: entry[0])
-    summing_s = reduction_s(stages, costs)
-    step_s = (microbatches - 1) * period_s + longest_s + summing_s + max(stage.offload_s for stage in stages)
+    summing_s, word_s = reduction_s(stages, costs), commit_s(stages, costs)
+    step_s = (microbatches - 1) * period_s + longest_s + summing_s + max(stage.offload_s for stage in stages) + word_s
     if summing_s > step_s / 2:
-        return Prediction(step_s, f"summing gradients ({format_seconds(summing_s)} per step)", summing_s)
-    return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)", summing_s)
+        return Prediction(step_s, f"summing gradients ({format_seconds(summing_s)} per step)", summing_s, word_s)
+    return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)", summing_s, word_s)

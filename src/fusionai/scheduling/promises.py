@@ -70,18 +70,17 @@ def promised(promises: Promises, plan: Plan, gain: float) -> Promises:
 
 def stepped(promises: Promises, plan: Plan, step_s: float, now_s: float) -> Promises:
     """A step of `step_s` was committed under `plan`. A placement that nobody promised ends what was being compared."""
-    here = placement(plan)
-    now, before = promises, promises.pending
-    if here != now.placement:
-        now = replace(now, placement=here, steps_s=(), pending=before if before and before.placement == here else None)
-    now = replace(now, steps_s=(*now.steps_s, step_s)[-(SETTLING + ENOUGH) :])
-    if now.pending is None or now.pending.placement != here or len(now.steps_s) < SETTLING + ENOUGH:
-        return now
-    gain = now.pending.gain
-    brought = 1 - median(now.steps_s[SETTLING:]) / now.pending.before_s
-    outcome = Outcome(now_s, gain, min(max(brought, 0.0), gain))
-    kept = tuple(one for one in now.outcomes if now_s - one.at_s < FORGOTTEN_S)
-    return replace(now, outcomes=(*kept, outcome), pending=None)
+    here, pending = placement(plan), promises.pending
+    if here != promises.placement:
+        pending = pending if pending is not None and pending.placement == here else None
+        promises = replace(promises, placement=here, steps_s=(), pending=pending)
+    promises = replace(promises, steps_s=(*promises.steps_s, step_s)[-(SETTLING + ENOUGH) :])
+    if pending is None or pending.placement != here or len(promises.steps_s) < SETTLING + ENOUGH:
+        return promises
+    brought = 1 - median(promises.steps_s[SETTLING:]) / pending.before_s
+    outcome = Outcome(now_s, pending.gain, min(max(brought, 0.0), pending.gain))
+    kept = tuple(one for one in promises.outcomes if now_s - one.at_s < FORGOTTEN_S)
+    return replace(promises, outcomes=(*kept, outcome), pending=None)
 
 
 def placement(plan: Plan) -> Placement:

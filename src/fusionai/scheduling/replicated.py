@@ -21,6 +21,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.guards import with_guards
+from fusionai.scheduling.pace import paced
 from fusionai.scheduling.planner import plan as one_chain
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.reduction import held_per_byte, reduction_s
@@ -33,6 +34,7 @@ from fusionai.wire.codecs import Codec
 def plan(problem: Problem) -> Plan:
     """Pure and deterministic. Raises `PlanError` where there is no plan of so many replicas; with `auto`, where there
     is none of even one."""
+    problem = paced(problem)
     match problem.replicas:
         case 1:
             return one_chain(problem)
@@ -121,6 +123,7 @@ def _joined(problem: Problem, groups: Sequence[Group]) -> Plan:
         warnings=(),
         bottleneck=prediction.bottleneck,
         reduction_s=prediction.reduction_s,
+        commit_s=prediction.commit_s,
         excluded=refused,
         certificate=Certificate(
             method=f"machines divided into {len(groups)} groups, each planned; bound of all computing all the time",

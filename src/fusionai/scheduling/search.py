@@ -78,6 +78,7 @@ def chain_tables(pipeline: Pipeline, required: int = 0) -> Tables:
         held=_held(pipeline),
         speed=np.array(pipeline.speed),
         busy_s=np.array([pipeline.busy_s(peer) for peer in range(peers)]),
+        commit_s=np.array(pipeline.commit_s[:peers]),
         bandwidth=bandwidth,
         latency_s=latency_s,
         shared=np.array([[hop.shared for hop in row] for row in hops]),

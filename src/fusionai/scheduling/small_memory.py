@@ -138,6 +138,7 @@ def _lightened(problem: Problem, plan: Plan, choices: Sequence[Levers]) -> Plan:
         plan,
         stages=stages,
         step_time_s=prediction.step_s,
+        commit_s=prediction.commit_s,
         tokens_per_s=speed,
         bottleneck=prediction.bottleneck if stages != plan.stages else plan.bottleneck,
         certificate=Certificate(

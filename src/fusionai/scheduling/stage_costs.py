@@ -17,6 +17,7 @@ import msgspec
 from fusionai.scheduling.chain import Chain, codecs_of
 from fusionai.scheduling.levers import NO_LEVERS, Levers, flops_per_s, levers_of_stage, offload_s
 from fusionai.scheduling.links import Hop, hop
+from fusionai.scheduling.pace import paced
 from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
@@ -26,7 +27,7 @@ class StageCosts:
     its plans."""
 
     def __init__(self, problem: Problem, plan: Plan | None = None) -> None:
-        self.problem = problem
+        self.problem = problem = paced(problem)
         everyone = [*([] if problem.owner is None else [problem.owner]), *problem.peers]
         self.profiles = {profile.peer: profile for profile in everyone}
         self._chain = Chain(problem, problem.blocks, None if plan is None else codecs_of(plan))

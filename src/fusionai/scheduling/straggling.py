@@ -161,5 +161,7 @@ def slowed(peer: PeerProfile, factor: float) -> PeerProfile:
     return msgspec.structs.replace(
         peer,
         flops_per_s=peer.flops_per_s / factor,
+        block_flops_per_s=peer.block_flops_per_s / factor,
+        call_s=peer.call_s * factor,
         memory_bandwidth_bytes_per_s=peer.memory_bandwidth_bytes_per_s / factor,
     )

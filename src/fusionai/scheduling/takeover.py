@@ -273,6 +273,7 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
         tokens_per_s=speed,
         bottleneck=prediction.bottleneck,
         reduction_s=prediction.reduction_s,
+        commit_s=prediction.commit_s,
         certificate=Certificate(
             method="lost stages taken over, the others kept; bound of the plan before",
             exact=False,

@@ -39,6 +39,10 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     flops_per_s: float
     """Measured float32 speed with `threads` threads, before `share`."""
     memory_bandwidth_bytes_per_s: float = 0.0
+    block_flops_per_s: float = 0.0
+    """The same in a block of a language model, forward and backward; 0: not measured."""
+    call_s: float = 0.0
+    """What an operator takes in training, forward and backward, whatever its size; of `block_flops_per_s`."""
     scratch_bytes_per_s: float = 0.0
     """Of a file that optimizer state may lie in, read and written; 0: not measured."""
     memory_bytes: int
@@ -75,6 +79,8 @@ class BlockCost(_Data, frozen=True, kw_only=True):
     gradient_bytes: int
     """What comes back over that cut, backward."""
     ops: tuple[str, ...] = ()
+    calls: int = 0
+    """Operators that are called for a microbatch, in training."""
     looked_up_bytes: int = 0
     """Serving: of `parameter_bytes`, tables of which a pass reads only some rows."""
     cache_token_bytes: int = 0
@@ -255,6 +261,8 @@ class Plan(_Data, frozen=True, kw_only=True):
     bottleneck: str = ""
     reduction_s: float = 0.0
     """Of a step, what summing the replicas' gradients takes."""
+    commit_s: float = 0.0
+    """Of a step, what the word that it is complete takes, to the job owner and back."""
     codecs: tuple[Codec, ...] = ()
     """Training: how what crosses behind each stage but the last is packed; empty: nowhere. Nothing crosses behind the
     last stage of a replica, where `none` stands."""

@@ -99,7 +99,7 @@ class CheckpointWriter:
         """
         part, name = self._part_of(entry)
         if entry in self._shard_of or name in self._held[part]:
-            self._require_same(entry, part, name, tensor)
+            self._require_same(entry, tensor)
             return
         if self._held[part] and self._held_bytes[part] + tensor.nbytes > self._shard_bytes:
             self._flush(part)
@@ -151,9 +151,14 @@ class CheckpointWriter:
                     f"checkpoint of step {self._step}: expected an entry model/... or optimizer/..., got {entry!r}."
                 )
 
-    def _require_same(self, entry: str, part: _Part, name: str, tensor: HostTensor) -> None:
+    def value(self, entry: str) -> HostTensor:
+        """What was added as `entry`, before `finish`. Raises `KeyError`, `StorageError`."""
+        part, name = self._part_of(entry)
         shard = self._shard_of.get(entry)
-        known = self._held[part][name] if shard is None else SafetensorsFile(shard).read(name)
+        return self._held[part][name] if shard is None else SafetensorsFile(shard).read(name)
+
+    def _require_same(self, entry: str, tensor: HostTensor) -> None:
+        known = self.value(entry)
         if (known.dtype, known.shape) != (tensor.dtype, tensor.shape) or known.data != tensor.data:
             raise StorageError(
                 f"checkpoint of step {self._step}: two stages hold different values of {entry}.",

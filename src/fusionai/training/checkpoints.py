@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fusionai.backends.state import StateEntry, check_entry
+from fusionai.backends.tolerance import TOLERANCES, difference, numbers
 from fusionai.coordination.stage import Source
 from fusionai.execution.state import chunks
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import CheckpointReader, prune
@@ -78,11 +79,14 @@ class Checkpoints:
         fence: wire.Fence,
         stages: Mapping[int, PeerId],
         entries: Mapping[int, Mapping[str, StateEntry]],
+        *,
+        tolerant: bool,
     ) -> Collection:
         """Of every stage's state of `step`. `entries`: what each stage's state consists of; nothing else is written,
-        and nothing of it may be missing."""
+        and nothing of it may be missing. `tolerant`: machines round differently, so the copies of a tied parameter may
+        be apart as far as `backends.tolerance` lets them; what the first stage that has it holds is kept."""
         owed = {stage: dict(entries[stage]) for stage in stages}
-        return Collection(self.root, self._header, self._files, step, fence, dict(stages), owed)
+        return Collection(self.root, self._header, self._files, step, fence, dict(stages), owed, tolerant=tolerant)
 
     def prune(self) -> None:
         """Remove old checkpoints. Blocking; only while no stage may still load one (recovery rule 15)."""
@@ -104,6 +108,8 @@ class Collection:
         fence: wire.Fence,
         stages: Mapping[int, PeerId],
         owed: dict[int, dict[str, StateEntry]],
+        *,
+        tolerant: bool,
     ) -> None:
         self.step = step
         self._root = root
@@ -112,6 +118,14 @@ class Collection:
         self._fence = fence
         self._stages = stages
         self._owed = owed
+        firsts: dict[str, int] = {}
+        for stage in sorted(owed):
+            for entry in owed[stage]:
+                firsts.setdefault(entry, stage)
+        self._firsts = firsts if tolerant else None
+        """Entry -> the stage whose value is kept; None: all have the same."""
+        self._copies: list[tuple[int, str, HostTensor]] = []
+        """Stage, entry and what it holds, where another stage's is kept."""
         self._writer: asyncio.Future[CheckpointWriter] = asyncio.get_running_loop().create_future()
         self._settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """True when everything has come, False when nothing more will; or why it can't be written."""
@@ -128,6 +142,7 @@ class Collection:
             self._writer.set_result(writer)
             if not await self._settled:
                 return None
+            await asyncio.to_thread(self._compare, writer)
             return await asyncio.to_thread(writer.finish)
         finally:
             async with self._turn:  # a thread may still be writing a chunk
@@ -148,7 +163,7 @@ class Collection:
             if self._settled.done():
                 return
             try:
-                await asyncio.to_thread(_add_all, self._writer.result(), envelope.tensors)
+                await asyncio.to_thread(self._add_all, self._writer.result(), message.stage, envelope.tensors)
             except StorageError as error:
                 self._settled.set_exception(error)
                 return
@@ -173,15 +188,30 @@ class Collection:
             raise ExecutionError(f"the state of stage {message.stage} came without {', '.join(sorted(entries)[:3])}.")
         return message.last
 
+    def _add_all(self, writer: CheckpointWriter, stage: int, tensors: Mapping[str, HostTensor]) -> None:
+        for entry, tensor in tensors.items():
+            if self._firsts is None or self._firsts[entry] == stage:
+                writer.add(entry, tensor)
+            else:
+                self._copies.append((stage, entry, host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))))
+
+    def _compare(self, writer: CheckpointWriter) -> None:
+        """Raises `StorageError` where copies of one parameter are further apart than rounding explains."""
+        for stage, entry, tensor in self._copies:
+            kept = writer.value(entry)
+            apart = difference(numbers(tensor), numbers(kept))
+            most = TOLERANCES["bfloat16" if tensor.dtype == "bfloat16" else "float32"].stage
+            if apart > most:
+                raise StorageError(
+                    f"checkpoint of step {self.step}: stage {stage} holds a value of {entry} that is {apart:.2g} of "
+                    f"its size away from what is kept; rounding explains {most:.2g}.",
+                    hint="Tied parameters have diverged; the job must go back to its last checkpoint.",
+                )
+
     def cancel(self) -> None:
         """What has not come will not come any more."""
         if not self._settled.done():
             self._settled.set_result(False)
-
-
-def _add_all(writer: CheckpointWriter, tensors: Mapping[str, HostTensor]) -> None:
-    for entry, tensor in tensors.items():
-        writer.add(entry, tensor)
 
 
 def _model_entries(entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:

@@ -441,11 +441,18 @@ class Driver:
         await asyncio.to_thread(self._journal.append, record)
         self._tell(events.CommitJournalled(record), None)
 
+    def _rounds_differently(self) -> bool:
+        """Whether machines of unlike numerics have, or may have had, a part in this job."""
+        prints = {stage.fingerprint for stage in self.plan.stages if self._cut.saves(stage.stage)}
+        return self._job.options.takeover == "tolerant" or len(prints) > 1
+
     def _write_checkpoint(self, step: int, *, ask: bool) -> None:
         places = self._machine.roles.places
         stages = {stage: PeerId(peer) for stage, peer in places.items() if self._cut.saves(stage)}
         entries = {stage: self._cut.stages[stage].entries for stage in stages}
-        collection = self._collection = self._checkpoints.collection(step, self.fence, stages, entries)
+        collection = self._collection = self._checkpoints.collection(
+            step, self.fence, stages, entries, tolerant=self._rounds_differently()
+        )
         former, started_s = self._collected, time.monotonic()
 
         async def collect() -> None:

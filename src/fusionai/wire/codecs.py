@@ -16,8 +16,8 @@ from msgspec import Meta
 Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign", "topk"]
 """Of one tensor: 8, 4 or 2 bits a number; one of three or of six values; its sign alone; the largest eighth, in 8 bits
 each, and where they stood."""
-Exchanged = Literal["none", "int8", "int4", "int2", "ternary"]
-"""What local updates may send parameters in."""
+Exchanged = Literal["none", "int8", "int4", "int2", "ternary", "topk"]
+"""What local updates may send parameters in; what packing loses is made up for the next time."""
 Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk"]
 """Of what crosses between two stages. `uneven`: activations are senary and gradients signs, for what is lost of
 gradients cancels out where they are summed over rows, and what is lost of activations does not. `topk` is what others

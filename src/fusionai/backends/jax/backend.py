@@ -16,9 +16,10 @@ import numpy as np  # isort: skip
 
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
-from fusionai.backends.jax.probe import describe_device, measure_speeds
+from fusionai.backends.jax.probe import calls_per_s, describe_device, measure_speeds
 from fusionai.backends.jax.program import JaxStageProgram
 from fusionai.backends.jax.promotion import Device
+from fusionai.backends.pace import with_pace
 from fusionai.ir.schema import Graph
 from fusionai.wire.messages import StageOptions
 
@@ -41,8 +42,8 @@ class JaxBackend:
         self._device, self.device = _choose(device)
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
-        """Takes about half a second and a compilation; less with `speeds`."""
-        known = speeds or measure_speeds(self._device, self.device)
+        """Takes about a second and some compilations; less with `speeds`."""
+        known = speeds or with_pace(measure_speeds(self._device, self.device), self, lambda call: 1 / calls_per_s(call))
         return describe_device(self._device, self.device, self._threads, known)
 
     def warm_up(self) -> None:

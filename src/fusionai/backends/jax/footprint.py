@@ -14,27 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.binding import nearest
 from fusionai.backends.jax.operators import Context
 from fusionai.backends.jax.promotion import DTYPES, is_floating
 from fusionai.backends.jax.tracing import Program, Value
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError
-
-
-def check_graph(graph: Graph, grad_inputs: Collection[str]) -> None:
-    """Raises `ExecutionError` for what contradicts itself."""
-    specs = {spec.key: spec for spec in graph.params.values()}
-    for name in grad_inputs:
-        if name not in graph.inputs:
-            raise ExecutionError(f"the stage has no input {name!r}{nearest(name, graph.inputs)}.")
-    for value, spec in graph.params.items():
-        if specs[spec.key] != spec:
-            raise ExecutionError(f"the graph describes parameter {spec.key!r} in two ways (see {value!r}).")
-    for key in graph.state_writes.values():
-        if key not in specs or specs[key].trainable:
-            raise ExecutionError(f"the graph writes {key!r}, which is no buffer of this stage.")
 
 
 def footprint_bytes(

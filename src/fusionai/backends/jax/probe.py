@@ -41,6 +41,8 @@ def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> 
         threads=threads,
         fingerprint=fingerprint(device, kind, threads),
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
+        block_flops_per_s=speeds.block_flops_per_s,
+        call_s=speeds.call_s,
     )
 
 
@@ -49,11 +51,11 @@ def measure_speeds(device: Device, kind: str) -> Speeds:
     size = MATRIX_SIZE[kind]
     left = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     multiply = jax.jit(jnp.matmul)
-    flops_per_s = 2.0 * size**3 * _calls_per_s(lambda: multiply(left, left))
+    flops_per_s = 2.0 * size**3 * calls_per_s(lambda: multiply(left, left))
     source = jax.device_put(jnp.zeros(COPY_BYTES[kind] // 4, jnp.float32), device)
     copy = jax.jit(lambda x: x + 1)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
+    return Speeds(flops_per_s, 2.0 * source.nbytes * calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
 
 
 def device_name(device: Device, kind: str) -> str:
@@ -106,10 +108,11 @@ def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> lis
     return [loss, *gradients]
 
 
-def _calls_per_s(call: Callable[[], jax.Array]) -> float:
-    call().block_until_ready()
+def calls_per_s(call: Callable[[], object]) -> float:
+    """One after the other, each waited for."""
+    jax.block_until_ready(call())
     calls, start_s = 0, time.perf_counter()
     while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
-        call().block_until_ready()
+        jax.block_until_ready(call())
         calls += 1
     return calls / elapsed_s

@@ -9,18 +9,18 @@ discarded step leaves no trace. Neighbours: `tracing` is the graph as a function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.binding import bind_symbols, largest, nearest
+from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.counters import DropoutKey, folds
 from fusionai.backends.interface import Call
-from fusionai.backends.jax.footprint import check_graph, footprint_bytes
+from fusionai.backends.jax.footprint import footprint_bytes
 from fusionai.backends.jax.host import to_host, to_jax
 from fusionai.backends.jax.indices import check_indices
 from fusionai.backends.jax.operators import Context
@@ -28,15 +28,14 @@ from fusionai.backends.jax.optimizers import StageOptimizer
 from fusionai.backends.jax.promotion import DTYPES, Device, is_floating
 from fusionai.backends.jax.reach import reached
 from fusionai.backends.jax.tracing import Program, Value, program_of
-from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, state_entries
+from fusionai.backends.stage_base import StageBase, check_gradient, key_of
+from fusionai.backends.state import StateEntry, check_entry
 from fusionai.ir.init import initialise
-from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
 
-ContextKey = tuple[int, int, int]
-"""(step, replica, microbatch)."""
 Arrays = dict[str, jax.Array]
 MOST_COMPILED: Final = 64
 """Programs of different sizes that are kept."""
@@ -61,7 +60,7 @@ class _Compiled:
     """Nodes that draw masks."""
 
 
-class JaxStageProgram:
+class JaxStageProgram(StageBase[_InFlight]):
     """Implements `backends.interface.StageProgram`."""
 
     def __init__(
@@ -78,14 +77,9 @@ class JaxStageProgram:
                 "this backend keeps optimizer state in memory, not in a file.",
                 hint='Take offload = "never" in the recipe, or let machines with backend torch run the job.',
             )
-        self._graph = graph
-        self._grad_inputs = frozenset(grad_inputs)
-        self._options = options
+        super().__init__(graph, grad_inputs=grad_inputs, options=options)
         self._device = device
-        self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
         self._trainable = tuple(sorted(key for key, spec in self._specs.items() if spec.trainable))
-        self._entries = state_entries(graph, options.optimizer)
-        check_graph(graph, self._grad_inputs)
         self._optimizer: StageOptimizer | None = None
         if options.optimizer is not None:
             shapes = {key: (self._specs[key].dtype, tuple(self._specs[key].shape)) for key in self._trainable}
@@ -96,10 +90,8 @@ class JaxStageProgram:
         self._tensors: Arrays = {
             key: jax.device_put(jnp.zeros(spec.shape, DTYPES[spec.dtype]), device) for key, spec in self._specs.items()
         }
-        self._unset = set(self._specs)
         self._committed: Arrays = {}
         """Buffers rewritten since the last apply: their values of then."""
-        self._contexts: dict[ContextKey, _InFlight] = {}
         self._sums: Arrays = {}
 
     # ------------------------------------------------------------------------------------------------------ running
@@ -109,18 +101,7 @@ class JaxStageProgram:
     ) -> dict[str, HostTensor]:
         """See `StageProgram.forward`."""
         training = call.mode == "train"
-        names = frozenset(self._graph.outputs if wanted is None else wanted)
-        for name in names:
-            if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
-        if self._unset:
-            raise ExecutionError(
-                f"{len(self._unset)} entries have no value yet, among them model/{min(self._unset)}.",
-                hint="Call initialise or import_state first.",
-            )
-        key = (call.step, call.replica, call.microbatch)
-        if training and key in self._contexts:
-            raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
+        names = self._begin(call, wanted)
         program = self._program(names, training)
         bind_symbols(self._graph, inputs, program.inputs, half_floats=self._options.precision == "bf16")
         check_indices(self._graph, program.nodes, inputs)
@@ -134,7 +115,7 @@ class JaxStageProgram:
         if training:
             (floats, pull), (rest, writes) = compiled.forward(trained, leaves, others, fixed, keys)
             carrying = {name: (value.shape, value.dtype) for name, value in floats.items()}
-            self._contexts[key] = _InFlight(pull, carrying)
+            self._contexts[key_of(call)] = _InFlight(pull, carrying)
         else:
             (floats, rest), writes = compiled.forward(trained, leaves, others, fixed, keys)
         for buffer, value in writes.items():
@@ -144,23 +125,13 @@ class JaxStageProgram:
 
     def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
         """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result."""
-        held = self._contexts.pop((call.step, call.replica, call.microbatch), None)
-        if held is None:
-            raise ExecutionError(
-                f"no forward context of step {call.step}, replica {call.replica}, microbatch {call.microbatch}."
-            )
+        held = self._take(call, gradients)
         roots: Arrays = {}
         for name, gradient in gradients.items():
-            if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
             if name not in held.outputs:
                 continue
             shape, dtype = held.outputs[name]
-            if gradient.shape != shape or DTYPES[gradient.dtype] != dtype:
-                raise ExecutionError(
-                    f"expected the gradient of {name!r} as {dtype} {list(shape)}, "
-                    f"got {gradient.dtype} {list(gradient.shape)}."
-                )
+            check_gradient(name, gradient, shape, str(dtype))
             roots[name] = to_jax(gradient, self._device)
         if not roots:
             return {}
@@ -195,8 +166,8 @@ class JaxStageProgram:
 
     def apply(self, *, scale: float, learning_rate: float) -> None:
         self._require_idle("apply")
-        if self._options.optimizer is None or self._optimizer is None:
-            raise ExecutionError("this stage was loaded without an optimizer, it can't apply an update.")
+        self._require_optimizer()
+        assert self._optimizer is not None, "there is one where the options name one"
         factor = np.float32(scale)
         for key in self._trainable:
             gradient = self._sums.pop(key, None)
@@ -243,17 +214,6 @@ class JaxStageProgram:
             elif self._optimizer is not None:
                 self._optimizer.write(entry.key, entry.slot, value)
 
-    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
-        """State as of the last applied step, also while the next one is in flight."""
-        for name, entry in self._entries.items():
-            if ("optimizer" if entry.slot else "model") in parts:
-                yield name, self._exported(name, entry)
-
-    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
-        if unknown := [name for name in names if name not in self._entries]:
-            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
-        return [(name, self._exported(name, self._entries[name])) for name in names]
-
     @property
     def resident_bytes(self) -> int:
         held = [*self._tensors.values(), *self._committed.values(), *self._sums.values()]
@@ -261,12 +221,10 @@ class JaxStageProgram:
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _exported(self, name: str, entry: StateEntry) -> HostTensor:
+    def _copy(self, entry: StateEntry) -> HostTensor:
         if entry.slot:
             assert self._optimizer is not None, "or there would be no such entry"
             return to_host(self._optimizer.read(entry.key, entry.slot))
-        if entry.key in self._unset:
-            raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
         return to_host(self._committed.get(entry.key, self._tensors[entry.key]))
 
     def _set(self, key: str, value: jax.Array) -> None:
@@ -274,8 +232,7 @@ class JaxStageProgram:
         self._unset.discard(key)
 
     def _known(self, key: str) -> str:
-        if key not in self._trainable:
-            raise ExecutionError(f"the stage has no trainable parameter {key!r}{nearest(key, self._trainable)}.")
+        self._require_trainable(key)
         return key
 
     def _is_size(self, name: str) -> bool:
@@ -317,31 +274,13 @@ class JaxStageProgram:
     def _check_memory(self, limit_bytes: int | None) -> None:
         """At the symbols' largest values: parameters, gradients, optimizer slots and what microbatches keep."""
         training = self._options.optimizer is not None
-        held_bytes = sum(entry.nbytes for entry in self._entries.values())
-        held_bytes += gradient_bytes(self._graph) if training else 0
-        if limit_bytes is not None and held_bytes > limit_bytes:
-            raise ExecutionError(
-                f"the stage's parameters, gradients and optimizer state take {held_bytes} bytes, "
-                f"the limit is {limit_bytes}.",
-                hint="Give this peer fewer blocks or lend more memory.",
-            )
+        held_bytes = self._state_bytes()
+        self._require_room(held_bytes, limit_bytes)
         program = self._program(frozenset(self._graph.outputs), training)
         symbols = largest(self._graph)
         flight_bytes = footprint_bytes(self._graph, program, symbols, self._grad_inputs, training=training)
-        needed_bytes = held_bytes + flight_bytes * max(1, self._options.in_flight if training else 1)
-        if limit_bytes is not None and needed_bytes > limit_bytes:
-            raise ExecutionError(
-                f"the stage needs {needed_bytes} bytes with {max(1, self._options.in_flight)} microbatches in flight, "
-                f"the limit is {limit_bytes}.",
-                hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
-            )
-
-    def _require_idle(self, action: str) -> None:
-        if self._contexts:
-            raise ExecutionError(
-                f"can't {action} with {len(self._contexts)} microbatches in flight.",
-                hint="Run their backward or discard them first.",
-            )
+        microbatches = max(1, self._options.in_flight) if training else 1
+        self._require_room_in_flight(held_bytes + flight_bytes * microbatches, microbatches, limit_bytes)
 
 
 def traced_forward(graph: Graph, program: Program, sizes: Mapping[str, int], training: bool) -> Callable[..., Any]:

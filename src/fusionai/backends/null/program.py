@@ -5,13 +5,13 @@ Neighbours: `backend` loads it, `ir.cost` prices its graph, `backends.binding` a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from fusionai.backends.binding import bind_symbols, largest, nearest
+from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.interface import Call
-from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, state_entries, trainable_keys
+from fusionai.backends.stage_base import StageBase, check_gradient, key_of
+from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, trainable_keys
 from fusionai.ir.cost import block_costs
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph
@@ -38,7 +38,7 @@ class _Work:
     backward_flops: float
 
 
-class NullStageProgram:
+class NullStageProgram(StageBase[dict[str, int]]):
     """Implements `backends.interface.StageProgram` without arithmetic. Every value is zero, every norm 1.0."""
 
     def __init__(
@@ -50,21 +50,13 @@ class NullStageProgram:
         costs: NullCosts,
         memory_limit_bytes: int | None,
     ) -> None:
-        for name in grad_inputs:
-            if name not in graph.inputs:
-                raise ExecutionError(f"the stage has no input {name!r}{nearest(name, graph.inputs)}.")
-        self._graph = graph
-        self._grad_inputs = frozenset(grad_inputs)
-        self._options = options
+        super().__init__(graph, grad_inputs=grad_inputs, options=options)
         self._costs = costs
-        self._entries = state_entries(graph, options.optimizer)
         self._trainable = trainable_keys(graph)
-        self._unset = {name for name, entry in self._entries.items() if not entry.slot}
         self._imported: dict[str, HostTensor] = {}
-        self._contexts: dict[tuple[int, int, int], dict[str, int]] = {}
         self._summed: set[str] = set()
         self._work: dict[tuple[tuple[str, int], ...], _Work] = {}
-        self._needed: dict[tuple[str, ...], frozenset[str]] = {}
+        self._needed: dict[frozenset[str], frozenset[str]] = {}
         self.last_duration_s = 0.0
         """How long the last forward, backward or apply would have taken."""
         self.total_flops = 0.0
@@ -75,69 +67,36 @@ class NullStageProgram:
         self._require_idle("initialise")
         self._summed.clear()
         self._imported.clear()
-        missing = {f"model/{spec.key}" for spec in self._graph.params.values() if spec.init is None}
-        self._unset = missing
-        return tuple(sorted(missing))
+        self._unset = {key for key, spec in self._specs.items() if spec.init is None}
+        return tuple(f"model/{key}" for key in sorted(self._unset))
 
     def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         self._require_idle("import state")
         for name, tensor in entries:
-            check_entry(self._entries, name, tensor)
+            entry = check_entry(self._entries, name, tensor)
             self._imported[name] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
-            self._unset.discard(name)
+            if not entry.slot:
+                self._unset.discard(entry.key)
 
-    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
-        for name, entry in self._entries.items():
-            if ("optimizer" if entry.slot else "model") in parts:
-                yield name, self._exported(name, entry)
-
-    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
-        if unknown := [name for name in names if name not in self._entries]:
-            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
-        return [(name, self._exported(name, self._entries[name])) for name in names]
-
-    def _exported(self, name: str, entry: StateEntry) -> HostTensor:
-        if name in self._unset:
-            raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
-        return self._imported.get(name) or _zeros(entry.dtype, entry.shape)
+    def _copy(self, entry: StateEntry) -> HostTensor:
+        return self._imported.get(entry.name) or _zeros(entry.dtype, entry.shape)
 
     def forward(
         self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
     ) -> dict[str, HostTensor]:
-        names = tuple(self._graph.outputs) if wanted is None else tuple(wanted)
-        for name in names:
-            if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
-        if self._unset:
-            raise ExecutionError(
-                f"{len(self._unset)} entries have no value yet, among them {min(self._unset)}.",
-                hint="Call initialise or import_state first.",
-            )
-        key = (call.step, call.replica, call.microbatch)
-        if call.mode == "train" and key in self._contexts:
-            raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
+        names = self._begin(call, wanted)
         half_floats = self._options.precision == "bf16"
         symbols = bind_symbols(self._graph, inputs, self._needed_inputs(names), half_floats=half_floats)
         if call.mode == "train":
-            self._contexts[key] = symbols
+            self._contexts[key_of(call)] = symbols
         self._spend(self._priced(symbols).forward_flops)
-        return {name: self._value(self._graph.outputs[name], symbols) for name in names}
+        return {name: self._value(value, symbols) for name, value in self._graph.outputs.items() if name in names}
 
     def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        symbols = self._contexts.pop((call.step, call.replica, call.microbatch), None)
-        if symbols is None:
-            raise ExecutionError(
-                f"no forward context of step {call.step}, replica {call.replica}, microbatch {call.microbatch}."
-            )
+        symbols = self._take(call, gradients)
         for name, gradient in gradients.items():
-            if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
             expected = self._value(self._graph.outputs[name], symbols)
-            if gradient.shape != expected.shape or gradient.dtype != expected.dtype:
-                raise ExecutionError(
-                    f"expected the gradient of {name!r} as {expected.dtype} {list(expected.shape)}, "
-                    f"got {gradient.dtype} {list(gradient.shape)}."
-                )
+            check_gradient(name, gradient, expected.shape, expected.dtype)
         self._spend(self._priced(symbols).backward_flops)
         if not gradients:
             return {}
@@ -166,8 +125,7 @@ class NullStageProgram:
     def apply(self, *, scale: float, learning_rate: float) -> None:
         del scale, learning_rate  # Nothing is scaled and nothing is learnt.
         self._require_idle("apply")
-        if self._options.optimizer is None:
-            raise ExecutionError("this stage was loaded without an optimizer, it can't apply an update.")
+        self._require_optimizer()
         # An update reads gradients and reads and writes all state.
         moved_bytes = gradient_bytes(self._graph) + 2 * sum(
             entry.nbytes for entry in self._entries.values() if entry.key in self._trainable
@@ -188,10 +146,7 @@ class NullStageProgram:
     def _check_memory(self, limit_bytes: int | None) -> None:
         training = self._options.optimizer is not None
         symbols = largest(self._graph)
-        away = self._options.offload
-        needed_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
-        if training:
-            needed_bytes += gradient_bytes(self._graph)
+        needed_bytes = self._state_bytes()
         records = block_costs(self._graph, symbols, training=training)
         needed_bytes += max((record.workspace_bytes for record in records), default=0)
         kept_bytes = sum(record.activation_bytes for record in records)
@@ -206,7 +161,7 @@ class NullStageProgram:
                 hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
             )
 
-    def _needed_inputs(self, names: tuple[str, ...]) -> frozenset[str]:
+    def _needed_inputs(self, names: frozenset[str]) -> frozenset[str]:
         needed = self._needed.get(names)
         if needed is None:
             values = [self._graph.outputs[name] for name in names]
@@ -244,17 +199,6 @@ class NullStageProgram:
         if spec.dtype == "symint":
             return 0
         return tensor_bytes(spec.dtype, tuple(evaluate(dim, symbols) for dim in spec.shape))
-
-    def _require_idle(self, action: str) -> None:
-        if self._contexts:
-            raise ExecutionError(
-                f"can't {action} with {len(self._contexts)} microbatches in flight.",
-                hint="Run their backward or discard them first.",
-            )
-
-    def _require_trainable(self, key: str) -> None:
-        if key not in self._trainable:
-            raise ExecutionError(f"no trainable parameter {key!r} in this stage{nearest(key, self._trainable)}.")
 
 
 def _zeros(dtype: str, shape: tuple[int, ...]) -> HostTensor:

@@ -6,17 +6,18 @@ Neighbours: `program` is a loaded stage, `probe` measures the device, `operators
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.pace import with_pace
 from fusionai.backends.torch.clipping import clip_scale
 from fusionai.backends.torch.eager import without_compiler
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import StageOptimizer
-from fusionai.backends.torch.probe import describe_device, measure_speeds
+from fusionai.backends.torch.probe import calls_per_s, describe_device, measure_speeds
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.backends.torch.serving import TorchServingProgram
 from fusionai.ir.schema import Graph
@@ -48,8 +49,14 @@ class TorchBackend:
             _make_cuda_deterministic()
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
-        """Takes about half a second; a few milliseconds with `speeds`."""
-        return describe_device(self._device, speeds or measure_speeds(self._device, self._scratch))
+        """Takes about a second; a few milliseconds with `speeds`."""
+        return describe_device(self._device, speeds or self._measured())
+
+    def _measured(self) -> Speeds:
+        def seconds(call: Callable[[], object]) -> float:
+            return 1 / calls_per_s(call, self._device)
+
+        return with_pace(measure_speeds(self._device, self._scratch), self, seconds)
 
     def warm_up(self) -> None:
         """torch starts threads, and on a GPU loads its libraries, with the first gradient; to find out sizes without

@@ -40,6 +40,8 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         threads=torch.get_num_threads(),
         fingerprint=fingerprint(device),
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
+        block_flops_per_s=speeds.block_flops_per_s,
+        call_s=speeds.call_s,
     )
 
 
@@ -49,11 +51,11 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
     size = MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
     result = torch.empty_like(left)
-    flops_per_s = 2.0 * size**3 * _calls_per_s(lambda: torch.mm(left, left, out=result), device)
+    flops_per_s = 2.0 * size**3 * calls_per_s(lambda: torch.mm(left, left, out=result), device)
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     # A copy reads and writes every byte.
-    bandwidth_bytes_per_s = 2.0 * source.nbytes * _calls_per_s(lambda: target.copy_(source), device)
+    bandwidth_bytes_per_s = 2.0 * source.nbytes * calls_per_s(lambda: target.copy_(source), device)
     return Speeds(flops_per_s, bandwidth_bytes_per_s, scratch_bytes_per_s(scratch))
 
 
@@ -126,7 +128,8 @@ def _probe_computation(device: torch.device) -> list[torch.Tensor]:
     return [logits, loss, *gradients, *norms]
 
 
-def _calls_per_s(call: Callable[[], object], device: torch.device) -> float:
+def calls_per_s(call: Callable[[], object], device: torch.device) -> float:
+    """One after the other, each waited for."""
     call()
     _synchronise(device)
     # A single thread is timed by what it computes: peers that start together on one machine would else measure how

@@ -8,21 +8,22 @@ Neighbours: `interpreter` runs the graph, `sizes` checks it beforehand, `optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
 
-from fusionai.backends.binding import bind_symbols, largest, nearest
+from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
-from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, state_entries
+from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of
+from fusionai.backends.state import StateEntry, check_entry
 from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
 from fusionai.backends.torch.deferral import Left, deferrable, finish
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
@@ -33,13 +34,11 @@ from fusionai.backends.torch.recomputation import Segment, run_in_segments, segm
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.backends.torch.slots import DiskSlots, Slots
 from fusionai.ir.init import initialise
-from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 
-ContextKey = tuple[int, int, int]
-"""(step, replica, microbatch)."""
 MAX_CHECKED_SHAPES: Final = 64
 PIECES_AT_ONCE: Final = 6
 """Of an update in pieces: two moments, what torch makes on the way, what coding them again takes."""
@@ -54,7 +53,7 @@ class _InFlight:
     left: Left | None
 
 
-class TorchStageProgram:
+class TorchStageProgram(StageBase[_InFlight]):
     """Implements `backends.interface.StageProgram`."""
 
     def __init__(
@@ -68,30 +67,23 @@ class TorchStageProgram:
         scratch: Path | None = None,
     ) -> None:
         """`scratch`: where optimizer state lies that is not kept in memory; None: that of `primitives.environment`."""
-        self._graph = graph
-        self._grad_inputs = frozenset(grad_inputs)
-        self._options = options
+        super().__init__(graph, grad_inputs=grad_inputs, options=options)
         self._device = device
         self._memory_limit_bytes = memory_limit_bytes
         self._scratch = scratch
-        self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
         self._segments: dict[frozenset[str], tuple[Segment, ...]] = {}
         self._checked: set[object] = set()
         self._deferrable = deferrable(graph) if self._defers else frozenset[int]()
-        self._check_declarations()
-        self._entries = state_entries(graph, options.optimizer)
         self._check_memory()
         self._tensors = {
             key: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype], device=device, requires_grad=spec.trainable)
             for key, spec in self._specs.items()
         }
-        self._unset = set(self._specs)
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
         self._committed: dict[str, torch.Tensor] = {}
         """Buffers rewritten since the last apply: their values of then."""
-        self._contexts: dict[ContextKey, _InFlight] = {}
         self._lagging: dict[ContextKey, Left] = {}
         """Microbatches whose backward has run and whose weight gradients are still to be computed."""
         self._optimizer: StageOptimizer | None = None
@@ -117,18 +109,7 @@ class TorchStageProgram:
     ) -> dict[str, HostTensor]:
         """See `StageProgram.forward`. The bytes of `inputs` must stay as they are until `backward`."""
         training = call.mode == "train"
-        names = frozenset(self._graph.outputs if wanted is None else wanted)
-        for name in names:
-            if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
-        if self._unset:
-            raise ExecutionError(
-                f"{len(self._unset)} entries have no value yet, among them model/{min(self._unset)}.",
-                hint="Call initialise or import_state first.",
-            )
-        key = (call.step, call.replica, call.microbatch)
-        if training and key in self._contexts:
-            raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
+        names = self._begin(call, wanted)
         interpreter = self._interpreter(names, training, self._device)
         half_floats = self._options.precision == "bf16"
         symbols = bind_symbols(self._graph, inputs, interpreter.inputs, half_floats=half_floats)
@@ -156,7 +137,7 @@ class TorchStageProgram:
             else:
                 outputs, writes = interpreter.run(context, values, params)
         if training:
-            self._contexts[key] = _InFlight(
+            self._contexts[key_of(call)] = _InFlight(
                 {name: value for name, value in outputs.items() if _carries_gradient(value)}, leaves, left
             )
         for buffer, value in writes.items():
@@ -166,24 +147,14 @@ class TorchStageProgram:
 
     def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
         """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result."""
-        held = self._contexts.pop((call.step, call.replica, call.microbatch), None)
-        if held is None:
-            raise ExecutionError(
-                f"no forward context of step {call.step}, replica {call.replica}, microbatch {call.microbatch}."
-            )
+        held = self._take(call, gradients)
         roots: list[torch.Tensor] = []
         root_gradients: list[torch.Tensor] = []
         for name, gradient in gradients.items():
-            if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
             output = held.outputs.get(name)
             if output is None:
                 continue
-            if gradient.shape != tuple(output.shape) or DTYPES[gradient.dtype] != output.dtype:
-                raise ExecutionError(
-                    f"expected the gradient of {name!r} as {output.dtype} {list(output.shape)}, "
-                    f"got {gradient.dtype} {list(gradient.shape)}."
-                )
+            check_gradient(name, gradient, tuple(output.shape), str(output.dtype).removeprefix("torch."))
             roots.append(output)
             root_gradients.append(to_torch(gradient, self._device))
         if roots:
@@ -192,11 +163,11 @@ class TorchStageProgram:
             except RuntimeError as error:
                 raise ExecutionError(f"backward of step {call.step}, microbatch {call.microbatch}: {error}") from error
         if held.left is not None:
-            self._lagging[call.step, call.replica, call.microbatch] = held.left
+            self._lagging[key_of(call)] = held.left
         return {name: to_host(leaf.grad) for name, leaf in held.leaves.items() if leaf.grad is not None}
 
     def weight_gradients(self, call: Call) -> None:
-        left = self._lagging.pop((call.step, call.replica, call.microbatch), None)
+        left = self._lagging.pop(key_of(call), None)
         if left is not None:
             finish(left)
 
@@ -236,8 +207,7 @@ class TorchStageProgram:
 
     def apply(self, *, scale: float, learning_rate: float) -> None:
         self._require_idle("apply")
-        if self._options.optimizer is None:
-            raise ExecutionError("this stage was loaded without an optimizer, it can't apply an update.")
+        self._require_optimizer()
         gradients = [parameter.grad for parameter in self._trainable.values() if parameter.grad is not None]
         if gradients and scale != 1.0:
             scale_gradients(gradients, scale)
@@ -285,23 +255,10 @@ class TorchStageProgram:
             elif self._optimizer is not None:
                 self._optimizer.write(entry.key, entry.slot, to_torch(tensor, self._device, own=True))
 
-    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
-        """State as of the last applied step, also while the next one is in flight."""
-        for name, entry in self._entries.items():
-            if ("optimizer" if entry.slot else "model") in parts:
-                yield name, self._exported(name, entry)
-
-    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
-        if unknown := [name for name in names if name not in self._entries]:
-            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
-        return [(name, self._exported(name, self._entries[name])) for name in names]
-
-    def _exported(self, name: str, entry: StateEntry) -> HostTensor:
+    def _copy(self, entry: StateEntry) -> HostTensor:
         if entry.slot:
             assert self._optimizer is not None  # or there would be no such entry
             return to_host(self._optimizer.read(entry.key, entry.slot), own=True)
-        if entry.key in self._unset:
-            raise ExecutionError(f"{name} has no value yet.", hint="Import it first.")
         return to_host(self._committed.get(entry.key, self._tensors[entry.key]), own=True)
 
     @property
@@ -313,17 +270,6 @@ class TorchStageProgram:
 
     # ------------------------------------------------------------------------------------------------------ checks
 
-    def _check_declarations(self) -> None:
-        for name in self._grad_inputs:
-            if name not in self._graph.inputs:
-                raise ExecutionError(f"the stage has no input {name!r}{nearest(name, self._graph.inputs)}.")
-        for value, spec in self._graph.params.items():
-            if self._specs[spec.key] != spec:
-                raise ExecutionError(f"the graph describes parameter {spec.key!r} in two ways (see {value!r}).")
-        for key in self._graph.state_writes.values():
-            if key not in self._specs or self._specs[key].trainable:
-                raise ExecutionError(f"the graph writes {key!r}, which is no buffer of this stage.")
-
     @property
     def _microbatches_held(self) -> int:
         return max(1, self._options.in_flight) + self._options.weight_lag
@@ -331,17 +277,8 @@ class TorchStageProgram:
     def _check_memory(self) -> None:
         """At the symbols' largest values: parameters, gradients, optimizer slots, contexts and the forward's peak."""
         training = self._options.optimizer is not None
-        away = self._options.offload
-        held_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
-        if training:
-            held_bytes += gradient_bytes(self._graph)
-        limit_bytes = self._memory_limit_bytes
-        if limit_bytes is not None and held_bytes > limit_bytes:
-            raise ExecutionError(
-                f"the stage's parameters, gradients and optimizer state take {held_bytes} bytes, "
-                f"the limit is {limit_bytes}.",
-                hint="Give this peer fewer blocks or lend more memory.",
-            )
+        held_bytes, limit_bytes = self._state_bytes(), self._memory_limit_bytes
+        self._require_room(held_bytes, limit_bytes)
         symbols = largest(self._graph)
         names = frozenset(self._graph.outputs)
         footprint = measure(
@@ -357,12 +294,7 @@ class TorchStageProgram:
         needed_bytes = held_bytes + footprint.peak_bytes + footprint.again_bytes
         needed_bytes += footprint.saved_bytes * self._microbatches_held
         needed_bytes = max(needed_bytes, held_bytes + self._update_bytes())
-        if limit_bytes is not None and needed_bytes > limit_bytes:
-            raise ExecutionError(
-                f"the stage needs {needed_bytes} bytes with {self._microbatches_held} microbatches in flight, "
-                f"the limit is {limit_bytes}.",
-                hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
-            )
+        self._require_room_in_flight(needed_bytes, self._microbatches_held, limit_bytes)
 
     def _update_bytes(self) -> int:
         """What an update takes besides, where it is made in pieces: activations are gone by then."""
@@ -396,11 +328,7 @@ class TorchStageProgram:
         self._checked.add(seen)
 
     def _require_idle(self, action: str) -> None:
-        if self._contexts:
-            raise ExecutionError(
-                f"can't {action} with {len(self._contexts)} microbatches in flight.",
-                hint="Run their backward or discard them first.",
-            )
+        super()._require_idle(action)
         self._require_summed(action)
 
     def _require_summed(self, action: str) -> None:
@@ -428,10 +356,8 @@ class TorchStageProgram:
         return interpreter
 
     def _parameter(self, key: str) -> torch.Tensor:
-        parameter = self._trainable.get(key)
-        if parameter is None:
-            raise ExecutionError(f"no trainable parameter {key!r} in this stage{nearest(key, self._trainable)}.")
-        return parameter
+        self._require_trainable(key)
+        return self._trainable[key]
 
     def _set(self, key: str, value: torch.Tensor) -> None:
         if self._specs[key].trainable:

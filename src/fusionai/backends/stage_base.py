@@ -1,0 +1,161 @@
+"""What stage programs of all backends have in common: which calls are in order, and the names and words of state.
+
+Decides what is refused, with the same words everywhere; computes nothing and knows no framework. A backend's program
+adds tensors: what a parameter or slot is (`_copy`), and what its forward keeps for backward (`Held`).
+
+Neighbours: `binding` binds sizes, `state` names entries, `backends.torch.program` and its like compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, Literal, TypeVar
+
+from fusionai.backends.binding import nearest
+from fusionai.backends.interface import Call
+from fusionai.backends.state import StateEntry, gradient_bytes, state_entries
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import StageOptions
+
+ContextKey = tuple[int, int, int]
+"""(step, replica, microbatch)."""
+Held = TypeVar("Held")
+"""What is kept of a microbatch between forward and backward."""
+
+
+class StageBase(ABC, Generic[Held]):
+    """The part of `backends.interface.StageProgram` that needs no framework."""
+
+    def __init__(self, graph: Graph, *, grad_inputs: Sequence[str], options: StageOptions) -> None:
+        """Raises `ExecutionError` for a graph that contradicts itself."""
+        self._graph = graph
+        self._grad_inputs = frozenset(grad_inputs)
+        self._options = options
+        self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
+        self._check_declarations()
+        self._entries = state_entries(graph, options.optimizer)
+        self._unset = set(self._specs)
+        """Keys of parameters that have no value yet."""
+        self._contexts: dict[ContextKey, Held] = {}
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
+        """State as of the last applied step, also while the next one is in flight."""
+        for name, entry in self._entries.items():
+            if ("optimizer" if entry.slot else "model") in parts:
+                yield name, self._exported(entry)
+
+    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        if unknown := [name for name in names if name not in self._entries]:
+            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
+        return [(name, self._exported(self._entries[name])) for name in names]
+
+    def _exported(self, entry: StateEntry) -> HostTensor:
+        if not entry.slot and entry.key in self._unset:
+            raise ExecutionError(f"{entry.name} has no value yet.", hint="Import it first.")
+        return self._copy(entry)
+
+    @abstractmethod
+    def _copy(self, entry: StateEntry) -> HostTensor:
+        """Of a value that is there, as of the last applied step."""
+
+    # ----------------------------------------------------------------------------------------------------- in order
+
+    def _begin(self, call: Call, wanted: Sequence[str] | None) -> frozenset[str]:
+        """Which outputs a forward is to give, everything being in order for it."""
+        names = frozenset(self._graph.outputs if wanted is None else wanted)
+        for name in names:
+            self._require_output(name)
+        if self._unset:
+            raise ExecutionError(
+                f"{len(self._unset)} entries have no value yet, among them model/{min(self._unset)}.",
+                hint="Call initialise or import_state first.",
+            )
+        if call.mode == "train" and key_of(call) in self._contexts:
+            raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
+        return names
+
+    def _take(self, call: Call, gradients: Mapping[str, HostTensor]) -> Held:
+        """What forward kept of the microbatch whose backward comes now."""
+        held = self._contexts.pop(key_of(call), None)
+        if held is None:
+            raise ExecutionError(
+                f"no forward context of step {call.step}, replica {call.replica}, microbatch {call.microbatch}."
+            )
+        for name in gradients:
+            self._require_output(name)
+        return held
+
+    def _require_output(self, name: str) -> None:
+        if name not in self._graph.outputs:
+            raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+
+    def _require_trainable(self, key: str) -> None:
+        spec = self._specs.get(key)
+        if spec is None or not spec.trainable:
+            known = [known for known, spec in self._specs.items() if spec.trainable]
+            raise ExecutionError(f"no trainable parameter {key!r} in this stage{nearest(key, known)}.")
+
+    def _require_optimizer(self) -> None:
+        if self._options.optimizer is None:
+            raise ExecutionError("this stage was loaded without an optimizer, it can't apply an update.")
+
+    def _require_idle(self, action: str) -> None:
+        if self._contexts:
+            raise ExecutionError(
+                f"can't {action} with {len(self._contexts)} microbatches in flight.",
+                hint="Run their backward or discard them first.",
+            )
+
+    def _check_declarations(self) -> None:
+        for name in self._grad_inputs:
+            if name not in self._graph.inputs:
+                raise ExecutionError(f"the stage has no input {name!r}{nearest(name, self._graph.inputs)}.")
+        for value, spec in self._graph.params.items():
+            if self._specs[spec.key] != spec:
+                raise ExecutionError(f"the graph describes parameter {spec.key!r} in two ways (see {value!r}).")
+        for key in self._graph.state_writes.values():
+            if key not in self._specs or self._specs[key].trainable:
+                raise ExecutionError(f"the graph writes {key!r}, which is no buffer of this stage.")
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def _state_bytes(self) -> int:
+        """Parameters, gradients and the optimizer state that is not in a file."""
+        away = self._options.offload
+        held_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
+        return held_bytes + (gradient_bytes(self._graph) if self._options.optimizer is not None else 0)
+
+    def _require_room(self, held_bytes: int, limit_bytes: int | None) -> None:
+        """For what is held whatever is in flight."""
+        if limit_bytes is not None and held_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage's parameters, gradients and optimizer state take {held_bytes} bytes, "
+                f"the limit is {limit_bytes}.",
+                hint="Give this peer fewer blocks or lend more memory.",
+            )
+
+    def _require_room_in_flight(self, needed_bytes: int, microbatches: int, limit_bytes: int | None) -> None:
+        """For all that is needed with so many microbatches in flight."""
+        if limit_bytes is not None and needed_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage needs {needed_bytes} bytes with {microbatches} microbatches in flight, "
+                f"the limit is {limit_bytes}.",
+                hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
+            )
+
+
+def key_of(call: Call) -> ContextKey:
+    return call.step, call.replica, call.microbatch
+
+
+def check_gradient(name: str, gradient: HostTensor, shape: tuple[int, ...], dtype: str) -> None:
+    """Of an output of this shape and dtype."""
+    if gradient.shape != shape or gradient.dtype != dtype:
+        raise ExecutionError(
+            f"expected the gradient of {name!r} as {dtype} {list(shape)}, got {gradient.dtype} {list(gradient.shape)}."
+        )

@@ -1,0 +1,72 @@
+"""What stages of unlike numerics hold of one parameter is kept once, where rounding explains that they differ."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusionai.backends.state import StateEntry
+from fusionai.primitives.errors import StorageError
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.checkpoint import CheckpointHeader
+from fusionai.storage.reader import CheckpointReader
+from fusionai.training.checkpoints import Checkpoints
+from fusionai.transport.interface import Envelope
+from fusionai.wire import messages as wire
+
+FENCE = wire.Fence(plan_version=1, incarnation=1, attempt=1)
+PEERS = {0: PeerId("a" * 52), 3: PeerId("b" * 52)}
+ENTRY, STEP = "model/embed.weight", 7
+VALUE = np.linspace(-1, 1, 8, dtype=np.float32)
+
+
+def tensor(value: np.ndarray) -> HostTensor:
+    return host_tensor("float32", value.shape, value.astype(np.float32).tobytes())
+
+
+def collected(directory: Path, values: dict[int, np.ndarray], *, tolerant: bool) -> np.ndarray:
+    """What is kept of what stages send, in this order."""
+    header = CheckpointHeader(graph_hash="g")
+    entries = {stage: {ENTRY: StateEntry("embed.weight", "", "float32", VALUE.shape)} for stage in values}
+
+    async def body() -> Path | None:
+        checkpoints = Checkpoints(directory, header, files={}, keep=1)
+        stages = {stage: PEERS[stage] for stage in sorted(values)}
+        collection = checkpoints.collection(STEP, FENCE, stages, entries, tolerant=tolerant)
+        running = asyncio.create_task(collection.run())
+        for stage, value in values.items():
+            chunk = wire.StateChunk(fence=FENCE, stage=stage, step=STEP, last=True)
+            await collection.take(PEERS[stage], Envelope(chunk, {ENTRY: tensor(value)}))
+        return await running
+
+    place = asyncio.run(body())
+    assert place is not None
+    return np.frombuffer(CheckpointReader(place).read(ENTRY).data, np.float32)
+
+
+@pytest.mark.parametrize("order", [(0, 3), (3, 0)])
+def test_the_first_stage_that_has_it_is_believed_whoever_sends_first(order: tuple[int, int], tmp_path: Path):
+    held = {0: VALUE, 3: VALUE * np.float32(1 + 1e-6)}
+    assert not np.array_equal(held[0], held[3])
+    kept = collected(tmp_path, {stage: held[stage] for stage in order}, tolerant=True)
+    np.testing.assert_array_equal(kept, VALUE)
+
+
+@pytest.mark.parametrize("order", [(0, 3), (3, 0)])
+def test_what_rounding_does_not_explain_ends_it(order: tuple[int, int], tmp_path: Path):
+    held = {0: VALUE, 3: VALUE * np.float32(1.01)}
+    with pytest.raises(
+        StorageError, match=r"stage 3 holds a value of model/embed\.weight that is 0\.01 of its size away"
+    ):
+        collected(tmp_path, {stage: held[stage] for stage in order}, tolerant=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_like_numerics_every_bit_must_be_the_same(tmp_path: Path):
+    with pytest.raises(StorageError, match="two stages hold different values"):
+        collected(tmp_path, {0: VALUE, 3: VALUE * np.float32(1 + 1e-6)}, tolerant=False)
+    np.testing.assert_array_equal(collected(tmp_path, {0: VALUE, 3: VALUE}, tolerant=False), VALUE)
