@@ -2,13 +2,13 @@
 
 All stages take snapshots on the same steps, so K is one number. Three wishes pull at it:
 
-- *cheap*: snapshots should cost at most 10 % more. On the link either 10 % of what crosses the stage's cuts anyway
-  (K >= 10 * state / boundary bytes per step) or 10 % of the time the link is idle; of the peer's time 10 % for copying
+- *cheap*: snapshots should cost at most 5 % more. On the link either 5 % of what crosses the stage's cuts anyway
+  (K >= 20 * state / boundary bytes per step) or 5 % of the time the link is idle; of the peer's time 5 % for copying
   and encrypting. K at least the slowest of these: `cheap`.
-- *possible*: the same with half of link and time instead of a tenth: `possible` <= `cheap`. Both never ask more of a
-  link than it carries (K >= transfer time / step time, for a guard all its stages together).
+- *possible*: the same with half of link and time instead of a twentieth: `possible` <= `cheap`. Both never ask more of
+  a link than it carries (K >= transfer time / step time, for a guard all its stages together).
 - *short replay*: when a peer is lost, its stand-in replays up to 2K - 1 steps of that stage's compute, without
-  bubbles. `brief` is the largest K for which that stays under a second, at least 1.
+  bubbles. `brief` is the largest K for which that stays under two seconds, at least 1.
 
 K = brief, but not below `possible` and not above `cheap` (beyond that nothing is gained); then not above 64, and not
 above what the memory beside the stages holds: everybody retains what it sent in the last 2K + 1 steps.
@@ -32,11 +32,11 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem, StagePlacement
 
 MOST_STEPS: Final = 64
-EXTRA: Final = 0.10
+EXTRA: Final = 0.05
 """Part of link and time that snapshots may cost where nobody is in a hurry."""
 HASTY_EXTRA: Final = 0.50
 """The same where K must be small for a short replay."""
-REPLAY_S: Final = 1.0
+REPLAY_S: Final = 2.0
 COPY_BYTES_PER_S: Final = 1e9
 """Copying, encrypting and sending a state, one thread of an ordinary machine."""
 

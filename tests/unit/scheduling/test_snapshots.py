@@ -65,34 +65,34 @@ def test_a_large_state_on_a_slow_link_goes_as_rarely_as_the_link_demands() -> No
     found = plan(problem)
     interval = snapshot_interval(found, problem)
     crossing_s = 2 * MICROBATCHES * 1_000_000 / 2.5e6
-    # A replay of one step is over a second already, so half of the idle link is used.
+    # A replay of one step is over two seconds already, so half of the idle link is used.
     expected = 480 / (0.5 * (found.step_time_s - crossing_s))
     assert found.step_time_s < 480
     assert interval.every == -(-expected // 1)
     assert "over its link in 8 min 0 s" in interval.reason
 
 
-def test_a_tenth_of_the_links_idle_time_or_of_its_traffic_is_enough_where_replays_are_short() -> None:
+def test_a_twentieth_of_the_links_idle_time_or_of_its_traffic_is_enough_where_replays_are_short() -> None:
     problem = posed(state=3_000_000, crossing=1_000_000, flops=1e4, bandwidth=1e7)
     found = plan(problem)
     assert found.step_time_s == pytest.approx(1.8, rel=1e-3)
-    # Stage 0 sends 0.8 s of 1.8 s and 0.3 s more for a snapshot: 0.3 / 0.1; its traffic would ask for 3 MB / 0.8 MB.
-    # Stage 1 sends 1.6 s: 0.3 / 0.02, but its traffic asks only for 3 MB / 1.6 MB.
+    # Stage 0 sends 0.8 s of 1.8 s and 0.3 s more for a snapshot: 0.3 / 0.05; its traffic would ask for 3 MB / 0.4 MB.
+    # Stage 1 sends 1.6 s: 0.3 / 0.01, but its traffic asks only for 3 MB / 0.8 MB.
     interval = snapshot_interval(found, problem)
-    assert interval.every == 3
+    assert interval.every == 6
     assert "stage 0 sends its 3 MB over its link in 300 ms" in interval.reason
 
 
-def test_short_replays_cost_more_than_a_tenth_but_never_more_than_the_link_has() -> None:
-    # Rarely would be cheap (K = 9 for a tenth), a second of replay asks for 4, half of the link for 2.
+def test_short_replays_cost_more_than_a_twentieth_but_never_more_than_the_link_has() -> None:
+    # Rarely would be cheap (K = 18 for a twentieth), two seconds of replay ask for 7, half of the link for 2.
     problem = posed(state=100_000_000, crossing=1000, flops=6e7, bandwidth=1.2e9, memory=10**13)
     found = plan(problem)
     compute_s = MICROBATCHES * found.stages[0].compute_s
     assert compute_s == pytest.approx(0.144)
     interval = snapshot_interval(found, problem)
-    assert interval.every == 3 == (1 / compute_s + 1) / 2 // 1
-    assert "so that a replay takes at most 1 s" in interval.reason
-    assert interval.replay_s == pytest.approx(5 * compute_s)
+    assert interval.every == 7 == (2 / compute_s + 1) / 2 // 1
+    assert "so that a replay takes at most 2 s" in interval.reason
+    assert interval.replay_s == pytest.approx(13 * compute_s)
 
 
 def test_memory_for_retained_tensors_limits_the_interval() -> None:
