@@ -31,6 +31,11 @@ def opened(name: str) -> Backend:
         from fusionai.backends.torch.backend import TorchBackend
 
         return TorchBackend("cpu")
+    if name == "onnxruntime":
+        pytest.importorskip("onnxruntime", reason="the extra fusionai[onnxruntime] is not installed")
+        from fusionai.backends.onnxruntime.backend import OnnxBackend
+
+        return OnnxBackend("cpu")
     pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
     from fusionai.backends.jax.backend import JaxBackend
 
@@ -117,15 +122,22 @@ def numbers(tensor: HostTensor) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "onnxruntime"))]
+)
 def test_an_operator(name: str, case: Case) -> None:
     backend = opened(name)
+    if missing := backend.unsupported([case.op]):
+        pytest.skip(f"this backend has no {missing[0]}, and says so")
+    trains = name != "onnxruntime"
+    if not trains and "batch_norm" in case.op and "no_training" not in case.op:
+        pytest.skip("in training it is another operator")
     plain, _ = reference(case, double=False)
     exact, operands = reference(case, double=not case.exact)
     graph, fed = graph_of(case, plain)
     floats = tuple(key for key, tensor in fed.items() if key[0] == "x" and tensor.dtype in FLOAT_DTYPES)
     program = backend.load(graph, grad_inputs=floats, options=StageOptions())
-    call = Call("train", 0, 0)
+    call = Call("train" if trains else "eval", 0, 0)
     made = program.forward(call, fed)
     limit = TOLERANCES["float32"].kernel
     for key, wanted in zip((f"y{place}" for place in range(len(plain))), exact, strict=True):
@@ -140,7 +152,7 @@ def test_an_operator(name: str, case: Case) -> None:
             np.testing.assert_array_equal(found, expected)
         else:
             assert difference(found, expected) <= limit, key
-    if not OPERATORS[case.op].differentiable or not floats:
+    if not trains or not OPERATORS[case.op].differentiable or not floats:
         return
     roots: dict[str, HostTensor] = {}
     weighted: list[torch.Tensor] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
 from fusionai.execution.deployment import Deployment
@@ -40,10 +41,16 @@ class ServingPool(MemoryPool):
     """Every peer keeps weights below `directory`, also over `revive`."""
 
     def __init__(
-        self, peers: int, directory: Path, *, on_message: Observer = lambda sender, receiver, message: None
+        self,
+        peers: int,
+        directory: Path,
+        *,
+        backends: Callable[[], Backend] = backend,
+        on_message: Observer = lambda sender, receiver, message: None,
     ) -> None:
+        """`backends`: the owner's, then the peers'."""
         self._directory = directory
-        super().__init__(peers, backend, on_message=on_message)
+        super().__init__(peers, backends, on_message=on_message)
 
     def _host(self, peer: PeerId, share: float) -> Host:
         host = super()._host(peer, share)
@@ -141,13 +148,14 @@ async def served(
     options: ServeOptions | None = None,
     vocabulary: int,
     proposer: Proposer | None = None,
+    backends: Callable[[], Backend] = backend,
     on_message: Observer = lambda sender, receiver, message: None,
     **job: object,
 ) -> AsyncIterator[Served]:
     """`peers`: who runs each stage; by default the owner the first and last, a peer each of the others."""
     count = len(ranges) - 2 if peers is None else len({peer for peer in peers if peer != OWNER})
     places = peers or [OWNER, *(peer_id(number) for number in range(count)), OWNER]
-    async with ServingPool(count + spares, directory, on_message=on_message) as pool:
+    async with ServingPool(count + spares, directory, backends=backends, on_message=on_message) as pool:
         told: list[progress.Progress] = []
         replanner = Replanner(pool, [host.peer for host in pool.hosts])
         engine = ServingEngine(

@@ -6,7 +6,7 @@ Peers are those of `harness.pool`, in one process; the owner's part (the loss) r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionai.backends.interface import Backend
 from fusionai.backends.tolerance import TOLERANCES
-from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
 from fusionai.training import progress
 from fusionai.wire import messages as wire
+from harness.backend_kinds import Kinds
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 
 pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
@@ -65,25 +64,6 @@ def captured(model: str) -> Captured:
     return capture(ConfigSource(MODELS[model]), batch=(1, 4), sequence=(1, 16))
 
 
-def opened(kind: str) -> Backend:
-    if kind == "torch":
-        return TorchBackend(device="cpu", threads=1)
-    from fusionai.backends.jax.backend import JaxBackend
-
-    return JaxBackend(device="cpu")
-
-
-class _Kinds:
-    """Backends of the owner, then of the peers; whoever is started anew has the one it had."""
-
-    def __init__(self, kinds: tuple[str, ...]) -> None:
-        self._coming: Iterator[str] = iter(("torch", *kinds))
-        self._again: str | None = None
-
-    def __call__(self) -> Backend:
-        return opened(self._again or next(self._coming))
-
-
 def run(
     directory: Path,
     model: str,
@@ -93,7 +73,7 @@ def run(
 ) -> Run:
     async def body() -> Run:
         graph = captured(model)
-        async with MemoryPool(len(kinds), _Kinds(kinds)) as pool:
+        async with MemoryPool(len(kinds), Kinds(kinds)) as pool:
             pool.on_message = lambda sender, receiver, message: watch(pool, message)
             job = Job(
                 pool=pool,

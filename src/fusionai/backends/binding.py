@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, Node
 from fusionai.ir.shapes import bounds, evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -54,6 +54,11 @@ def nearest(name: str, known: Collection[str]) -> str:
     """` (did you mean 'x'?)`, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def describe(node: Node) -> str:
+    """How an error names a node."""
+    return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
 
 
 def _bind(graph: Graph, symbols: dict[str, int], name: str, symbol: str, size: int) -> None:

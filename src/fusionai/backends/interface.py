@@ -59,6 +59,11 @@ class DeviceReport:
     scratch_bytes_per_s: float = 0.0
     block_flops_per_s: float = 0.0
     call_s: float = 0.0
+    unsupported_ops: tuple[str, ...] = ()
+    """Of the allow-list."""
+    tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
+    weight_formats: tuple[str, ...] = ()
+    """In serving; empty: all there are."""
 
     @property
     def speeds(self) -> Speeds:

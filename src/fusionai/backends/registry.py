@@ -12,7 +12,7 @@ from fusionai.backends.interface import Backend
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import loading
 
-BACKENDS: Final = ("torch", "jax")
+BACKENDS: Final = ("torch", "jax", "onnxruntime")
 """What a peer may be started with (`--backend`)."""
 
 
@@ -39,6 +39,16 @@ def open_backend(name: str, *, device: str = "auto", threads: int | None = None)
                     hint="Install it: pip install 'fusionai[jax]'.",
                 ) from None
             return JaxBackend(device=device, threads=threads)
+        case "onnxruntime":
+            try:
+                with loading():
+                    from fusionai.backends.onnxruntime.backend import OnnxBackend
+            except ModuleNotFoundError as error:
+                raise UsageError(
+                    f"backend onnxruntime needs the Python package {error.name}, which is not installed here.",
+                    hint="Install it: pip install 'fusionai[onnxruntime]'.",
+                ) from None
+            return OnnxBackend(device=device, threads=threads)
         case _:
             near = difflib.get_close_matches(name, BACKENDS, n=1)
             meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(BACKENDS)}."

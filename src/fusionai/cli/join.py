@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lifeline import lifeline_option
@@ -29,10 +30,10 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; lend nothing.")
 @click.option(
     "--backend",
-    type=click.Choice(["torch", "jax"]),
+    type=click.Choice(BACKENDS),
     default="torch",
     show_default=True,
-    help="What computes; jax takes part in training only, and needs fusionai[jax].",
+    help="What computes; jax needs fusionai[jax], onnxruntime (which serves and can't train) fusionai[onnxruntime].",
 )
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True, help="Where."

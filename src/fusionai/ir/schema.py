@@ -78,6 +78,10 @@ class InitOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     op: Literal["fill", "normal", "uniform", "mul", "add", "erfinv", "clamp", "fill_row"]
     args: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        # An int would be written as one and read as a float: the same graph with another hash.
+        msgspec.structs.force_setattr(self, "args", tuple(float(arg) for arg in self.args))
+
 
 class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A parameter, buffer or constant the graph reads.

@@ -67,6 +67,11 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
         return "excluded by the job owner."
     if "stage" not in peer.roles:
         return "its provider does not lend it for stages."
+    if problem.task not in peer.tasks:
+        return f"its backend {peer.backend!r} does not {problem.task}."
+    if problem.serving is not None and peer.weight_formats and problem.serving.weights not in peer.weight_formats:
+        kept = ", ".join(peer.weight_formats)
+        return f"its backend {peer.backend!r} keeps weights as {kept}, not as {problem.serving.weights}."
     missing = [op for op in ops if op in peer.unsupported_ops]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

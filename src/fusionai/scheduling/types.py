@@ -54,6 +54,10 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     uplink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
     downlink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
     unsupported_ops: tuple[str, ...] = ()
+    tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
+    """What its backend can take part in."""
+    weight_formats: tuple[str, ...] = ()
+    """How its backend can keep weights in serving; empty: in all ways."""
     roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
     power_w: float | None = None
 

@@ -7,6 +7,7 @@ Integers have 64 bits as everywhere else in a job, and float32 products are floa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from fusionai.primitives.environment import limit_xla_threads
 from fusionai.primitives.errors import ExecutionError, UsageError
@@ -19,9 +20,12 @@ from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.jax.probe import calls_per_s, describe_device, measure_speeds
 from fusionai.backends.jax.program import JaxStageProgram
 from fusionai.backends.jax.promotion import Device
+from fusionai.backends.jax.serving import KEPT_AS, JaxServingProgram
 from fusionai.backends.pace import with_pace
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.wire.messages import StageOptions
+from fusionai.wire.serving import ServeOptions
 
 _KINDS = {"cpu": "cpu", "cuda": "gpu"}
 """What this program and what JAX call a device."""
@@ -44,7 +48,8 @@ class JaxBackend:
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Takes about a second and some compilations; less with `speeds`."""
         known = speeds or with_pace(measure_speeds(self._device, self.device), self, lambda call: 1 / calls_per_s(call))
-        return describe_device(self._device, self.device, self._threads, known)
+        report = describe_device(self._device, self.device, self._threads, known)
+        return replace(report, unsupported_ops=self.unsupported(OPERATORS), weight_formats=tuple(KEPT_AS))
 
     def warm_up(self) -> None:
         """The compiler starts with the first thing it compiles."""
@@ -71,6 +76,13 @@ class JaxBackend:
             device=self._device,
             memory_limit_bytes=memory_limit_bytes,
         )
+
+    def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> JaxServingProgram:
+        """See `backends.serving.ServingBackend`."""
+        missing = self.unsupported(node.op for node in graph.nodes)
+        if missing:
+            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
+        return JaxServingProgram(graph, options=options, device=self._device, memory_limit_bytes=memory_limit_bytes)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """In float32, as torch computes them; the last bit may differ."""

@@ -19,10 +19,10 @@ import numpy as np
 
 from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.counters import DropoutKey, folds
+from fusionai.backends.indices import check_indices
 from fusionai.backends.interface import Call
 from fusionai.backends.jax.footprint import footprint_bytes
 from fusionai.backends.jax.host import to_host, to_jax
-from fusionai.backends.jax.indices import check_indices
 from fusionai.backends.jax.operators import Context
 from fusionai.backends.jax.optimizers import StageOptimizer
 from fusionai.backends.jax.promotion import DTYPES, Device, is_floating

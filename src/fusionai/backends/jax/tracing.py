@@ -15,6 +15,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
+from fusionai.backends.binding import describe
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, Context
 from fusionai.backends.jax.promotion import DTYPES
 from fusionai.ir.graph import needed_nodes, reads
@@ -59,7 +60,7 @@ class Program:
             for _, group in groupby(self.nodes, key=lambda node: node.block):
                 self._again(context, list(group), known)
         else:
-            self._advance(context, self.nodes, known)
+            self.advance(context, self.nodes, known)
         outputs = {meaning: known[value] for meaning, value in self.outputs.items()}
         return outputs, {key: jnp.asarray(known[value]) for key, value in self.writes.items()}
 
@@ -72,7 +73,7 @@ class Program:
 
         def unit(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
             own: dict[str, Value] = {**sizes, **given}
-            self._advance(context, nodes, own)
+            self.advance(context, nodes, own)
             made = {name: own[name] for node in nodes for name in node.outputs}
             found.update({name: value for name, value in made.items() if isinstance(value, int)})
             return {name: value for name, value in made.items() if not isinstance(value, int)}
@@ -80,7 +81,7 @@ class Program:
         known.update(jax.checkpoint(unit)(arrays))
         known.update(found)
 
-    def _advance(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
+    def advance(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
         for node in nodes:
             try:
                 results = self._computed(context, node, known)
@@ -129,11 +130,6 @@ def program_of(
         mixed=mixed,
         recompute=recompute,
     )
-
-
-def describe(node: Node) -> str:
-    """How an error names a node."""
-    return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
 
 
 def _argument(arg: Arg, known: Mapping[str, Value]) -> Any:

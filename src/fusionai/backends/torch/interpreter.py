@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from fusionai.backends import binding
 from fusionai.backends.torch.deferral import deferrable_linear
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
@@ -162,10 +163,8 @@ def compile_graph(
 
 
 def describe(node: Node | None) -> str:
-    """How an error names a node."""
-    if node is None:
-        return "the stage"
-    return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
+    """How an error names a node, or what is of none."""
+    return "the stage" if node is None else binding.describe(node)
 
 
 class _Builder:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.serving import FEW_POSITIONS
-from fusionai.backends.torch.paged_cache import ALIGNMENT_BYTES, LayerCache, PassLayout, cut, first_key
-from fusionai.backends.torch.paged_table import Span
+from fusionai.backends.layer_shapes import first_key, one_by_one
+from fusionai.backends.torch.paged_cache import ALIGNMENT_BYTES, LayerCache, PassLayout, cut
 from fusionai.primitives.errors import ExecutionError
 
 
@@ -56,11 +55,6 @@ def cached_attention(
         parts.append(part[0].transpose(0, 1))
     joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)[None]
     return joined if joined.dtype == wanted else joined.to(wanted)
-
-
-def one_by_one(span: Span) -> bool:
-    """Whether a span's positions are computed as if each came alone."""
-    return span.start > 0 and span.length <= FEW_POSITIONS
 
 
 def _singles(q: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:

@@ -9,64 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Final
 
 import torch
 
-from fusionai.backends.torch.paged_table import Span
-from fusionai.ir.schema import Graph, Node, Ref
-from fusionai.primitives.errors import ExecutionError
-from fusionai.wire.serving import CacheFormat, ServeOptions
+from fusionai.backends.layer_shapes import CACHE_NAMES, LayerShape, first_key, ring_tokens
+from fusionai.backends.paged_table import Span
+from fusionai.backends.torch.host import DTYPES
+from fusionai.wire.serving import ServeOptions
 
-CACHE_DTYPES: Final[Mapping[CacheFormat, torch.dtype]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 ALIGNMENT_BYTES: Final = 64
 """Matrix kernels may round otherwise on memory aligned otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One attention node's cache. `window` is None where all positions are kept, in pages."""
-
-    node: int
-    heads: int
-    key_width: int
-    value_width: int
-    window: int | None
-
-    def nbytes(self, options: ServeOptions) -> int:
-        """All its memory."""
-        per_position = self.heads * (self.key_width + self.value_width) * CACHE_DTYPES[options.cache].itemsize
-        if self.window is None:
-            return options.pages * options.page_tokens * per_position
-        return options.sessions * ring_tokens(self.window, options) * per_position
-
-
-def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
-    """Of every attention node, in graph order. A window that no session can outgrow is none.
-
-    Raises `ExecutionError` on an attention that a cache does not suit."""
-    found: list[LayerShape] = []
-    for node in graph.nodes:
-        if node.op != "fusion.attention":
-            continue
-        key, value = _sizes(graph, node, 1), _sizes(graph, node, 2)
-        if node.kwargs.get("causal") is not True or node.kwargs.get("key_mask") is not None:
-            raise ExecutionError(f"node {node.id}: attention with a cache must be causal and without a padding mask.")
-        window = node.kwargs.get("window")
-        longest = options.pages * options.page_tokens
-        ringed = window if isinstance(window, int) and window < longest else None
-        found.append(LayerShape(node.id, key[0], key[1], value[1], ringed))
-    return tuple(found)
-
-
-def ring_tokens(window: int, options: ServeOptions) -> int:
-    """Positions of a ring: the window and a pass, in whole pages."""
-    return -(-(window + options.pass_tokens) // options.page_tokens) * options.page_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +75,6 @@ def lay_out(
     )
 
 
-def first_key(position: int, window: int | None) -> int:
-    """The earliest position that a query at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1)
-
-
 class LayerCache:
     """Keys and values of one attention node."""
 
@@ -135,7 +83,7 @@ class LayerCache:
         self.capacity = 0 if shape.window is None else ring_tokens(shape.window, options)
         blocks = options.pages if shape.window is None else options.sessions
         per_block = options.page_tokens if shape.window is None else self.capacity
-        dtype = CACHE_DTYPES[options.cache]
+        dtype = DTYPES[CACHE_NAMES[options.cache]]
         widths = (shape.key_width, shape.value_width)
         # Zeros, not what the process held before: a page may be read before a hostile caller had it written.
         self._blocks = [
@@ -196,16 +144,3 @@ def cut(rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
     if first and part.storage_offset() * part.element_size() % ALIGNMENT_BYTES:
         part = part[0].transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)[None]
     return part
-
-
-def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:
-    """(heads, width) of the node's keys or values."""
-    arg = node.args[position] if position < len(node.args) else None
-    shape = graph.values[arg.name].shape if isinstance(arg, Ref) else ()
-    match shape:
-        case (_, int(heads), _, int(width)) if prod((heads, width)) > 0:
-            return heads, width
-        case _:
-            raise ExecutionError(
-                f"node {node.id}: its keys and values must have fixed heads and widths, got {shape!r}."
-            )

@@ -13,42 +13,39 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from fusionai.backends.binding import bind_symbols, nearest
 from fusionai.backends.counters import DropoutKey
+from fusionai.backends.layer_shapes import one_by_one
+from fusionai.backends.paged_table import Span
+from fusionai.backends.serving_base import ServingBase, array_of
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.packed_graph import kernels, products
 from fusionai.backends.torch.packed_siblings import join_siblings
-from fusionai.backends.torch.paged_attention import cached_attention, one_by_one
-from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out, layer_shapes, ring_tokens
-from fusionai.backends.torch.paged_table import SessionTable, Span
+from fusionai.backends.torch.paged_attention import cached_attention
+from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out
 from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
 from fusionai.backends.torch.serving_rows import RowsBehind
 from fusionai.backends.torch.serving_sizes import check_sizes
 from fusionai.backends.torch.serving_weights import ServingWeights
 from fusionai.ir.schema import Graph, Node
-from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE
-from fusionai.primitives.errors import ExecutionError
+from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.wire.serving import Segment, ServeOptions
+from fusionai.wire.serving import ServeOptions
 
 _CONTEXT = Context(training=False, key=DropoutKey(0, 0, 0))
 
 
-class TorchServingProgram:
+class TorchServingProgram(ServingBase):
     """Implements `backends.serving.ServingProgram`."""
 
     def __init__(
         self, graph: Graph, *, options: ServeOptions, device: torch.device, memory_limit_bytes: int | None
     ) -> None:
-        self._graph = graph
-        self._options = options
+        super().__init__(graph, options)
         self._device = device
-        self._layers = layer_shapes(graph, options)
         joined = join_siblings(graph)
         self._running = joined.graph
         self._plan = planned(self._running, tuple(graph.outputs), products(self._running), options, device)
@@ -57,11 +54,6 @@ class TorchServingProgram:
         rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
         check_sizes(graph, joined, options, self._layers, rows_bytes, memory_limit_bytes)
         self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=self._plan is not None)
-        self._windows = {
-            shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
-        }
-        self._paged = any(shape.window is None for shape in self._layers)
-        self._table = SessionTable(options, paged=self._paged, windows=self._windows)
         self._caches: dict[int, LayerCache] | None = None
         self._layout: PassLayout | None = None
         self._kernels: dict[int, Callable[..., Any]] = {
@@ -84,37 +76,6 @@ class TorchServingProgram:
     def allocate(self) -> None:
         if self._caches is None:
             self._caches = {shape.node: LayerCache(shape, self._options, self._device) for shape in self._layers}
-
-    def run(
-        self,
-        segments: Sequence[Segment],
-        inputs: Mapping[str, HostTensor],
-        *,
-        wanted: Sequence[str],
-        rows: Sequence[int] | None = None,
-    ) -> dict[str, HostTensor]:
-        interpreter = self._interpreter(frozenset(wanted))
-        fed = self._checked_inputs(segments, inputs, interpreter)
-        positions = self._positions(segments, fed)
-        if rows is not None and any(not 0 <= row < positions for row in rows):
-            raise ExecutionError(f"the pass has {positions} positions, rows up to {max(rows)} are wanted of it.")
-        self.allocate()
-        spans: tuple[Span, ...] = ()
-        if self._layers:
-            spans = self._table.place(segments)
-        results = self._computed(spans, fed, frozenset(wanted), rows, positions)
-        self._table.computed(spans)
-        return results
-
-    def forget(self, sessions: Iterable[int]) -> None:
-        self._table.forget(sessions)
-
-    def forget_all(self) -> None:
-        self._table.forget_all()
-
-    @property
-    def cached(self) -> dict[int, int]:
-        return self._table.cached
 
     @property
     def resident_bytes(self) -> int:
@@ -169,15 +130,15 @@ class TorchServingProgram:
         whole: dict[str, HostTensor] = {}
         for name, tensor in rest.items():
             array = np.empty((1, positions, *tensor.shape[2:]), dtype=np.float32)
-            array[:, kept] = _array(tensor)
-            array[:, single] = _array(made[name])
+            array[:, kept] = array_of(tensor)
+            array[:, single] = array_of(made[name])
             whole[name] = host_tensor("float32", array.shape, array.data)
         return whole
 
     def _by_rows(
         self, program: RowProgram, fed: Mapping[str, HostTensor], places: Sequence[RowPlace], rows: Sequence[int]
     ) -> dict[str, HostTensor]:
-        inputs = {name: _array(tensor) for name, tensor in fed.items()}
+        inputs = {name: array_of(tensor) for name, tensor in fed.items()}
         if any(list(rows) != list(range(array.shape[1])) for array in inputs.values()):
             inputs = {name: array[:, list(rows)] for name, array in inputs.items()}
         made = program.run(inputs, places)
@@ -222,70 +183,18 @@ class TorchServingProgram:
             )
         return self._row_programs[wanted]
 
-    # -------------------------------------------------------------------------------------------------------- checks
-
     def _interpreter(self, wanted: frozenset[str]) -> Interpreter:
-        for name in wanted:
-            if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
-        if self._weights.missing:
-            raise ExecutionError(
-                f"{len(self._weights.missing)} weights are not here yet, among them {self._weights.missing[0]}.",
-                hint="Import them first.",
-            )
         interpreter = self._interpreters.get(wanted)
         if interpreter is None:
-            interpreter = compile_graph(
+            interpreter = self._interpreters[wanted] = compile_graph(
                 self._running, wanted, with_state_writes=False, device=self._device, kernels=self._kernels
             )
-            # A pass that leaves out an attention would leave holes in its cache.
-            done = {step.node.id for step in interpreter.steps}
-            left_out = [shape.node for shape in self._layers if shape.node not in done]
-            if left_out:
-                raise ExecutionError(
-                    f"{', '.join(sorted(wanted)) or 'nothing'} does not need attention node {left_out[0]}, whose cache "
-                    "every pass must fill."
-                )
-            self._interpreters[wanted] = interpreter
         return interpreter
 
     def _behind(self, wanted: frozenset[str]) -> RowsBehind | None:
         if wanted not in self._rows_behind:
             self._rows_behind[wanted] = RowsBehind.of(self._running, wanted, self._device, self._kernels)
         return self._rows_behind[wanted]
-
-    def _checked_inputs(
-        self, segments: Sequence[Segment], inputs: Mapping[str, HostTensor], interpreter: Interpreter
-    ) -> dict[str, HostTensor]:
-        """Inputs with positions, their sizes those that the graph declares."""
-        if POSITIONS in inputs:
-            raise ExecutionError("positions follow from the segments, they can't be given.")
-        length = sum(segment.length for segment in segments)
-        if self._layers and not segments:
-            raise ExecutionError("a stage with attention needs to know whose positions these are: no segment came.")
-        if length > self._options.pass_tokens:
-            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
-        fed = dict(inputs)
-        if POSITIONS in interpreter.inputs:
-            if not segments:
-                raise ExecutionError("the stage needs positions: no segment came.")
-            fed[POSITIONS] = _positions_of(segments)
-        symbols = bind_symbols(self._graph, fed, interpreter.inputs)
-        if symbols.get(BATCH, 1) != 1:
-            raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {symbols[BATCH]}.")
-        found = symbols.get(SEQUENCE, length)
-        if found > self._options.pass_tokens:
-            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {found}.")
-        if segments and found != length and (self._layers or POSITIONS in fed):
-            raise ExecutionError(f"the segments have {length} positions, the inputs {found}.")
-        return fed
-
-    def _positions(self, segments: Sequence[Segment], fed: Mapping[str, HostTensor]) -> int:
-        for name, tensor in fed.items():
-            for dim, size in zip(self._graph.values[name].shape, tensor.shape, strict=True):
-                if dim == SEQUENCE:
-                    return size
-        return sum(segment.length for segment in segments)
 
     # ------------------------------------------------------------------------------------------------------- details
 
@@ -321,21 +230,10 @@ class TorchServingProgram:
         return value.index_select(along, torch.tensor(list(rows), dtype=torch.int64, device=value.device))
 
 
-def _array(tensor: HostTensor) -> npt.NDArray[Any]:
-    return np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
-
-
 def _picked(tensors: Mapping[str, HostTensor], rows: Sequence[int]) -> dict[str, HostTensor]:
     """Of tensors [1, rows, ...] some rows."""
     chosen: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():
-        array = np.ascontiguousarray(_array(tensor)[:, list(rows)])
+        array = np.ascontiguousarray(array_of(tensor)[:, list(rows)])
         chosen[name] = host_tensor(tensor.dtype, array.shape, array.data)
     return chosen
-
-
-def _positions_of(segments: Sequence[Segment]) -> HostTensor:
-    """int64 [1, positions]."""
-    ranges = [np.arange(segment.start, segment.start + segment.length, dtype=np.int64) for segment in segments]
-    flat = np.concatenate(ranges)
-    return host_tensor("int64", (1, flat.size), flat.data)

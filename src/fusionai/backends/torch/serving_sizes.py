@@ -12,12 +12,12 @@ from math import prod
 
 from fusionai.backends.binding import largest
 from fusionai.backends.counters import DropoutKey
+from fusionai.backends.layer_shapes import LayerShape
 from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.packed_graph import only_packed, products
 from fusionai.backends.torch.packed_linear import packed_bytes
 from fusionai.backends.torch.packed_siblings import Joined
-from fusionai.backends.torch.paged_cache import LayerShape
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import BATCH, SEQUENCE

@@ -12,13 +12,14 @@ from dataclasses import replace
 import torch
 
 from fusionai.backends.binding import nearest
+from fusionai.backends.serving_base import check_weight
 from fusionai.backends.torch.host import DTYPES, to_torch
 from fusionai.backends.torch.packed_graph import Held, Use, lookup_tables, only_packed, products
 from fusionai.backends.torch.packed_linear import PackedLinear, block_pages, pack
 from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
 from fusionai.wire.serving import WeightFormat
 
 
@@ -63,7 +64,7 @@ class ServingWeights:
             raise ExecutionError(f"weight {key!r} came twice.")
         for name in self._named[key]:
             spec = self._given[name]
-            _check(spec, tensor)
+            check_weight(spec, tensor)
             if name in self._stack_of:
                 self._take_part(name, tensor)
             else:
@@ -146,11 +147,3 @@ class ServingWeights:
         if use.bias is None:
             return product
         return replace(product, bias=self._plain[use.bias])
-
-
-def _check(spec: ParamSpec, tensor: HostTensor) -> None:
-    if tensor.shape != spec.shape:
-        raise ExecutionError(f"expected weight {spec.key!r} of shape {list(spec.shape)}, got {list(tensor.shape)}.")
-    floats = spec.dtype in FLOAT_DTYPES and tensor.dtype in FLOAT_DTYPES
-    if tensor.dtype != spec.dtype and not floats:
-        raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, which can't become {spec.dtype}.")

@@ -1,8 +1,8 @@
 """Sessions of a serving stage: page tables, rings, what is cached. Decides whether a pass fits; holds no tensor.
 
 All segments of a pass are checked before anything changes. What a pass writes counts as cached only after it was
-computed. Page ids come from the caller and are never trusted. Neighbours: `paged_cache` has the memory that these
-numbers are about, `serving` calls.
+computed. Page ids come from the caller and are never trusted. Neighbours: `host_cache` and `torch.paged_cache` have the
+memory that these numbers are about, `serving_base` calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Indices that come in from outside, checked before compiled code reads with them. Decides what is outside.
 
 Compiled code gives NaN for a place outside of a table; an honest error is better, and possible where the indices are
-an input of the stage. Neighbours: `lookups`, `program`.
+an input of the stage. For backends whose own code would not say. Neighbours: `backends.jax`, `parted_serving`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.backends.jax.tracing import describe
+from fusionai.backends.binding import describe
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor

@@ -1,0 +1,155 @@
+"""One stage on JAX that serves: weights as the job wants them kept, parts compiled for their numbers of rows.
+
+Neighbours: `parted_serving` cuts the graph and has caches and attention, `tracing` runs nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fusionai.backends.binding import largest, nearest
+from fusionai.backends.jax.footprint import footprint_bytes
+from fusionai.backends.jax.host import to_jax
+from fusionai.backends.jax.operators import Context
+from fusionai.backends.jax.promotion import DTYPES, Device, is_floating
+from fusionai.backends.jax.tracing import Value, program_of
+from fusionai.backends.parted_serving import Array, Compute, Part, PartedServing
+from fusionai.backends.serving_base import check_weight
+from fusionai.ir.schema import Graph
+from fusionai.ir.serving import BATCH, SEQUENCE
+from fusionai.ir.shapes import evaluate
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.serving import ServeOptions, WeightFormat
+
+KEPT_AS: Final[dict[WeightFormat, Any]] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+_CONTEXT: Final = Context(training=False, keys={})
+
+
+class JaxServingProgram(PartedServing):
+    """Implements `backends.serving.ServingProgram`."""
+
+    def __init__(self, graph: Graph, *, options: ServeOptions, device: Device, memory_limit_bytes: int | None) -> None:
+        super().__init__(graph, options)
+        if options.weights not in KEPT_AS:
+            raise ExecutionError(
+                f"this backend keeps weights as {', '.join(KEPT_AS)}, not as {options.weights}.",
+                hint="Ask for one of those, or let machines with backend torch serve the model.",
+            )
+        self._device = device
+        self._whole = program_of(graph, graph.outputs, with_state_writes=False, mixed=False, recompute=False)
+        self._check_memory(memory_limit_bytes)
+        self._specs = {spec.key: spec for spec in graph.params.values()}
+        self._waiting = set(self._specs)
+        self._tensors: dict[str, jax.Array] = {}
+        """By key, as they are kept."""
+        self._sizes: dict[int, dict[str, int]] = {}
+
+    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        for key, tensor in entries:
+            if key not in self._specs:
+                raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
+            if key not in self._waiting:
+                raise ExecutionError(f"weight {key!r} came twice.")
+            check_weight(self._specs[key], tensor)
+            self._tensors[key] = self._kept(key, to_jax(tensor, self._device).astype(DTYPES[self._specs[key].dtype]))
+            self._waiting.discard(key)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(sorted(self._waiting))
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._cache_bytes + sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def _weight(self, key: str) -> Array:
+        return np.asarray(self._tensors[key])
+
+    def _compiled(self, part: Part, rows: int) -> Compute:
+        sizes = self._sizes_at(rows)
+        dtypes = {name: DTYPES[self._graph.params[name].dtype] for name in part.params}
+        params = {name: self._tensors[self._graph.params[name].key] for name in part.params}
+
+        @jax.jit
+        def compute(params: dict[str, jax.Array], given: dict[str, Array]) -> dict[str, jax.Array]:
+            widened = {name: value.astype(dtypes[name]) for name, value in params.items()}
+            values: dict[str, Value] = {
+                **sizes,
+                **{name: jnp.asarray(value) for name, value in given.items()},
+                **widened,
+            }
+            self._whole.advance(_CONTEXT, part.nodes, values)
+            return {name: jnp.asarray(values[name]) for name in part.makes}
+
+        def run(given: Mapping[str, Array]) -> dict[str, Array]:
+            placed = {name: jax.device_put(value, self._device) for name, value in given.items()}
+            return {name: np.asarray(value) for name, value in compute(params, placed).items()}
+
+        return run
+
+    def _sizes_at(self, rows: int) -> dict[str, int]:
+        """Every size that the graph computes, where there are so many rows."""
+        if rows not in self._sizes:
+            symbols = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1}
+            abstract = {
+                name: jax.ShapeDtypeStruct(
+                    tuple(evaluate(dim, symbols) for dim in self._graph.values[name].shape),
+                    DTYPES[self._graph.values[name].dtype],
+                )
+                for name in (*self._whole.inputs, *self._whole.params)
+            }
+            found: dict[str, int] = {}
+
+            def run(values: dict[str, jax.Array]) -> None:
+                known: dict[str, Value] = dict(values)
+                self._whole.advance(_CONTEXT, self._whole.nodes, known)
+                found.update({name: value for name, value in known.items() if isinstance(value, int)})
+
+            jax.eval_shape(run, abstract)
+            self._sizes[rows] = found
+        return self._sizes[rows]
+
+    def _kept(self, key: str, value: jax.Array) -> jax.Array:
+        """Matrices as the job says, everything else as the graph has it."""
+        narrow = KEPT_AS[self._options.weights]
+        if value.ndim < 2 or not is_floating(value.dtype) or narrow == jnp.float32:
+            return value
+        kept = value.astype(narrow)
+        if not bool(jnp.isfinite(kept).all()) and bool(jnp.isfinite(value).all()):
+            most = float(jnp.abs(value).max())
+            raise ExecutionError(f"{key} holds {most:g}, which {self._options.weights} can't express.")
+        return kept
+
+    def _check_memory(self, limit_bytes: int | None) -> None:
+        """Weights as kept, caches, and what the largest pass takes and gives."""
+        width = jnp.dtype(KEPT_AS[self._options.weights]).itemsize
+        weights_bytes = 0
+        for spec in {spec.key: spec for spec in self._graph.params.values()}.values():
+            dtype = jnp.dtype(DTYPES[spec.dtype])
+            narrow = len(spec.shape) > 1 and is_floating(dtype)
+            weights_bytes += int(np.prod(spec.shape)) * (min(width, dtype.itemsize) if narrow else dtype.itemsize)
+        cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage takes {weights_bytes} bytes of weights as {self._options.weights} and {cache_bytes} of "
+                f"caches; the limit is {limit_bytes}.",
+                hint="Take fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
+            )
+        symbols = largest(self._graph)
+        if SEQUENCE in symbols:
+            symbols[SEQUENCE] = max(self._graph.symbols[SEQUENCE][0], min(symbols[SEQUENCE], self._options.pass_tokens))
+        if BATCH in symbols:
+            symbols[BATCH] = self._graph.symbols[BATCH][0]
+        pass_bytes = footprint_bytes(self._graph, self._whole, symbols, (), training=False)
+        if limit_bytes is not None and weights_bytes + cache_bytes + pass_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage needs {weights_bytes + cache_bytes + pass_bytes} bytes with the largest pass, the limit is "
+                f"{limit_bytes}.",
+                hint="Make passes smaller, give this peer fewer blocks or lend more memory.",
+            )

@@ -1,0 +1,1 @@
+"""The ONNX Runtime backend: forward passes only. Sub-graphs become ONNX models; nothing here trains."""

@@ -1,0 +1,280 @@
+"""Operators that work number by number, in ONNX. Decides nothing; every name is of `ir.operators`.
+
+Neighbours: `building` casts and names, `operators` joins the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from fusionai.backends.onnxruntime.building import Builder, Operand, Tensor
+
+_FLOATS: Final = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+def _pair(kind: str) -> Callable[..., Tensor]:
+    return lambda b, x, y: b.op(kind, [b.cast(x, b.out.dtype), b.cast(y, b.out.dtype)])
+
+
+def _scaled(b: Builder, x: Operand, factor: float) -> Operand:
+    return x if factor == 1 else b.op("Mul", [b.cast(x, b.out.dtype), b.number(factor, b.out.dtype)])
+
+
+def _add(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Tensor:
+    return _pair("Add")(b, x, _scaled(b, y, alpha))
+
+
+def _sub(b: Builder, x: Operand, y: Operand, alpha: float = 1) -> Tensor:
+    return _pair("Sub")(b, x, _scaled(b, y, alpha))
+
+
+def _div_rounded(b: Builder, x: Operand, y: Operand, rounding_mode: str | None = None) -> Tensor:
+    dtype = b.out.dtype
+    if rounding_mode is None:
+        return _pair("Div")(b, x, y)
+    if dtype in _FLOATS:
+        quotient = _pair("Div")(b, x, y)
+        return b.op("Floor", [quotient]) if rounding_mode == "floor" else _truncated(b, quotient)
+    if rounding_mode == "trunc":
+        return _pair("Div")(b, x, y)
+    wide = Tensor("", "float64", b.out.shape)
+    quotient = b.op("Div", [b.cast(x, "float64"), b.cast(y, "float64")], like=wide)
+    return b.cast(b.op("Floor", [quotient], like=wide), dtype)
+
+
+def _truncated(b: Builder, x: Tensor) -> Tensor:
+    return b.op("Mul", [b.op("Sign", [x], like=x), b.op("Floor", [b.op("Abs", [x], like=x)], like=x)], like=x)
+
+
+def _remainder(b: Builder, x: Operand, y: Operand) -> Tensor:
+    if b.out.dtype not in _FLOATS:
+        return _pair("Mod")(b, x, y)
+    whole = b.op("Floor", [_pair("Div")(b, x, y)])
+    return b.op("Sub", [b.cast(x, b.out.dtype), b.op("Mul", [whole, b.cast(y, b.out.dtype)])])
+
+
+def _pow(b: Builder, base: Operand, exponent: Operand) -> Tensor:
+    x = b.cast(base, b.out.dtype)
+    match exponent:
+        case 2:
+            return b.op("Mul", [x, x])
+        case 3:
+            return b.op("Mul", [b.op("Mul", [x, x]), x])
+        case 0.5:
+            return b.op("Sqrt", [x])
+        case -0.5:
+            return b.op("Reciprocal", [b.op("Sqrt", [x])])
+        case -1:
+            return b.op("Reciprocal", [x])
+        case _:
+            return b.op("Pow", [x, b.cast(exponent, b.out.dtype)])
+
+
+def _unary(kind: str, **options: Any) -> Callable[..., Tensor]:
+    return lambda b, x: b.op(kind, [b.cast(x, b.out.dtype)], **options)
+
+
+def _rounded(kind: str) -> Callable[..., Tensor]:
+    return lambda b, x: b.op(kind, [x]) if x.dtype in _FLOATS else x
+
+
+def _rsqrt(b: Builder, x: Tensor) -> Tensor:
+    return b.op("Reciprocal", [b.op("Sqrt", [b.cast(x, b.out.dtype)])])
+
+
+def _log1p(b: Builder, x: Tensor) -> Tensor:
+    wide = Tensor("", "float64", b.out.shape)
+    one = b.op("Add", [b.cast(x, "float64"), b.number(1.0, "float64")], like=wide)
+    return b.op("Log", [one], like=wide)
+
+
+def _gelu(b: Builder, x: Tensor, approximate: str = "none") -> Tensor:
+    return b.op("Gelu", [x], approximate=approximate)
+
+
+def _silu(b: Builder, x: Tensor) -> Tensor:
+    return b.op("Mul", [x, b.op("Sigmoid", [x])])
+
+
+def _softplus(b: Builder, x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    scaled = _as_tensor(b, _scaled(b, x, beta))
+    soft = _scaled(b, b.op("Softplus", [scaled]), 1 / beta)
+    truth = Tensor("", "bool", x.shape)
+    above = b.op("Greater", [scaled, b.number(float(threshold), x.dtype)], like=truth)
+    return b.op("Where", [above, x, _as_tensor(b, soft)])
+
+
+def _as_tensor(b: Builder, x: Operand) -> Tensor:
+    return b.cast(x, b.out.dtype)
+
+
+def _elu(b: Builder, x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
+    if input_scale == 1:
+        return _as_tensor(b, _scaled(b, b.op("Elu", [x], alpha=float(alpha)), scale))
+    inner = b.op("Exp", [_as_tensor(b, _scaled(b, x, input_scale))])
+    low = _scaled(b, b.op("Sub", [inner, b.number(1.0, x.dtype)]), alpha * scale)
+    above = b.op("Greater", [x, b.number(0.0, x.dtype)], like=Tensor("", "bool", x.shape))
+    return b.op("Where", [above, _as_tensor(b, _scaled(b, x, scale)), _as_tensor(b, low)])
+
+
+def _clamp(b: Builder, x: Tensor, low: Operand | None = None, high: Operand | None = None) -> Tensor:
+    found = b.cast(x, b.out.dtype)
+    if low is not None:
+        found = b.op("Max", [found, b.cast(low, b.out.dtype)])
+    return found if high is None else b.op("Min", [found, b.cast(high, b.out.dtype)])
+
+
+def _where(b: Builder, condition: Tensor, x: Operand, y: Operand) -> Tensor:
+    return b.op("Where", [condition, b.cast(x, b.out.dtype), b.cast(y, b.out.dtype)])
+
+
+def _prelu(b: Builder, x: Tensor, weight: Tensor) -> Tensor:
+    if x.rank > 1:
+        weight = b.reshape(weight, (1, -1, *(1,) * (x.rank - 2)))
+    above = b.op("Greater", [x, b.number(0.0, x.dtype)], like=Tensor("", "bool", x.shape))
+    return b.op("Where", [above, x, b.op("Mul", [weight, x])])
+
+
+def _lerp(b: Builder, x: Tensor, y: Tensor, weight: float) -> Tensor:
+    way = b.op("Sub", [y, x])
+    return b.op("Add", [x, _as_tensor(b, _scaled(b, way, weight))])
+
+
+def _common(x: Operand, y: Operand) -> str:
+    """In which dtype two operands are compared."""
+    tensors = [one for one in (x, y) if isinstance(one, Tensor)]
+    solid = [one.dtype for one in tensors if one.rank] or [one.dtype for one in tensors]
+    found = solid[0]
+    for dtype in solid[1:]:
+        if found != dtype:
+            wide = "bfloat16" in (found, dtype)
+            found = "float32" if wide else str(np.promote_types(found, dtype))
+    fractional = any(isinstance(one, float) for one in (x, y))
+    return "float32" if fractional and found not in _FLOATS else "int64" if found == "bool" else found
+
+
+def _comparison(kind: str, *, turned: bool = False) -> Callable[..., Tensor]:
+    def run(b: Builder, x: Operand, y: Operand) -> Tensor:
+        dtype = _common(x, y)
+        found = b.op(kind, [b.cast(x, dtype), b.cast(y, dtype)])
+        return b.op("Not", [found]) if turned else found
+
+    return run
+
+
+def _logical(kind: str) -> Callable[..., Tensor]:
+    return lambda b, x, y: b.op(kind, [b.cast(x, "bool"), b.cast(y, "bool")])
+
+
+def _bitwise(kind: str) -> Callable[..., Tensor]:
+    def run(b: Builder, x: Operand, y: Operand) -> Tensor:
+        prefix = "" if b.out.dtype == "bool" else "Bitwise"
+        return b.op(f"{prefix}{kind}", [b.cast(x, b.out.dtype), b.cast(y, b.out.dtype)])
+
+    return run
+
+
+def _bitwise_not(b: Builder, x: Tensor) -> Tensor:
+    return b.op("Not" if x.dtype == "bool" else "BitwiseNot", [x])
+
+
+def _bounded(low: float, high: float) -> Callable[..., Tensor]:
+    return lambda b, x: _clamp(b, x, low, high)
+
+
+def _hard(b: Builder, x: Tensor) -> Tensor:
+    """min(max(x + 3, 0), 6) / 6."""
+    six = _clamp(b, b.op("Add", [x, b.number(3.0, x.dtype)]), 0.0, 6.0)
+    return b.op("Div", [six, b.number(6.0, x.dtype)])
+
+
+def _log_sigmoid(b: Builder, x: Tensor) -> Tensor:
+    return b.op("Neg", [b.op("Softplus", [b.op("Neg", [x])])])
+
+
+_COMPARISONS: Final[dict[str, Callable[..., Tensor]]] = {
+    "eq": _comparison("Equal"),
+    "ne": _comparison("Equal", turned=True),
+    "lt": _comparison("Less"),
+    "le": _comparison("LessOrEqual"),
+    "gt": _comparison("Greater"),
+    "ge": _comparison("GreaterOrEqual"),
+}
+ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
+    "aten.add.Tensor": _add,
+    "aten.add.Scalar": _add,
+    "aten.sub.Tensor": _sub,
+    "aten.sub.Scalar": _sub,
+    "aten.rsub.Scalar": lambda b, x, other, alpha=1: _sub(b, other, x, alpha),
+    "aten.neg.default": _unary("Neg"),
+    "aten.mul.Tensor": _pair("Mul"),
+    "aten.mul.Scalar": _pair("Mul"),
+    "aten.div.Tensor": _pair("Div"),
+    "aten.div.Scalar": _pair("Div"),
+    "aten.div.Tensor_mode": _div_rounded,
+    "aten.div.Scalar_mode": _div_rounded,
+    "aten.floor_divide.default": lambda b, x, y: _div_rounded(b, x, y, "floor"),
+    "aten.remainder.Scalar": _remainder,
+    "aten.remainder.Tensor": _remainder,
+    "aten.pow.Tensor_Scalar": _pow,
+    "aten.pow.Tensor_Tensor": _pow,
+    "aten.pow.Scalar": _pow,
+    "aten.square.default": lambda b, x: b.op("Mul", [x, x]),
+    "aten.abs.default": _unary("Abs"),
+    "aten.log.default": _unary("Log"),
+    "aten.log1p.default": _log1p,
+    "aten.sin.default": _unary("Sin"),
+    "aten.cos.default": _unary("Cos"),
+    "aten.exp.default": _unary("Exp"),
+    "aten.sqrt.default": _unary("Sqrt"),
+    "aten.rsqrt.default": _rsqrt,
+    "aten.reciprocal.default": _unary("Reciprocal"),
+    "aten.tanh.default": _unary("Tanh"),
+    "aten.sigmoid.default": _unary("Sigmoid"),
+    "aten.erf.default": _unary("Erf"),
+    "aten.relu.default": _unary("Relu"),
+    "aten.gelu.default": _gelu,
+    "aten.silu.default": _silu,
+    "aten.softplus.default": _softplus,
+    "aten.mish.default": lambda b, x: b.op("Mul", [x, b.op("Tanh", [_softplus(b, x)])]),
+    "aten.hardswish.default": lambda b, x: b.op("Mul", [x, _hard(b, x)]),
+    "aten.hardsigmoid.default": _hard,
+    "aten.leaky_relu.default": lambda b, x, slope=0.01: b.op("LeakyRelu", [x], alpha=float(slope)),
+    "aten.elu.default": _elu,
+    "aten.clamp.default": _clamp,
+    "aten.clamp.Tensor": _clamp,
+    "aten.clamp_min.default": _clamp,
+    "aten.clamp_max.default": lambda b, x, high: _clamp(b, x, None, high),
+    "aten.hardtanh.default": lambda b, x, low=-1, high=1: _clamp(b, x, low, high),
+    "aten.relu6.default": _bounded(0, 6),
+    "aten.maximum.default": _pair("Max"),
+    "aten.minimum.default": _pair("Min"),
+    "aten.where.self": _where,
+    "aten.where.ScalarOther": _where,
+    "aten.where.ScalarSelf": _where,
+    "aten.masked_fill.Scalar": lambda b, x, mask, value: _where(b, mask, value, x),
+    "aten.masked_fill.Tensor": lambda b, x, mask, value: _where(b, mask, value, x),
+    "aten.prelu.default": _prelu,
+    "aten.lerp.Scalar": _lerp,
+    "aten.log_sigmoid.default": _log_sigmoid,
+    **{f"aten.{name}.{kind}": run for name, run in _COMPARISONS.items() for kind in ("Tensor", "Scalar")},
+    "aten.logical_and.default": _logical("And"),
+    "aten.logical_or.default": _logical("Or"),
+    "aten.logical_xor.default": _logical("Xor"),
+    "aten.logical_not.default": lambda b, x: b.op("Not", [b.cast(x, "bool")]),
+    "aten.bitwise_and.Tensor": _bitwise("And"),
+    "aten.bitwise_or.Tensor": _bitwise("Or"),
+    "aten.bitwise_xor.Tensor": _bitwise("Xor"),
+    "aten.bitwise_not.default": _bitwise_not,
+    "aten.__and__.Tensor": _bitwise("And"),
+    "aten.__or__.Tensor": _bitwise("Or"),
+    "aten.floor.default": _rounded("Floor"),
+    "aten.ceil.default": _rounded("Ceil"),
+    "aten.round.default": _rounded("Round"),
+    "aten.sign.default": lambda b, x: b.op("Sign", [x]),
+    "aten.isnan.default": lambda b, x: b.op("IsNaN", [x]),
+    "aten.isinf.default": lambda b, x: b.op("IsInf", [x]),
+}

@@ -1,0 +1,166 @@
+"""The ONNX Runtime backend: the CPU, and CUDA where the package has it. Decides device and threads.
+
+Importing this module imports ONNX Runtime and onnx, and nothing here imports torch or JAX. Neighbours: `program`
+evaluates a stage, `serving` serves one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+import psutil
+from onnx import TensorProto, helper
+
+from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
+from fusionai.backends.onnxruntime.operators import OPERATORS
+from fusionai.backends.onnxruntime.program import OnnxStageProgram
+from fusionai.backends.onnxruntime.serving import FORMATS, OnnxServingProgram
+from fusionai.backends.onnxruntime.sessions import PROVIDERS
+from fusionai.backends.size_arithmetic import SIZES
+from fusionai.ir.operators import OPERATORS as ALLOWED
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import ExecutionError, UsageError
+from fusionai.wire.messages import StageOptions
+from fusionai.wire.serving import ServeOptions
+
+MEASURE_S: Final = 0.2
+SIZE: Final = 512
+
+
+class OnnxBackend:
+    """Implements `backends.interface.Backend` and `backends.serving.ServingBackend`. `threads` limits a session's."""
+
+    name = "onnxruntime"
+
+    def __init__(self, device: str = "auto", threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise UsageError(f"expected at least one thread, got {threads}.")
+        self.device = _choose(device)
+        self._threads = threads
+
+    def probe(self, speeds: Speeds | None = None) -> DeviceReport:
+        """Takes about half a second; less with `speeds`."""
+        multiply = self._product()
+        known = speeds or _measured(multiply)
+        return DeviceReport(
+            backend=self.name,
+            backend_version=ort.__version__,
+            device=self.device,
+            device_name=_processor(),
+            flops_per_s=known.flops_per_s,
+            memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
+            memory_bytes=psutil.virtual_memory().total,
+            threads=self._threads or psutil.cpu_count(logical=False) or 1,
+            fingerprint=self._fingerprint(multiply),
+            scratch_bytes_per_s=known.scratch_bytes_per_s,
+            block_flops_per_s=known.block_flops_per_s,
+            call_s=known.call_s,
+            unsupported_ops=self.unsupported(ALLOWED),
+            tasks=("serve",),
+            weight_formats=FORMATS,
+        )
+
+    def warm_up(self) -> None:
+        """Nothing is put off."""
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({op for op in ops if op not in OPERATORS and op not in SIZES}))
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> OnnxStageProgram:
+        return OnnxStageProgram(
+            graph,
+            grad_inputs=grad_inputs,
+            options=options,
+            device=self.device,
+            threads=self._threads,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
+    def serve(
+        self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
+    ) -> OnnxServingProgram:
+        """See `backends.serving.ServingBackend`."""
+        return OnnxServingProgram(
+            graph,
+            options=options,
+            device=self.device,
+            threads=self._threads,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
+    def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
+        """Nobody trains here."""
+        del norms, max_norm
+        raise ExecutionError("ONNX Runtime computes forward passes only: this backend can't train.")
+
+    def _product(self) -> Callable[[Any, Any], Any]:
+        info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, None]) for name in ("a", "b", "y")]
+        graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["y"])], "product", info[:2], info[2:])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+        options = ort.SessionOptions()
+        if self._threads is not None:
+            options.intra_op_num_threads = self._threads
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[self.device])
+        return lambda a, b: session.run(None, {"a": a, "b": b})[0]
+
+    def _fingerprint(self, multiply: Callable[[Any, Any], Any]) -> str:
+        described = ("onnxruntime", ort.__version__, platform.machine(), self.device, _processor(), str(self._threads))
+        digest = hashlib.sha256("\n".join(described).encode())
+        values = ((np.arange(67 * 96) * 2_654_435_761 % 2_039 - 1_019) / 1_024).astype(np.float32).reshape(67, 96)
+        digest.update(np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes())
+        return digest.hexdigest()
+
+
+def _measured(multiply: Callable[[Any, Any], Any]) -> Speeds:
+    ones = np.ones((SIZE, SIZE), np.float32)
+    flops_per_s = 2.0 * SIZE**3 * _calls_per_s(lambda: multiply(ones, ones))
+    source = np.zeros(64 << 20, np.uint8)
+    # A copy reads and writes every byte.
+    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(source.copy))
+
+
+def _calls_per_s(call: Callable[[], object]) -> float:
+    call()
+    calls, start_s = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
+        call()
+        calls += 1
+    return calls / elapsed_s
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _choose(device: str) -> str:
+    if device not in ("auto", *PROVIDERS):
+        raise UsageError(f"expected a device auto, cpu or cuda for backend onnxruntime, got {device!r}.")
+    there = ort.get_available_providers()
+    has_cuda = "CUDAExecutionProvider" in there
+    if device == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if device == "cuda" and not has_cuda:
+        raise UsageError(
+            "ONNX Runtime sees no cuda device here.", hint="Take --device cpu, or install onnxruntime-gpu."
+        )
+    return device

@@ -1,0 +1,282 @@
+"""Matrix products, convolutions, pooling, lookups and attention, in ONNX. Decides nothing.
+
+Neighbours: `building`, `operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from fusionai.backends.onnxruntime.building import Builder, Operand, Tensor
+from fusionai.primitives.errors import ExecutionError
+
+Sizes = int | Sequence[int]
+
+
+def linear(b: Builder, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I], weight [O, I]. Turned once, when the session begins."""
+    if weight.rank == 1:
+        weight = b.unsqueeze(weight, 0)
+        y = b.op("MatMul", [x, b.permute(weight, (1, 0))], like=Tensor("", x.dtype, (*b.out.shape, 1)))
+        y = b.reshape(y, b.out.shape)
+    else:
+        y = b.op("MatMul", [x, b.permute(weight, (1, 0))])
+    return y if bias is None else b.op("Add", [y, bias])
+
+
+def _matmul(b: Builder, x: Tensor, y: Tensor) -> Tensor:
+    return b.op("MatMul", [x, y])
+
+
+def _addmm(b: Builder, bias: Tensor, x: Tensor, y: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = _matmul(b, x, y)
+    if alpha != 1:
+        product = b.op("Mul", [product, b.number(alpha, product.dtype)])
+    if beta != 1:
+        bias = b.op("Mul", [bias, b.number(beta, bias.dtype)], like=bias)
+    return b.op("Add", [product, bias])
+
+
+def _many(value: Sizes, count: int) -> list[int]:
+    given = [value] if isinstance(value, int) else list(value)
+    return given * count if len(given) == 1 else given
+
+
+def _convolution(
+    b: Builder,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    transposed: bool = False,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+) -> Tensor:
+    spatial = weight.rank - 2
+    batched = x.rank == weight.rank
+    x = x if batched else b.unsqueeze(x, 0)
+    spread = _many(dilation, spatial)
+    options: dict[str, Any] = {"strides": _many(stride, spatial), "dilations": spread, "group": groups}
+    if isinstance(padding, str):
+        reach = [step * (weight.size(2 + at) - 1) for at, step in enumerate(spread)]
+        before = [0] * spatial if padding == "valid" else [one // 2 for one in reach]
+        after = [0] * spatial if padding == "valid" else [one - one // 2 for one in reach]
+    else:
+        before = after = _many(padding, spatial)
+    options["pads"] = [*before, *after]
+    if transposed:
+        options["output_padding"] = _many(output_padding, spatial)
+    like = Tensor("", x.dtype, b.out.shape if batched else (1, *b.out.shape))
+    y = b.op("ConvTranspose" if transposed else "Conv", [x, weight, bias], like=like, **options)
+    return y if batched else b.reshape(y, b.out.shape)
+
+
+def _conv(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *args: Any) -> Tensor:
+    """stride, padding, dilation, groups."""
+    named = dict(zip(("stride", "padding", "dilation", "groups"), args, strict=False))
+    return _convolution(b, x, weight, bias, **named)
+
+
+def _conv_transpose(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *args: Any) -> Tensor:
+    named = dict(zip(("stride", "padding", "output_padding", "groups", "dilation"), args, strict=False))
+    return _convolution(b, x, weight, bias, transposed=True, **named)
+
+
+def _pooled(
+    kind: str,
+) -> Callable[..., Any]:
+    def run(
+        b: Builder,
+        x: Tensor,
+        kernel: Sizes,
+        stride: Sizes = (),
+        padding: Sizes = 0,
+        *args: Any,
+    ) -> Any:
+        spatial = 1 if "1d" in kind else 2
+        window = _many(kernel, spatial)
+        steps = _many(stride, spatial) if not isinstance(stride, Sequence) or stride else window
+        sides = _many(padding, spatial)
+        options: dict[str, Any] = {"kernel_shape": window, "strides": steps, "pads": [*sides, *sides]}
+        if kind.startswith("max"):
+            options["dilations"] = _many(args[0], spatial) if args else [1] * spatial
+            options["ceil_mode"] = int(args[1]) if len(args) > 1 else 0
+        else:
+            options["ceil_mode"] = int(args[0]) if args else 0
+            options["count_include_pad"] = int(args[1]) if len(args) > 1 else 1
+            if len(args) > 2 and args[2] is not None:
+                raise ExecutionError("this backend divides a window by its own size.")
+        batched = x.rank == spatial + 2
+        given = x if batched else b.unsqueeze(x, 0)
+        like = Tensor("", x.dtype, b.out.shape if batched else (1, *b.out.shape))
+        y = b.op("MaxPool" if kind.startswith("max") else "AveragePool", [given], like=like, **options)
+        return y if batched else b.reshape(y, b.out.shape)
+
+    return run
+
+
+def _adaptive(b: Builder, x: Tensor, _size: Sizes) -> Tensor:
+    """One dimension after the other, whose windows may overlap."""
+    for at in range(x.rank):
+        whole, parts = x.size(at), b.out.size(at)
+        if whole == parts:
+            continue
+        one = (*x.shape[:at], 1, *x.shape[at + 1 :])
+        windows = [(index * whole // parts, -(-(index + 1) * whole // parts)) for index in range(parts)]
+        means = [
+            b.op("ReduceMean", [b.slice(x, at, *window), b.ints([at])], like=Tensor("", x.dtype, one), keepdims=1)
+            for window in windows
+        ]
+        x = b.op("Concat", means, like=Tensor("", x.dtype, (*one[:at], parts, *one[at + 1 :])), axis=at)
+    return x
+
+
+def _embedding(b: Builder, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
+    return b.op("Gather", [weight, indices], axis=0)
+
+
+def _index_select(b: Builder, x: Tensor, dim: int, indices: Tensor) -> Tensor:
+    return b.op("Gather", [x, b.reshape(indices, (-1,))], axis=dim % x.rank) if x.rank else x
+
+
+def _gather(b: Builder, x: Tensor, dim: int, indices: Tensor, *_: Any) -> Tensor:
+    if not x.rank:
+        return x
+    axis = dim % x.rank
+    for at in range(x.rank):
+        size, wanted = x.shape[at], indices.shape[at]
+        if at != axis and isinstance(size, int) and isinstance(wanted, int) and wanted < size:
+            x = b.slice(x, at, 0, wanted)
+    return b.op("GatherElements", [x, indices], axis=axis)
+
+
+def _index(b: Builder, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    named = [(at, one) for at, one in enumerate(indices) if one is not None]
+    if any(one.dtype == "bool" for _, one in named):
+        raise ExecutionError("this backend can't choose by a mask: how much is chosen would depend on the data.")
+    if len(named) == 1:
+        ((at, places),) = named
+        return b.op("Gather", [x, places], axis=at)
+    dims = [at for at, _ in named]
+    others = [at for at in range(x.rank) if at not in dims]
+    shape = np.broadcast_shapes(*(tuple(size for size in one.shape if isinstance(size, int)) for _, one in named))
+    wide = [b.unsqueeze(b.expand(b.cast(one, "int64"), shape), len(shape)) for _, one in named]
+    places = b.op("Concat", wide, like=Tensor("", "int64", (*shape, len(wide))), axis=len(shape))
+    found = Tensor("", x.dtype, (*shape, *(x.shape[at] for at in others)))
+    found = b.op("GatherND", [b.permute(x, [*dims, *others]), places], like=found)
+    if dims != list(range(dims[0], dims[-1] + 1)):
+        return found  # chosen dimensions that are apart come first, as numpy has it
+    before = [len(shape) + at for at in range(dims[0])]
+    behind = range(len(shape) + dims[0], found.rank)
+    return b.permute(found, [*before, *range(len(shape)), *behind])
+
+
+def _scatter(b: Builder, x: Tensor, dim: int, indices: Tensor, value: Operand) -> Tensor:
+    if not x.rank:
+        return b.cast(value, x.dtype)
+    updates = b.expand(b.reshape(b.cast(value, x.dtype), (1,) * x.rank), indices.shape)
+    return b.op("ScatterElements", [x, indices, updates], axis=dim % x.rank)
+
+
+def _triangle(*, upper: bool) -> Callable[..., Tensor]:
+    return lambda b, x, diagonal=0: b.op("Trilu", [x, b.number(diagonal, "int64")], upper=int(upper))
+
+
+def _one_hot(b: Builder, indices: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        raise ExecutionError("this backend needs one_hot's number of classes: it would depend on the data.")
+    return b.op("OneHot", [indices, b.ints([num_classes]), b.ints([0, 1])], axis=-1)
+
+
+def _attention(
+    b: Builder,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Dense: q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], as `backends.torch.attention` computes it."""
+    batch, heads, queries = (q.size(at) for at in range(3))
+    shared, keys = k.size(1), k.size(2)
+    groups = heads // shared
+    if groups > 1:
+        k, v = (_repeated(b, one, groups) for one in (k, v))
+    shape = Tensor("", q.dtype, (batch, heads, queries, keys))
+    weights = b.op("MatMul", [q, b.permute(k, (0, 1, 3, 2))], like=shape)
+    weights = b.op("Mul", [weights, b.number(scale, q.dtype)], like=shape)
+    if softcap is not None:
+        cap = b.number(softcap, q.dtype)
+        weights = b.op("Mul", [b.op("Tanh", [b.op("Div", [weights, cap], like=shape)], like=shape), cap], like=shape)
+    mask = _visible(queries, keys, causal, window)
+    least = b.number(float(np.finfo(np.float32).min), q.dtype)
+    if mask is not None:
+        weights = b.op("Where", [b.constant(mask), weights, least], like=shape)
+    if key_mask is not None:
+        seen = b.reshape(b.cast(key_mask, "bool"), (batch, 1, 1, keys))
+        weights = b.op("Where", [seen, weights, least], like=shape)
+    if sinks is None:
+        weights = b.op("Softmax", [weights], like=shape, axis=-1)
+    else:
+        column = b.expand(b.reshape(sinks, (1, heads, 1, 1)), (batch, heads, queries, 1))
+        wide = Tensor("", q.dtype, (batch, heads, queries, keys + 1))
+        whole = b.op("Concat", [weights, b.cast(column, q.dtype)], like=wide, axis=-1)
+        weights = b.slice(b.op("Softmax", [whole], like=wide, axis=-1), 3, 0, keys)
+    return b.op("MatMul", [weights, v])
+
+
+def _repeated(b: Builder, x: Tensor, groups: int) -> Tensor:
+    batch, heads, length, width = (x.size(at) for at in range(4))
+    wide = b.expand(b.unsqueeze(x, 2), (batch, heads, groups, length, width))
+    return b.reshape(wide, (batch, heads * groups, length, width))
+
+
+def _visible(queries: int, keys: int, causal: bool, window: int | None) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    at, other = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    if causal:
+        seen = other <= at
+        return seen if window is None else seen & (other > at - window)
+    return None if window is None else np.abs(at - other) <= window
+
+
+PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
+    "aten.linear.default": linear,
+    "aten.matmul.default": _matmul,
+    "aten.mm.default": _matmul,
+    "aten.bmm.default": _matmul,
+    "aten.addmm.default": _addmm,
+    "aten.baddbmm.default": _addmm,
+    "aten.conv1d.default": _conv,
+    "aten.conv2d.default": _conv,
+    "aten.conv1d.padding": _conv,
+    "aten.conv2d.padding": _conv,
+    "aten.convolution.default": _convolution,
+    "aten.conv_transpose2d.input": _conv_transpose,
+    "aten.max_pool2d.default": _pooled("max2d"),
+    "aten.avg_pool2d.default": _pooled("avg2d"),
+    "aten.avg_pool1d.default": _pooled("avg1d"),
+    "aten.adaptive_avg_pool1d.default": _adaptive,
+    "aten.adaptive_avg_pool2d.default": _adaptive,
+    "aten._adaptive_avg_pool2d.default": _adaptive,
+    "aten.embedding.default": _embedding,
+    "aten.index_select.default": _index_select,
+    "aten.gather.default": _gather,
+    "aten.index.Tensor": _index,
+    "aten.scatter.value": _scatter,
+    "aten.tril.default": _triangle(upper=False),
+    "aten.triu.default": _triangle(upper=True),
+    "aten.one_hot.default": _one_hot,
+    "fusion.attention": _attention,
+    "fusion.dropout": lambda b, x, p: x,  # noqa: ARG005 - outside training nothing is dropped
+}

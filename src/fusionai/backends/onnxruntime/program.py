@@ -1,0 +1,147 @@
+"""One stage on ONNX Runtime that evaluates: forward passes, no gradients. Decides that it does not train.
+
+A session is built for each set of sizes. Neighbours: `sessions` builds and runs, `stage_base` says what is in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from fusionai.backends.binding import bind_symbols, largest
+from fusionai.backends.indices import check_indices
+from fusionai.backends.interface import Call
+from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
+from fusionai.backends.stage_base import StageBase
+from fusionai.backends.state import StateEntry, check_entry
+from fusionai.backends.tolerance import numbers
+from fusionai.ir.graph import needed_nodes, reads
+from fusionai.ir.init import initialise
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.messages import StageOptions
+
+MOST_SESSIONS: Final = 16
+"""For different sizes, that are kept."""
+NO_TRAINING: Final = "ONNX Runtime computes forward passes only: this backend can't train."
+_HINT: Final = "Let machines with backend torch or jax train."
+
+
+class OnnxStageProgram(StageBase[None]):
+    """Implements `backends.interface.StageProgram` as far as nothing is trained."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        device: str,
+        threads: int | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        super().__init__(graph, grad_inputs=grad_inputs, options=options)
+        require_operators(graph.nodes)
+        if options.optimizer is not None:
+            raise ExecutionError(NO_TRAINING, hint=_HINT)
+        self._require_room(self._state_bytes(), memory_limit_bytes)
+        self._device = device
+        self._threads = threads
+        self._weights = Weights()
+        self._sessions: dict[object, Callable[[Mapping[str, Array]], dict[str, Array]]] = {}
+
+    def forward(
+        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
+    ) -> dict[str, HostTensor]:
+        if call.mode == "train":
+            raise ExecutionError(NO_TRAINING, hint=_HINT)
+        names = self._begin(call, wanted)
+        outputs = {self._graph.outputs[name] for name in names}
+        nodes = needed_nodes(self._graph, outputs)
+        read = {value for node in nodes for value in reads(node)} | outputs
+        needed = [name for name in self._graph.inputs if name in read]
+        symbols = {**largest(self._graph), **bind_symbols(self._graph, inputs, needed)}
+        check_indices(self._graph, nodes, inputs)
+        at = (names, tuple(sorted(symbols.items())))
+        if at not in self._sessions:
+            if len(self._sessions) >= MOST_SESSIONS:
+                self._sessions.clear()
+            self._sessions[at] = session_of(
+                self._graph,
+                nodes,
+                symbols=symbols,
+                given=needed,
+                params=[name for name in self._graph.params if name in read],
+                makes=sorted(outputs),
+                weights=self._weights,
+                device=self._device,
+                threads=self._threads,
+            )
+        found = self._sessions[at]({name: np.array(numbers(inputs[name])) for name in needed})
+        return {name: _host(self._graph, self._graph.outputs[name], found) for name in names}
+
+    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+        del call, gradients
+        raise ExecutionError(NO_TRAINING, hint=_HINT)
+
+    def weight_gradients(self, call: Call) -> None:
+        del call
+        raise ExecutionError(NO_TRAINING, hint=_HINT)
+
+    def gradient_norms(self) -> dict[str, float]:
+        return {}
+
+    def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        for key in keys:
+            self._require_trainable(key)
+        return []
+
+    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+        del entries, add
+        raise ExecutionError(NO_TRAINING, hint=_HINT)
+
+    def apply(self, *, scale: float, learning_rate: float) -> None:
+        del scale, learning_rate
+        raise ExecutionError(NO_TRAINING, hint=_HINT)
+
+    def discard(self) -> None:
+        """Nothing is ever kept."""
+
+    def initialise(self) -> tuple[str, ...]:
+        missing: list[str] = []
+        for key in sorted(self._specs):
+            spec = self._specs[key]
+            if spec.init is None:
+                missing.append(f"model/{key}")
+                self._unset.add(key)
+                continue
+            self._set(key, np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed)))
+        return tuple(missing)
+
+    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        for name, tensor in entries:
+            self._set(check_entry(self._entries, name, tensor).key, np.array(numbers(tensor)))
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._weights.nbytes
+
+    def _copy(self, entry: StateEntry) -> HostTensor:
+        values = self._weights.array(entry.key)
+        return host_tensor(entry.dtype, values.shape, values.tobytes())
+
+    def _set(self, key: str, values: Array) -> None:
+        self._weights.put(key, values)
+        self._sessions.clear()  # they have the old one
+        self._unset.discard(key)
+
+
+def _host(graph: Graph, name: str, values: Mapping[str, Array]) -> HostTensor:
+    dtype, found = graph.values[name].dtype, values[name]
+    if dtype == "bfloat16":  # came as float32, of which the upper half says all
+        halves = (np.ascontiguousarray(found).view(np.uint32) >> 16).astype(np.uint16)
+        return host_tensor(dtype, found.shape, halves.tobytes())
+    return host_tensor("int64" if dtype == "symint" else dtype, found.shape, found.tobytes())

@@ -1,0 +1,107 @@
+"""One stage on ONNX Runtime that serves: a session per part, for any number of rows. Decides which weight formats.
+
+Neighbours: `parted_serving` cuts the graph and has caches and attention, `sessions` builds and runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from fusionai.backends.binding import nearest
+from fusionai.backends.onnxruntime.building import ROWS
+from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
+from fusionai.backends.parted_serving import Compute, Part, PartedServing
+from fusionai.backends.serving_base import check_weight
+from fusionai.backends.tolerance import numbers
+from fusionai.ir.schema import Graph
+from fusionai.ir.serving import BATCH, SEQUENCE
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, tensor_bytes
+from fusionai.wire.serving import ServeOptions
+
+FORMATS: Final = ("fp32",)
+
+
+class OnnxServingProgram(PartedServing):
+    """Implements `backends.serving.ServingProgram`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        options: ServeOptions,
+        device: str,
+        threads: int | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        super().__init__(graph, options)
+        require_operators(graph.nodes)
+        if options.weights not in FORMATS:
+            raise ExecutionError(
+                f"this backend keeps weights as {', '.join(FORMATS)}, not as {options.weights}.",
+                hint="Ask for that, or let machines with backend torch serve the model.",
+            )
+        self._device = device
+        self._threads = threads
+        self._specs = {spec.key: spec for spec in graph.params.values()}
+        self._check_memory(memory_limit_bytes)
+        self._waiting = set(self._specs)
+        self._weights = Weights()
+        self._sessions: dict[tuple[tuple[int, ...], tuple[str, ...]], Compute] = {}
+        """By a part's nodes and what it makes."""
+
+    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        for key, tensor in entries:
+            if key not in self._specs:
+                raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
+            if key not in self._waiting:
+                raise ExecutionError(f"weight {key!r} came twice.")
+            spec = self._specs[key]
+            check_weight(spec, tensor)
+            self._weights.put(key, np.array(numbers(tensor), dtype=spec.dtype))
+            self._waiting.discard(key)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(sorted(self._waiting))
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._cache_bytes + self._weights.nbytes
+
+    def _weight(self, key: str) -> Array:
+        return self._weights.array(key)
+
+    def _compiled(self, part: Part, rows: int) -> Compute:
+        del rows  # one session for all
+        at = (tuple(node.id for node in part.nodes), part.makes)
+        if at not in self._sessions:
+            whole = set(at[0])
+            sizes = [node for node in self._graph.nodes if self._is_size(node)]
+            nodes = [node for node in self._graph.nodes if node.id in whole or node in sizes]
+            self._sessions[at] = session_of(
+                self._graph,
+                nodes,
+                symbols={**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: ROWS, BATCH: 1},
+                given=part.given,
+                params=part.params,
+                makes=part.makes,
+                weights=self._weights,
+                device=self._device,
+                threads=self._threads,
+            )
+        return self._sessions[at]
+
+    def _check_memory(self, limit_bytes: int | None) -> None:
+        """Weights, which sessions turn and pack once more, and caches."""
+        weights_bytes = 2 * sum(tensor_bytes(spec.dtype, spec.shape) for spec in self._specs.values())
+        cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage takes {weights_bytes} bytes of weights, as they are and as they are packed, and "
+                f"{cache_bytes} of caches; the limit is {limit_bytes}.",
+                hint="Take fewer pages or sessions, fewer blocks here, or lend more memory.",
+            )

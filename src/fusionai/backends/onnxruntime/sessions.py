@@ -1,0 +1,100 @@
+"""ONNX models that run: sessions, their inputs and outputs as numpy has them. Decides execution providers.
+
+Weights are given to a session by reference, so several sessions share them. Neighbours: `building` makes the models,
+`program` and `serving` run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from fusionai.backends.binding import describe
+from fusionai.backends.onnxruntime.building import Builder, Size, Tensor
+from fusionai.backends.onnxruntime.operators import OPERATORS
+from fusionai.ir.schema import Graph, Node
+from fusionai.primitives.errors import ExecutionError
+
+Array = npt.NDArray[Any]
+PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+"""What this program and what ONNX Runtime call a device."""
+
+
+class Weights:
+    """By the graph's value names, as ONNX Runtime holds them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._arrays: dict[str, Array] = {}
+
+    def put(self, key: str, values: Array) -> None:
+        self._arrays[key] = np.ascontiguousarray(values)
+        self._values[key] = ort.OrtValue.ortvalue_from_numpy(self._arrays[key])
+
+    def array(self, key: str) -> Array:
+        return self._arrays[key]
+
+    def value(self, key: str) -> Any:
+        return self._values[key]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self._arrays.values())
+
+
+def require_operators(nodes: Collection[Node]) -> None:
+    for node in nodes:
+        if node.op not in OPERATORS and not node.op.startswith(("sym.", "aten.sym_size")):
+            raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
+
+
+def session_of(
+    graph: Graph,
+    nodes: Sequence[Node],
+    *,
+    symbols: Mapping[str, Size],
+    given: Sequence[str],
+    params: Sequence[str],
+    makes: Sequence[str],
+    weights: Weights,
+    device: str,
+    threads: int | None,
+) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
+    """`nodes` as a function of the values `given`. Raises `ExecutionError`."""
+    built = Builder(graph, symbols)
+    entering = [built.give(name) for name in given]
+    held: dict[str, Tensor] = {name: built.give(name) for name in params}
+    for node in nodes:
+        built.add(node, OPERATORS)
+    model = built.model(makes, weights=held, inputs=given)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if held:
+        options.add_external_initializers(list(held), [weights.value(graph.params[name].key) for name in held])
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[device])
+    except Exception as error:  # ONNX Runtime raises classes of its own, with no common base
+        raise ExecutionError(f"ONNX Runtime refuses the model: {_first_line(error)}") from error
+    used = {one.name for one in session.get_inputs()}
+    names = [f"out:{name}" for name in makes]
+
+    def run(values: Mapping[str, Array]) -> dict[str, Array]:
+        fed = {tensor.name: values[tensor.name] for tensor in entering if tensor.name in used}
+        try:
+            found = [np.asarray(one) for one in session.run(names, fed)]
+        except Exception as error:  # as above
+            raise ExecutionError(f"ONNX Runtime failed: {_first_line(error)}") from error
+        return dict(zip(makes, found, strict=True))
+
+    return run
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

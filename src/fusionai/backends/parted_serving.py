@@ -1,0 +1,234 @@
+"""Serving for backends whose framework has no caches: parts between attentions, and attention in the host's memory.
+
+Everything but attention goes row by row, so the graph is cut at its attention nodes; the parts in between are the
+framework's, the nodes themselves are computed in numpy over caches that lie in the machine's memory. A row's bits must
+not depend on whose rows come with it: the rows of a long segment are computed together in a group whose size follows
+from the segment alone, all others in groups of `CHUNK`, filled up with zeros. Behind the last attention only rows that
+are wanted are computed.
+
+Decides parts and row groups. Neighbours: `serving_base` checks passes, `host_attention` is the other half,
+`backends.jax` computes parts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.backends.host_attention import cached_attention
+from fusionai.backends.host_cache import HostCache
+from fusionai.backends.indices import check_indices
+from fusionai.backends.layer_shapes import one_by_one
+from fusionai.backends.paged_table import Span
+from fusionai.backends.serving_base import ServingBase, array_of
+from fusionai.ir.graph import needed_nodes, reads
+from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.serving import SEQUENCE, row_dimension
+from fusionai.ir.shapes import evaluate, symbols_of
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.serving import ServeOptions
+
+Array = npt.NDArray[Any]
+Compute = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Values made before, at the rows of a group -> what the part makes of them."""
+CHUNK: Final = 16
+"""Rows of a group that may be of several sessions."""
+_ATTENTION: Final = "fusion.attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Nodes up to an attention, or behind the last one; none that computes sizes. `given`: values made before;
+    `makes`: values used later."""
+
+    nodes: tuple[Node, ...]
+    params: tuple[str, ...]
+    given: tuple[str, ...]
+    makes: tuple[str, ...]
+    attention: Node | None
+
+
+class PartedServing(ServingBase):
+    """Implements `backends.serving.ServingProgram` but for weights and parts."""
+
+    def __init__(self, graph: Graph, options: ServeOptions) -> None:
+        super().__init__(graph, options)
+        self._caches: dict[int, HostCache] | None = None
+        self._parts: dict[frozenset[str], tuple[Part, ...]] = {}
+        self._computes: dict[tuple[frozenset[str], int, int], Compute] = {}
+
+    @abstractmethod
+    def _weight(self, key: str) -> Array:
+        """A parameter that attention reads."""
+
+    @abstractmethod
+    def _compiled(self, part: Part, rows: int) -> Compute:
+        """The part for groups of so many rows."""
+
+    def allocate(self) -> None:
+        if self._caches is None:
+            self._caches = {shape.node: HostCache(shape, self._options) for shape in self._layers}
+
+    @property
+    def _cache_bytes(self) -> int:
+        """Of caches that are there."""
+        return sum(cache.nbytes for cache in (self._caches or {}).values())
+
+    # ------------------------------------------------------------------------------------------------------ computing
+
+    def _computed(
+        self,
+        spans: tuple[Span, ...],
+        fed: Mapping[str, HostTensor],
+        wanted: frozenset[str],
+        rows: Sequence[int] | None,
+        positions: int,
+    ) -> dict[str, HostTensor]:
+        check_indices(self._graph, self._graph.nodes, fed)
+        values: dict[str, Array] = {name: array_of(tensor) for name, tensor in fed.items()}
+        chosen = list(range(positions)) if rows is None else list(rows)
+        *before, last = self._parts_of(wanted)
+        for number, part in enumerate(before):
+            assert part.attention is not None, "parts are cut there"
+            values.update(self._run(wanted, number, part, values, groups(spans)))
+            values[part.attention.outputs[0]] = self._attend(part.attention, spans, values)
+        made = self._run(wanted, len(before), last, values, chunks(chosen))
+        return {name: self._result(self._graph.outputs[name], values, made, chosen) for name in wanted}
+
+    def _run(
+        self,
+        wanted: frozenset[str],
+        number: int,
+        part: Part,
+        values: Mapping[str, Array],
+        row_groups: Iterable[tuple[Sequence[int], int]],
+    ) -> dict[str, Array]:
+        """What the part makes, at the rows of the groups one behind the other. A group: its rows, and its size."""
+        made: dict[str, list[Array]] = {name: [] for name in part.makes}
+        for rows, size in row_groups:
+            at = (wanted, number, size)
+            if at not in self._computes:
+                self._computes[at] = self._compiled(part, size)
+            given = {name: self._rows_of(name, values[name], rows, size) for name in part.given}
+            for name, found in self._computes[at](given).items():
+                along = row_dimension(self._graph, name)
+                made[name].append(found if along is None else found.take(range(len(rows)), axis=along))
+        return {name: self._joined(name, pieces) for name, pieces in made.items()}
+
+    def _attend(self, node: Node, spans: tuple[Span, ...], values: Mapping[str, Array]) -> Array:
+        assert self._caches is not None
+        q, k, v = (
+            np.ascontiguousarray(values[arg.name][0].transpose(1, 0, 2), np.float32)
+            for arg in node.args
+            if isinstance(arg, Ref)
+        )
+        options: dict[str, Any] = dict(node.kwargs)
+        sinks = options.get("sinks")
+        if isinstance(sinks, Ref):
+            param = self._graph.params.get(sinks.name)
+            sinks = values[sinks.name] if param is None else self._weight(param.key)
+        out = cached_attention(
+            *(spans, self._caches[node.id], q, k, v),
+            scale=options["scale"],
+            softcap=options.get("softcap"),
+            sinks=sinks,
+        )
+        return out.transpose(1, 0, 2)[None]
+
+    def _result(
+        self, value: str, values: Mapping[str, Array], made: Mapping[str, Array], chosen: Sequence[int]
+    ) -> HostTensor:
+        """An output at the chosen rows: made at them alone, or before at all."""
+        along = row_dimension(self._graph, value)
+        found = made[value] if value in made else values[value]
+        if value not in made and along is not None:
+            found = found.take(chosen, axis=along)
+        return host_tensor(self._graph.values[value].dtype, found.shape, np.ascontiguousarray(found).tobytes())
+
+    # -------------------------------------------------------------------------------------------------------- parts
+
+    def _parts_of(self, wanted: frozenset[str]) -> tuple[Part, ...]:
+        """At each attention a cut; the last part ends with the outputs."""
+        if wanted not in self._parts:
+            outputs = {self._graph.outputs[name] for name in wanted}
+            nodes = [node for node in needed_nodes(self._graph, outputs) if not self._is_size(node)]
+            cut: list[list[Node]] = [[]]
+            for node in nodes:
+                cut[-1].append(node)
+                if node.op == _ATTENTION:
+                    cut.append([])
+            later = set(outputs)
+            """Values that parts behind read, and outputs."""
+            parts: list[Part] = []
+            for group in reversed(cut):
+                attention = group[-1] if group and group[-1].op == _ATTENTION else None
+                plain = tuple(node for node in group if node is not attention)
+                if attention is not None:
+                    later |= set(reads(attention))
+                made = {value for node in plain for value in node.outputs}
+                read = self._tensors_among({value for node in plain for value in reads(node)} - made)
+                params, given = read & self._graph.params.keys(), read - self._graph.params.keys()
+                makes = self._tensors_among(made & later)
+                parts.append(Part(plain, tuple(sorted(params)), tuple(sorted(given)), tuple(sorted(makes)), attention))
+                later |= read
+            for value in {value for part in parts for value in (*part.given, *part.makes)}:
+                self._require_rows(value)
+            self._parts[wanted] = tuple(reversed(parts))
+        return self._parts[wanted]
+
+    def _tensors_among(self, names: set[str]) -> set[str]:
+        return {name for name in names if self._graph.values[name].dtype != "symint"}
+
+    def _is_size(self, node: Node) -> bool:
+        return not self._tensors_among(set(node.outputs))
+
+    def _require_rows(self, value: str) -> None:
+        shape = self._graph.values[value].shape
+        if [dim for dim in shape if SEQUENCE in symbols_of(dim)] not in ([], [SEQUENCE]):
+            raise ExecutionError(f"value {value!r} of shape {list(shape)} can't be taken apart into rows.")
+
+    def _rows_of(self, name: str, value: Array, rows: Sequence[int], size: int) -> Array:
+        """These rows, filled up with zeros."""
+        along = row_dimension(self._graph, name)
+        if along is None:
+            return value
+        padded = np.zeros((*value.shape[:along], size, *value.shape[along + 1 :]), value.dtype)
+        padded[(slice(None),) * along + (slice(0, len(rows)),)] = value.take(rows, axis=along)
+        return padded
+
+    def _joined(self, name: str, pieces: Sequence[Array]) -> Array:
+        spec = self._graph.values[name]
+        along = row_dimension(self._graph, name)
+        if not pieces:
+            sizes = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: 0}
+            return np.zeros(tuple(evaluate(dim, sizes) for dim in spec.shape), spec.dtype)
+        return pieces[0] if along is None or len(pieces) == 1 else np.concatenate(pieces, axis=along)
+
+
+def groups(spans: Iterable[Span]) -> list[tuple[Sequence[int], int]]:
+    """Every row of a pass, in order: those of a long segment together, in a size of its own."""
+    found: list[tuple[Sequence[int], int]] = []
+    waiting: list[int] = []
+    for span in spans:
+        rows = range(span.first, span.first + span.length)
+        if one_by_one(span):
+            waiting += rows
+            continue
+        found += chunks(waiting)
+        waiting = []
+        size = CHUNK
+        while size < span.length:
+            size *= 2
+        found.append((rows, size))
+    return [*found, *chunks(waiting)]
+
+
+def chunks(rows: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
+    for begin in range(0, len(rows), CHUNK):
+        yield rows[begin : begin + CHUNK], CHUNK

@@ -1,0 +1,172 @@
+"""What serving programs of all backends have in common: which passes are in order, sessions, rows. Computes nothing.
+
+A pass is checked as a whole before anything changes or is allocated, with the same words everywhere. Neighbours:
+`paged_table` keeps the sessions, `layer_shapes` says which caches there are, `backends.torch.serving` and its like
+compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.backends.binding import bind_symbols, nearest
+from fusionai.backends.layer_shapes import layer_shapes, ring_tokens
+from fusionai.backends.paged_table import SessionTable, Span
+from fusionai.ir.graph import needed_nodes, reads
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
+from fusionai.wire.serving import Segment, ServeOptions
+
+
+class ServingBase(ABC):
+    """The part of `backends.serving.ServingProgram` that needs no framework."""
+
+    def __init__(self, graph: Graph, options: ServeOptions) -> None:
+        """Raises `ExecutionError` on an attention that a cache does not suit."""
+        self._graph = graph
+        self._options = options
+        self._layers = layer_shapes(graph, options)
+        self._windows = {
+            shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
+        }
+        self._paged = any(shape.window is None for shape in self._layers)
+        self._table = SessionTable(options, paged=self._paged, windows=self._windows)
+        self._inputs: dict[frozenset[str], frozenset[str]] = {}
+
+    @property
+    @abstractmethod
+    def missing(self) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def allocate(self) -> None: ...
+
+    @abstractmethod
+    def _computed(
+        self,
+        spans: tuple[Span, ...],
+        fed: Mapping[str, HostTensor],
+        wanted: frozenset[str],
+        rows: Sequence[int] | None,
+        positions: int,
+    ) -> dict[str, HostTensor]:
+        """Of a pass that is in order. Without attention there are no spans."""
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        inputs: Mapping[str, HostTensor],
+        *,
+        wanted: Sequence[str],
+        rows: Sequence[int] | None = None,
+    ) -> dict[str, HostTensor]:
+        """See `ServingProgram.run`."""
+        names = frozenset(wanted)
+        fed = self._checked_inputs(segments, inputs, self._needed(names))
+        positions = self._positions(segments, fed)
+        if rows is not None and any(not 0 <= row < positions for row in rows):
+            raise ExecutionError(f"the pass has {positions} positions, rows up to {max(rows)} are wanted of it.")
+        self.allocate()
+        spans: tuple[Span, ...] = ()
+        if self._layers:
+            spans = self._table.place(segments)
+        results = self._computed(spans, fed, names, rows, positions)
+        self._table.computed(spans)
+        return results
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        self._table.forget(sessions)
+
+    def forget_all(self) -> None:
+        self._table.forget_all()
+
+    @property
+    def cached(self) -> dict[int, int]:
+        return self._table.cached
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _needed(self, wanted: frozenset[str]) -> frozenset[str]:
+        """Inputs of the graph that these outputs need."""
+        for name in wanted:
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+        if self.missing:
+            raise ExecutionError(
+                f"{len(self.missing)} weights are not here yet, among them {self.missing[0]}.",
+                hint="Import them first.",
+            )
+        if wanted not in self._inputs:
+            values = [self._graph.outputs[name] for name in wanted]
+            nodes = needed_nodes(self._graph, values)
+            # A pass that leaves out an attention would leave holes in its cache.
+            done = {node.id for node in nodes}
+            left_out = [shape.node for shape in self._layers if shape.node not in done]
+            if left_out:
+                raise ExecutionError(
+                    f"{', '.join(sorted(wanted)) or 'nothing'} does not need attention node {left_out[0]}, whose cache "
+                    "every pass must fill."
+                )
+            read = {value for node in nodes for value in reads(node)} | set(values)
+            self._inputs[wanted] = frozenset(read.intersection(self._graph.inputs))
+        return self._inputs[wanted]
+
+    def _checked_inputs(
+        self, segments: Sequence[Segment], inputs: Mapping[str, HostTensor], needed: frozenset[str]
+    ) -> dict[str, HostTensor]:
+        """Inputs with positions, their sizes those that the graph declares."""
+        if POSITIONS in inputs:
+            raise ExecutionError("positions follow from the segments, they can't be given.")
+        length = sum(segment.length for segment in segments)
+        if self._layers and not segments:
+            raise ExecutionError("a stage with attention needs to know whose positions these are: no segment came.")
+        if length > self._options.pass_tokens:
+            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
+        fed = dict(inputs)
+        if POSITIONS in needed:
+            if not segments:
+                raise ExecutionError("the stage needs positions: no segment came.")
+            fed[POSITIONS] = _positions_of(segments)
+        symbols = bind_symbols(self._graph, fed, needed)
+        if symbols.get(BATCH, 1) != 1:
+            raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {symbols[BATCH]}.")
+        found = symbols.get(SEQUENCE, length)
+        if found > self._options.pass_tokens:
+            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {found}.")
+        if segments and found != length and (self._layers or POSITIONS in fed):
+            raise ExecutionError(f"the segments have {length} positions, the inputs {found}.")
+        return fed
+
+    def _positions(self, segments: Sequence[Segment], fed: Mapping[str, HostTensor]) -> int:
+        for name, tensor in fed.items():
+            for dim, size in zip(self._graph.values[name].shape, tensor.shape, strict=True):
+                if dim == SEQUENCE:
+                    return size
+        return sum(segment.length for segment in segments)
+
+
+def check_weight(spec: ParamSpec, tensor: HostTensor) -> None:
+    """Raise `ExecutionError` unless `tensor` may be the weight that `spec` describes."""
+    if tensor.shape != spec.shape:
+        raise ExecutionError(f"expected weight {spec.key!r} of shape {list(spec.shape)}, got {list(tensor.shape)}.")
+    floats = spec.dtype in FLOAT_DTYPES and tensor.dtype in FLOAT_DTYPES
+    if tensor.dtype != spec.dtype and not floats:
+        raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, which can't become {spec.dtype}.")
+
+
+def array_of(tensor: HostTensor) -> npt.NDArray[Any]:
+    """The same memory, of a dtype that numpy has."""
+    return np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def _positions_of(segments: Sequence[Segment]) -> HostTensor:
+    """int64 [1, positions]."""
+    ranges = [np.arange(segment.start, segment.start + segment.length, dtype=np.int64) for segment in segments]
+    flat = np.concatenate(ranges)
+    return host_tensor("int64", (1, flat.size), flat.data)
