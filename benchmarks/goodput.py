@@ -150,6 +150,13 @@ class Leg:
     def seconds(self) -> float:
         return self.commits[-1][0] - self.commits[0][0] if self.commits else 0.0
 
+    @property
+    def median_step_s(self) -> float | None:
+        """What a step takes that nothing disturbs: it tells a slow machine, or a slow plan, from recoveries."""
+        if not self.steps:
+            return None
+        return statistics.median(after[0] - before[0] for before, after in itertools.pairwise(self.commits))
+
 
 class Job:
     """One of the two trainings: its recipe, and what was seen of it."""
@@ -605,7 +612,9 @@ def judged(bench: Bench) -> dict[str, Any]:
         "calm": {"steps": len(commits["calm"]), "steps_per_s": calm.steps_per_s, "evenness": even["calm"]},
         "stormy": {"steps": steps, "steps_per_s": stormy.steps_per_s, "evenness": even["stormy"]},
         "legs": [
-            {"job": leg.name, "steps": leg.steps, "seconds": leg.seconds} for job in (calm, stormy) for leg in job.legs
+            {"job": leg.name, "steps": leg.steps, "seconds": leg.seconds, "median_step_s": leg.median_step_s}
+            for job in (calm, stormy)
+            for leg in job.legs
         ],
         "restart_cpu_s": restart_cpu_s,
         "restart_share": restart_cpu_s / cores_s,

@@ -132,7 +132,7 @@ class Served(Protocol):
     def __call__(self, graph: Graph, options: ServeOptions = OPTIONS) -> ServingProgram: ...
 
 
-@pytest.fixture(params=["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "onnxruntime"))])
+@pytest.fixture(params=["torch", "onnxruntime", pytest.param("jax", marks=pytest.mark.long)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -85,6 +85,7 @@ def refused(name: str, tmp_path: Path, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_model_of_the_hub_is_fetched_and_served(online: Hub, tmp_path: Path) -> None:
     part = sorted(online.repositories[NAME].glob("*.safetensors"))[0].name
     online.breaks.add(part)

@@ -93,7 +93,8 @@ def test_it_resumes_and_no_bit_changes(pool: LivePool, summed: dict[str, Any], t
     assert_equal(trained(pool, recipe), summed)
 
 
-@pytest.mark.parametrize("replica", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.long
 def test_a_machine_is_killed_and_no_bit_changes(
     replica: int, pool: LivePool, summed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -188,6 +188,7 @@ def test_the_shipped_recipe_of_own_code_on_arrays(pool: LivePool, tmp_path: Path
     monkeypatch.delitem(sys.modules, "cnn_model")
 
 
+@pytest.mark.long
 def test_interrupted_and_bereaved_it_ends_bit_equal_to_an_undisturbed_run(pool: LivePool, tmp_path: Path):
     write_text(tmp_path / "text.txt")
     settings = {
@@ -242,6 +243,7 @@ def test_a_job_goes_on_without_its_broker_and_tells_it_afterwards(pool: LivePool
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a small disk")
+@pytest.mark.long
 def test_a_full_disk_loses_nothing_and_the_job_resumes(pool: LivePool, tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -97,7 +97,8 @@ def assert_close(found: list[float], expected: list[float]) -> None:
     assert apart.max() <= TOLERANCES["float32"].loss, f"{apart.max():.2g} at step {int(apart.argmax())}"
 
 
-@pytest.mark.parametrize("model", ["llama", *(pytest.param(name, marks=LONG) for name in MODELS if name != "llama")])
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.long
 def test_stages_of_two_frameworks_train_as_those_of_one(model: str, tmp_path: Path) -> None:
     pure = run(tmp_path / "pure", model, PURE)
     mixed = run(tmp_path / "mixed", model, MIXED)

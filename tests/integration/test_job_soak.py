@@ -127,6 +127,7 @@ def unrecorded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unrecorded")
+@pytest.mark.long
 def test_many_rounds_leave_nothing_behind(tmp_path: Path) -> None:
     captured = capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))
     programs = f"{TorchStageProgram.__module__}.{TorchStageProgram.__qualname__}"

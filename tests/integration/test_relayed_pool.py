@@ -23,6 +23,7 @@ def ways(pool: LivePool, path: Path) -> dict[str, list[str]]:
     return {member["name"]: [link["way"] for link in member["links"]] for member in members}
 
 
+@pytest.mark.long
 def test_a_job_runs_over_the_relay_and_waits_for_a_broker_that_is_away(tmp_path: Path):
     with LivePool(tmp_path) as pool:
         for name in ("one", "two"):

@@ -289,6 +289,7 @@ def test_a_long_prompt_is_read_in_chunks(tmp_path: Path):
 
 
 @pytest.mark.parametrize("speculate", ["off", pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_windows_go_on_beyond_their_length_also_after_a_kill(speculate: str | int, tmp_path: Path):
     config = {**SMALL_LLAMA, "model_type": "mistral", "sliding_window": 6, "tie_word_embeddings": False}
     captured = captured_model(config)

@@ -126,6 +126,7 @@ def test_a_stage_killed_under_running_streams_changes_no_token(llama: Captured, 
     print(f"gap {gaps[0]:.3f} s")  # noqa: T201 - for whoever measures
 
 
+@pytest.mark.long
 def test_without_anybody_to_take_over_streams_wait_and_go_on(llama: Captured, tmp_path: Path):
     async def story() -> tuple[list[int], list[str]]:
         async with served(llama, tmp_path, THREE_PEERS, vocabulary=VOCABULARY) as job:
@@ -155,6 +156,7 @@ def test_without_anybody_to_take_over_streams_wait_and_go_on(llama: Captured, tm
     assert states[-1] == "running"
 
 
+@pytest.mark.long
 def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Path):
     """Nobody opens a connection to it, or it to anybody, while streams wait."""
     guard = Guard(stage=2, peer=peer_id(3))
@@ -197,6 +199,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_guard_that_a_plan_relieves_while_it_answers_is_not_lost(llama: Captured, tmp_path: Path):
     """A plan without moves takes effect without a round, so an answer to what was asked before has its fence."""
     told: list[str] = []

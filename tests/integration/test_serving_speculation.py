@@ -157,6 +157,7 @@ def test_a_model_that_is_the_same_guesses_nearly_everything(plain: list[list[int
     assert figures["accepted_tokens"] > 0.6 * figures["proposed_tokens"]
 
 
+@pytest.mark.long
 def test_another_model_guesses_worse_and_changes_nothing(plain: list[list[int]], tmp_path: Path):
     """Its cache is too small for all: some generations go on without guesses."""
     compute = ComputeThread()

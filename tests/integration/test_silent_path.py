@@ -118,6 +118,7 @@ def main(arguments: list[str]) -> None:
 
 @pytest.mark.skipif(not privileged(), reason="needs Linux, root, ip and unshare to make network namespaces")
 @pytest.mark.parametrize("how", ["sending", "idle"])
+@pytest.mark.long
 def test_a_path_that_goes_silent_is_noticed_within_seconds(how: str, tmp_path: Path):
     credentials(tmp_path, "server"), credentials(tmp_path, "client")
     result = subprocess.run(

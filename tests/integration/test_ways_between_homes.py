@@ -121,11 +121,13 @@ def test_between_routers_that_draw_ports_the_relay_stands_in_and_shorter_ways_ar
     [("no-udp", "preserving"), pytest.param(("preserving", "no-udp"), marks=pytest.mark.long)],
     indirect=True,
 )
+@pytest.mark.long
 def test_where_udp_is_blocked_the_relay_stands_in(town: Town):
     between_two_homes(town, "relay")
 
 
 @pytest.mark.parametrize("town", [("preserving", "symmetric")], indirect=True)
+@pytest.mark.long
 def test_a_better_way_is_taken_when_one_appears(town: Town):
     reach = town.caller("a2", "b1")
     assert reach()["way"] == "relay"
