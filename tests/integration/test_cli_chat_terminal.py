@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,11 @@ class Terminal:
         import pty
         import termios
 
+        def has_the_terminal() -> None:
+            # Keys such as Ctrl-C reach whoever has the terminal; who runs the tests in the background ignores them.
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
         self.said = ""
         self._ours, theirs = pty.openpty()
         self.process = subprocess.Popen(
@@ -42,8 +48,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            # Keys such as Ctrl-C reach whoever has the terminal.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=has_the_terminal,
             env={**os.environ, "TERM": "dumb"},
         )
         os.close(theirs)
