@@ -55,6 +55,10 @@ def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
     """`seconds`: of one call of what it is given, measured. None where a device is so strange, or so disturbed
     meanwhile, that a large block took no longer than a small one."""
     small, large = (_Run(backend, *size) for size in (SMALL, LARGE[backend.device]))
+    for run in (small, large):
+        # What compiles does so for the first microbatch, and for the second, whose gradients are added to the first's.
+        run()
+        run()
     small_s, large_s = seconds(small), seconds(large)
     if not 0 < small_s < large_s:
         return None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
-from fusionai.backends.interface import Speeds
+from fusionai.backends.interface import Call, Speeds
 from fusionai.backends.null.backend import NullBackend
+from fusionai.backends.null.program import NullStageProgram
 from fusionai.backends.pace import LARGE, SMALL, block_graph, measured_pace, with_pace
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.ir.cost import block_costs
+from fusionai.primitives.tensors import HostTensor
 
 
 class Machine:
@@ -44,6 +46,24 @@ def test_where_calls_are_made_while_computing_the_longer_of_both_counts():
     assert pace is not None
     assert pace.flops_per_s == pytest.approx(2e13)
     assert pace.call_s == pytest.approx(2e-5)
+
+
+def test_what_the_first_two_microbatches_compile_is_not_in_the_time(monkeypatch: pytest.MonkeyPatch):
+    ran, run_before, plain = [0], list[int](), NullStageProgram.backward
+
+    def counted(self: NullStageProgram, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+        ran[0] += 1
+        return plain(self, call, gradients)
+
+    monkeypatch.setattr(NullStageProgram, "backward", counted)
+    machine = Machine("cpu", 1e-4, 1e9)
+
+    def seconds(call: Callable[[], object]) -> float:
+        run_before.append(ran[0])
+        return machine.seconds(call)
+
+    assert measured_pace(machine, seconds) is not None
+    assert run_before[0] == 4, "two of each size"
 
 
 def test_a_machine_for_which_size_makes_no_difference_has_no_pace():
