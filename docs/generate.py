@@ -1,5 +1,6 @@
 """Writes the generated pages of this folder: `wire.md` (every message), `machines.md` (every state machine),
-`recipes.md` (every key of a recipe) and `analysis.md` (many small machines against a few big ones).
+`recipes.md` (every key of a recipe), `analysis.md` (many small machines against a few big ones) and `models.md` (which
+models and operators run; from what `benchmarks/universality.py` found, `models.json`).
 
 `python docs/generate.py` writes them, `--check` says whether they are what the code says and writes nothing. Text
 above the marker of a page is written by hand and kept. Neighbours: `wire.messages`, `coordination`, `corpus.tables` and
@@ -13,6 +14,7 @@ import argparse
 import ast
 import inspect
 import itertools
+import json
 import sys
 import textwrap
 import tomllib
@@ -25,6 +27,7 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import NODEFAULT
 
+from fusionai.backends.registry import BACKENDS, open_backend
 from fusionai.cli.analyze import shipped_comparisons
 from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, serving, stage
 from fusionai.coordination.machine import START, rows
@@ -42,6 +45,7 @@ from fusionai.corpus.tables import (
     Train,
 )
 from fusionai.dashboard.analysis_document import document
+from fusionai.ir.operators import OPERATORS
 from fusionai.wire import messages
 from fusionai.wire.messages import OptimizerSpec
 
@@ -339,7 +343,73 @@ def analysis_page() -> str:
     return document(shipped_comparisons())
 
 
+def models_page() -> str:
+    """What `benchmarks/universality.py` found, and which operators each backend has."""
+    found = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = found["rows"]
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    passing = sum(row["passes"] for row in rows)
+    lines = [
+        f"{passing} of {len(rows)} rows pass ({100 * passing / len(rows):.0f} %): nothing that applies has missed on "
+        f"any backend. {versions}.",
+    ]
+    columns = [(what, name) for what in ("forward", "gradients", "serving") for name in BACKENDS]
+    columns.remove(("gradients", "onnxruntime"))
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        lines += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
+        lines.append("| model | parameters | " + " | ".join(f"{what}: {name}" for what, name in columns) + " |")
+        lines.append("|---|---:|" + "---:|" * len(columns))
+        for row in rows:
+            if row["kind"] == kind:
+                cells = " | ".join(_model_cell(row, what, name) for what, name in columns)
+                lines.append(f"| {row['name']} | {row['parameters']:,} | {cells} |")
+    lines += ["", "## What is missing, and why", ""]
+    lines += [*_model_reasons(rows)] or ["Nothing."]
+    return "\n".join([*lines, "", *_coverage()]) + "\n"
+
+
+def _model_cell(row: Mapping[str, Any], what: str, name: str) -> str:
+    if name in row["refused"]:
+        return "lacks"
+    cell = row[what].get(name)
+    if cell is None or cell["state"] == "not":
+        return "-"
+    return f"{cell['difference']:.0e}" if cell["state"] == "equal" else "**missed**"
+
+
+def _model_reasons(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        if row["capture"]["state"] == "missed":
+            yield f"- {row['name']}: not captured. {row['capture']['reason']}"
+        for name, operators in row["refused"].items():
+            yield f"- {row['name']}: {name} lacks {operators}."
+        told: set[str] = set()
+        for what in ("forward", "gradients", "serving"):
+            for name, cell in row[what].items():
+                reason = cell["reason"]
+                if cell["state"] == "missed":
+                    yield f"- {row['name']}: {what} on {name}: {reason}"
+                elif reason and reason not in told:
+                    told.add(reason)
+                    yield f"- {row['name']}: no cached serving. {reason}"
+
+
+def _coverage() -> Iterator[str]:
+    """Operators of the allow-list that a backend lacks; sizes are every backend's."""
+    operators = [name for name, operator in OPERATORS.items() if operator.category != "size"]
+    yield "## Operators"
+    yield ""
+    yield f"Of {len(operators)} operators that a graph may hold:"
+    yield ""
+    yield "| backend | has | lacks |"
+    yield "|---|---:|---|"
+    for name in BACKENDS:
+        lacking = open_backend(name, device="cpu").unsupported(operators)
+        yield f"| {name} | {len(operators) - len(lacking)} | {', '.join(f'`{op}`' for op in lacking) or '-'} |"
+
+
 GENERATED: Final = {
+    "models.md": models_page,
     "wire.md": wire_page,
     "machines.md": machines_page,
     "recipes.md": recipes_page,

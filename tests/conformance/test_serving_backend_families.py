@@ -1,34 +1,23 @@
-"""Families of transformers served from caches in three stages: greedy tokens and every step's logits are transformers'.
-
-Weights are drawn wide (std 0.25): models as initialised repeat a token whatever a cache does.
-"""
+"""Families of transformers served in three stages: greedy tokens and every step's logits are transformers'."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from fusionai.backends.torch.backend import TorchBackend
-from fusionai.capture.build import construct_real
+from fusionai.backends.registry import open_backend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
-from fusionai.capture.state import to_host
-from fusionai.ir.partition import cut_blocks
-from fusionai.ir.schema import Graph
-from fusionai.ir.serving import LOGITS, POSITIONS, require_servable, serving_graph
-from fusionai.ir.validate import validate
+from fusionai.ir.serving import require_servable, serving_graph
 from fusionai.primitives.errors import GraphError
-from fusionai.primitives.tensors import host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
+from harness.staged_serving import OPTIONS, Served, served
 
 STEPS = 6
 TOLERANCE = 1e-4
-OPTIONS = ServeOptions(pages=100, sessions=8, pass_tokens=64, page_tokens=4)
 LENGTHS = (5, 17, 30, 3, 11, 23, 8, 40)
 JOINS = (0, 0, 1, 2, 4, 5, 7, 9)
 CHUNK = 8
@@ -82,60 +71,21 @@ FAMILIES = [
 ]
 
 
-class Pipeline:
-    """A graph cut by blocks into three stages that pass on what the next ones need, in this process."""
-
-    def __init__(self, graph: Graph, options: ServeOptions) -> None:
-        last = max(node.block for node in graph.nodes)
-        ends = (2, last // 2 + 1, last + 1)
-        self.stages = [stage.graph for stage in cut_blocks(graph, list(zip((0, *ends), ends, strict=False))).stages]
-        self.programs = [TorchBackend("cpu").serve(stage, options=options) for stage in self.stages]
-
-    def run(self, segments: list[Segment], ids: list[int], rows: list[int]) -> np.ndarray:
-        """Logits [rows, vocabulary]."""
-        values = {"input_ids": host_tensor("int64", (1, len(ids)), np.array(ids, dtype=np.int64).tobytes())}
-        for stage, program in zip(self.stages, self.programs, strict=True):
-            is_last = stage is self.stages[-1]
-            inputs = {name: values[name] for name in stage.inputs if name != POSITIONS}
-            wanted = [LOGITS] if is_last else list(stage.outputs)
-            values |= program.run(segments, inputs, wanted=wanted, rows=rows if is_last else None)
-        return np.frombuffer(values[LOGITS].data, dtype=np.float32).reshape(len(rows), -1)
-
-    def forget_all(self) -> None:
-        for program in self.programs:
-            program.forget_all()
-
-
-@dataclass
-class Served:
-    """A family's module with its weights, and the stages that serve the same."""
-
-    module: nn.Module
-    pipeline: Pipeline
-
-
 def captured_of(name: str, changes: dict[str, Any], positions: int = 64) -> Captured:
     base = {} if name == "gpt2" else _BASE
     source = ConfigSource({"model_type": name, **base, **changes}, "causal_lm")
     return capture(source, task="causal_lm", batch=(1, 1), sequence=(1, positions), train=False)
 
 
-def served(name: str, changes: dict[str, Any], options: ServeOptions = OPTIONS, positions: int = 64) -> Served:
-    captured = captured_of(name, changes, positions)
-    graph = validate(serving_graph(captured.graph))
-    require_servable(graph, attention_nodes=captured.attention_nodes, attention_layers=captured.attention_layers)
-    module = construct_real(captured.source.built).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
-    tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    pipeline = Pipeline(graph, options)
-    for stage, program in zip(pipeline.stages, pipeline.programs, strict=True):
-        for spec in stage.params.values():
-            own = tensors.get(spec.key)
-            program.import_weights(captured.state([spec.key]) if own is None else [(spec.key, to_host(own))])
-    return Served(module, pipeline)
+def family_of(
+    name: str,
+    changes: dict[str, Any],
+    options: ServeOptions = OPTIONS,
+    positions: int = 64,
+    kinds: tuple[str, ...] = ("torch",),
+) -> Served:
+    backends = [open_backend(kind, device="cpu", threads=1) for kind in kinds]
+    return served(captured_of(name, changes, positions), backends, options)
 
 
 class Sessions:
@@ -167,7 +117,19 @@ class Sessions:
 
 @pytest.mark.parametrize(("name", "changes"), FAMILIES)
 def test_a_family_served_in_three_stages_equals_transformers(name: str, changes: dict[str, Any]) -> None:
-    family = served(name, changes)
+    equals_transformers(family_of(name, changes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "changes"), [*_EVERYWHERE.items(), *_MORE.items()])
+def test_so_it_does_by_three_frameworks(name: str, changes: dict[str, Any]) -> None:
+    """Embedding and first layer by PyTorch, the next by JAX, the last and the head by ONNX Runtime."""
+    pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
+    pytest.importorskip("onnxruntime", reason="the extra fusionai[onnxruntime] is not installed")
+    equals_transformers(family_of(name, changes, kinds=("torch", "jax", "onnxruntime")))
+
+
+def equals_transformers(family: Served) -> None:
     generator = np.random.default_rng(0)
     prompts = [[int(token) for token in generator.integers(3, 67, length)] for length in LENGTHS]
     sessions = Sessions(prompts)
@@ -226,7 +188,7 @@ _LONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("name", "changes"), _LONG.items())
 def test_a_prompt_of_4096_tokens_comes_in_chunks(name: str, changes: dict[str, Any]) -> None:
     options = ServeOptions(pages=70, sessions=2, pass_tokens=264, page_tokens=64)
-    family = served(name, {**changes, "max_position_embeddings": 4160}, options, 4160)
+    family = family_of(name, {**changes, "max_position_embeddings": 4160}, options, 4160)
     text = [int(token) for token in np.random.default_rng(3).integers(3, 67, 4096)]
     other = [int(token) for token in np.random.default_rng(4).integers(3, 67, 60)]
     # Another session decodes beside it, and has the bits that it has alone.
@@ -255,15 +217,29 @@ def test_a_prompt_of_4096_tokens_comes_in_chunks(name: str, changes: dict[str, A
 
 
 _HIDDEN: dict[str, dict[str, Any]] = {
-    "bloom": {"n_layer": 2, "n_head": 4},
+    "bloom": {"n_layer": 3, "n_head": 4},
     "falcon": {"alibi": True},
-    "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]]},
+    "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]], "window_size": 5},
+}
+_STATES: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    "qwen3_next": {
+        **_MOE,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 24,
+        "num_hidden_layers": 4,
+    },
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "changes"), _HIDDEN.items())
-def test_families_whose_attention_is_hidden_are_refused(name: str, changes: dict[str, Any]) -> None:
+def test_families_whose_attention_is_hidden_do_not_pass_for_cached_ones(name: str, changes: dict[str, Any]) -> None:
     captured = captured_of(name, changes, 48)
     with pytest.raises(GraphError, match="attention layers are the semantic operator"):
         require_servable(
@@ -271,3 +247,16 @@ def test_families_whose_attention_is_hidden_are_refused(name: str, changes: dict
             attention_nodes=captured.attention_nodes,
             attention_layers=captured.attention_layers,
         )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [("torch",), ("torch", "jax", "onnxruntime")], ids="-".join)
+@pytest.mark.parametrize(("name", "changes"), [*_HIDDEN.items(), *_STATES.items()])
+def test_what_no_cache_serves_is_computed_anew_and_equals_transformers(
+    name: str, changes: dict[str, Any], kinds: tuple[str, ...]
+) -> None:
+    for kind in kinds[1:]:
+        pytest.importorskip(kind, reason=f"the extra fusionai[{kind}] is not installed")
+    family = family_of(name, changes, kinds=kinds)
+    assert family.whole
+    equals_transformers(family)

@@ -76,7 +76,7 @@ class Draw:
 
 
 def cases(seed: int = 0) -> Iterator[Case]:
-    """Every operator that a graph may hold, but sizes and semantic ones."""
+    """Every operator that a graph may hold, but sizes, attention and dropout."""
     d = Draw(seed)
     yield from _shaping(d)
     yield from _made(d)
@@ -86,10 +86,33 @@ def cases(seed: int = 0) -> Iterator[Case]:
     yield from _norms(d)
     yield from _losses(d)
     yield from _lookups(d)
+    yield from _scans(d)
+    yield from _experts(d)
 
 
 def _of(op: str, *args: Any, exact: bool = False, **kwargs: Any) -> Case:
     return Case(f"aten.{op}", args, kwargs, exact)
+
+
+def _experts(d: Draw) -> Iterator[Case]:
+    for rows in (1, 9):
+        chosen = d.i(2, rows) * 2  # the second of three has no row
+        yield Case("fusion.expert_linear", (d.f(rows, 4), d.f(3, 5, 4), chosen))
+        yield Case("fusion.expert_linear", (d.f(rows, 4), d.f(3, 4, 5), chosen), {"transposed": True})
+
+
+def _scans(d: Draw) -> Iterator[Case]:
+    for shape in ((2, 7, 3), (1, 1, 2, 3), (2, 5)):
+        yield Case("fusion.linear_scan", (d.positive(*shape) / 3, d.f(*shape)))
+    for positions in (1, 5, 64, 70):
+        shape = (2, positions, 3)
+        keys = d.f(*shape, 4)
+        # A key longer than one would make a state grow that is corrected by it.
+        keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+        given = (d.f(*shape, 4), keys, d.f(*shape, 2))
+        decay = -d.positive(*shape)
+        yield Case("fusion.linear_attention", given, {"decay": decay})
+        yield Case("fusion.linear_attention", given, {"decay": decay, "beta": d.positive(*shape) / 3})
 
 
 def _shaping(d: Draw) -> Iterator[Case]:

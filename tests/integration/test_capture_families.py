@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,15 +16,12 @@ from fusionai.capture.self_check import draw_inputs, from_host, reference_module
 from fusionai.capture.source import Architecture, ConfigSource, FactorySource
 from fusionai.capture.state import to_host
 from fusionai.capture.tasks import ExampleInput, TaskModule
-from fusionai.ir.partition import Partition, cut, cut_blocks
-from fusionai.ir.schema import decode, encode
-from fusionai.ir.validate import validate
-from fusionai.primitives.tensors import HostTensor
+from fusionai.ir.partition import Partition, cut
 from fusionai.wire.messages import OptimizerSpec, StageOptions
+from harness.staged import STAGES, Staged, by_blocks
 
 pytestmark = pytest.mark.slow
 SEED = 7
-STAGES = 4
 SIZES = {"b": 2, "s": 11}
 LARGEST_GRADIENT_DIFF = 1e-6
 _LLAMA = {
@@ -65,72 +61,8 @@ def family(name: str, changes: Mapping[str, Any] | None = None) -> Captured:
     return capture(source, task=task, batch=(1, 8), sequence=(1, 32), seed=SEED)
 
 
-def four_stages(captured: Captured) -> Partition:
-    """Cut at block boundaries, as evenly as whole blocks allow."""
-    blocks = 1 + max(node.block for node in captured.graph.nodes)
-    assert blocks >= STAGES
-    bounds = [blocks * stage // STAGES for stage in range(STAGES + 1)]
-    return cut_blocks(captured.graph, list(itertools.pairwise(bounds)))
-
-
-class Pipeline:
-    """Stages in one process: boundary values forward, gradients back, summed in the order of the consumers."""
-
-    def __init__(self, captured: Captured, partition: Partition, optimizer: OptimizerSpec | None = None) -> None:
-        self.partition = partition
-        owed = dict(captured.state(captured.owed))
-        backend = TorchBackend("cpu")
-        options = StageOptions(seed=SEED, optimizer=optimizer)
-        self.programs = []
-        for stage in partition.stages:
-            # A stage's graph is what crosses the wire: it must survive it, and be legal on its own.
-            graph = validate(decode(encode(stage.graph)))
-            program = backend.load(graph, grad_inputs=stage.grad_inputs, options=options)
-            missing = program.initialise()
-            program.import_state((entry, owed[entry.removeprefix("model/")]) for entry in missing)
-            self.programs.append(program)
-
-    def run(self, inputs: Mapping[str, torch.Tensor], call: Call, *, backward: bool = True) -> dict[str, HostTensor]:
-        values = {name: to_host(tensor) for name, tensor in inputs.items()}
-        for stage, program in zip(self.partition.stages, self.programs, strict=True):
-            values |= program.forward(call, {name: values[name] for name in stage.graph.inputs})
-        if backward:
-            self._backward(values, call)
-        return values
-
-    def _backward(self, values: Mapping[str, HostTensor], call: Call) -> None:
-        received: dict[tuple[str, int], torch.Tensor] = {}
-        for stage, program in zip(reversed(self.partition.stages), reversed(self.programs), strict=True):
-            gradients: dict[str, HostTensor] = {}
-            if "loss" in stage.graph.outputs:
-                gradients["loss"] = to_host(torch.ones(()))
-            for route in self.partition.routes:
-                if route.producer == stage.stage and route.needs_grad:
-                    parts = [received[route.value, c] for c in route.consumers if (route.value, c) in received]
-                    if parts:
-                        gradients[route.value] = to_host(sum(parts[1:], start=parts[0]))
-            for name, gradient in program.backward(call, gradients).items():
-                received[name, stage.stage] = from_host(gradient, torch.float32)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradient per parameter, those of tied weights summed over their holders."""
-        found: dict[str, torch.Tensor] = {}
-        for stage, program in zip(self.partition.stages, self.programs, strict=True):
-            keys = [spec.key for spec in stage.graph.params.values() if spec.trainable]
-            for key, gradient in program.export_gradients(keys):
-                tensor = from_host(gradient, torch.float32)
-                found[key] = found[key] + tensor if key in found else tensor
-        return found
-
-    def state(self) -> dict[str, HostTensor]:
-        """What the stages hold after a step that leaves parameters alone."""
-        for program in self.programs:
-            program.apply(scale=1.0, learning_rate=0.0)
-        return {
-            entry.removeprefix("model/"): tensor
-            for program in self.programs
-            for entry, tensor in program.export_state(["model"])
-        }
+def staged(captured: Captured, partition: Partition, optimizer: OptimizerSpec | None = None) -> Staged:
+    return Staged(captured, partition, [TorchBackend("cpu")], seed=SEED, optimizer=optimizer)
 
 
 def worst_gradient_difference(got: Mapping[str, torch.Tensor], module: nn.Module) -> float:
@@ -147,7 +79,7 @@ def captured(request: pytest.FixtureRequest) -> Captured:
 def test_a_four_stage_cut_equals_the_module(captured: Captured) -> None:
     module = reference_module(captured, SEED).train()
     inputs = draw_inputs(captured.inputs, SEED, SIZES)
-    pipeline = Pipeline(captured, four_stages(captured))
+    pipeline = staged(captured, by_blocks(captured))
     values = pipeline.run(inputs, Call("train", step=0, microbatch=0))
 
     # transformers' own loss, from labels before the feed shifts them.
@@ -169,7 +101,7 @@ def test_every_attention_layer_is_semantic(captured: Captured) -> None:
 
 
 def test_one_tensor_crosses_each_cut_between_layers(captured: Captured) -> None:
-    partition = four_stages(captured)
+    partition = by_blocks(captured)
     for stage in range(1, STAGES):
         crossing = [r for r in partition.routes if 0 <= r.producer < stage and any(c >= stage for c in r.consumers)]
         assert len([route for route in crossing if route.needs_grad]) == 1
@@ -196,8 +128,8 @@ def test_with_dropout_the_cut_equals_the_uncut_graph(name: str) -> None:
     captured = family(name, with_dropout)
     ops = [node.op for node in captured.graph.nodes]
     assert ops.count("fusion.dropout") == {"gpt2": 9, "bert": 9}[name]
-    whole = Pipeline(captured, cut(captured.graph, [frozenset(node.id for node in captured.graph.nodes)]))
-    parts = Pipeline(captured, four_stages(captured))
+    whole = staged(captured, cut(captured.graph, [frozenset(node.id for node in captured.graph.nodes)]))
+    parts = staged(captured, by_blocks(captured))
     inputs = draw_inputs(captured.inputs, SEED, SIZES)
     call = Call("train", step=3, microbatch=1)
     expected, got = whole.run(inputs, call), parts.run(inputs, call)
@@ -241,7 +173,7 @@ def test_convolutions_and_batch_statistics_equal_the_module() -> None:
     assert len(captured.graph.state_writes) == 3 * 4
     module = reference_module(captured, SEED)
     task = TaskModule(module, captured.task, captured.input_names).train()
-    pipeline = Pipeline(captured, four_stages(captured))
+    pipeline = staged(captured, by_blocks(captured))
     inputs = draw_inputs(captured.inputs, SEED, {"b": 6})
     values = pipeline.run(inputs, Call("train", step=0, microbatch=0))
     expected = task(inputs)
@@ -256,7 +188,7 @@ def test_batch_statistics_move_as_the_modules_do() -> None:
     captured = capture(source, task="classification", batch=(1, 16), seed=SEED)
     module = reference_module(captured, SEED)
     task = TaskModule(module, captured.task, captured.input_names).train()
-    pipeline = Pipeline(captured, four_stages(captured), OptimizerSpec(kind="sgd"))
+    pipeline = staged(captured, by_blocks(captured), OptimizerSpec(kind="sgd"))
     for microbatch in range(3):
         inputs = draw_inputs(captured.inputs, SEED + microbatch, {"b": 6 - microbatch})
         pipeline.run(inputs, Call("train", step=0, microbatch=microbatch))
@@ -295,11 +227,11 @@ def test_skips_over_two_cuts_and_three_inputs() -> None:
         "labels": ExampleInput(torch.randn(4, 3, generator=generator), ("b", None)),
     }
     captured = capture(FactorySource(Skips), task="regression", batch=(1, 16), seed=SEED, example_inputs=example)
-    partition = four_stages(captured)
+    partition = by_blocks(captured)
     assert any(len(route.consumers) and max(route.consumers) - route.producer > 2 for route in partition.routes)
     module = reference_module(captured, SEED)
     task = TaskModule(module, captured.task, captured.input_names).train()
-    pipeline = Pipeline(captured, partition)
+    pipeline = staged(captured, partition)
     inputs = draw_inputs(captured.inputs, SEED, {"b": 5})
     values = pipeline.run(inputs, Call("train", step=0, microbatch=0))
     expected = task(inputs)

@@ -87,7 +87,7 @@ def run(
     return done, crossed
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "uneven", "int2", "ternary"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "uneven", "int2", "ternary", "subspace"])
 def test_what_crosses_is_packed_and_little_of_the_loss_is_lost(codec: Codec, llama: Captured, tmp_path: Path) -> None:
     plain, uncompressed = run(tmp_path / "plain", llama, "none")
     packed, crossed = run(tmp_path / "packed", llama, codec)

@@ -1,4 +1,4 @@
-"""A model served by stages on PyTorch and on JAX: the tokens of transformers, faults included."""
+"""A model served by stages on PyTorch, JAX and ONNX Runtime: the tokens of transformers, faults included."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,11 +16,13 @@ from fusionai.capture.source import ConfigSource
 from fusionai.scheduling.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
+from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds
 from harness.pool import peer_id
 from harness.serving_pool import model_weights, served, tokens_of
 
 pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
+pytest.importorskip("onnxruntime", reason="the extra fusionai[onnxruntime] is not installed")
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
 
@@ -49,10 +52,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_head": 4,
         "initializer_range": 0.6,
     },
+    "mamba": {
+        "model_type": "mamba",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "state_size": 4,
+        "num_hidden_layers": 3,
+        "initializer_range": 0.6,
+    },
 }
+WHOLE = ("mamba",)
+"""What no cache serves."""
+OPTIONS = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32)
 RANGES = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 """Embedding; a layer each; norm and head. The first and the last are the owner's, on PyTorch."""
-KINDS = ("jax", "torch", "jax")
+KINDS = ("jax", "torch", "onnxruntime")
 GREEDY = Sampling(temperature=0)
 PROMPTS = [tuple((7 * place + 13 * number) % VOCABULARY for place in range(3 + 4 * number)) for number in range(4)]
 
@@ -87,7 +101,10 @@ def test_tokens_are_those_of_transformers(model: str, tmp_path: Path):
     graph = captured(model)
 
     async def story() -> list[list[int]]:
-        async with served(graph, tmp_path, RANGES, vocabulary=VOCABULARY, backends=Kinds(KINDS)) as job:
+        options = msgspec.structs.replace(OPTIONS, whole=model in WHOLE)
+        async with served(
+            graph, tmp_path, RANGES, vocabulary=VOCABULARY, backends=Kinds(KINDS), options=options
+        ) as job:
             asked = [Generation(prompt=prompt, max_tokens=12, sampling=GREEDY) for prompt in PROMPTS]
             return await asyncio.gather(*(tokens_of(job.engine, one) for one in asked))
 
@@ -95,16 +112,22 @@ def test_tokens_are_those_of_transformers(model: str, tmp_path: Path):
 
 
 @LONG
-@pytest.mark.parametrize(("victim", "spare"), [("torch", "jax"), ("jax", "torch")])
-def test_a_stage_moves_to_another_framework_under_running_streams(victim: str, spare: str, tmp_path: Path):
+@pytest.mark.parametrize("model", ["llama", *WHOLE])
+@pytest.mark.parametrize(("victim", "spare"), [("torch", "jax"), ("jax", "onnxruntime"), ("onnxruntime", "torch")])
+def test_a_stage_moves_to_another_framework_under_running_streams(model: str, victim: str, spare: str, tmp_path: Path):
     """Its cache is rebuilt there from what the stage before retained."""
-    graph = captured("llama")
+    graph = captured(model)
     kinds = Kinds(("torch", victim, "torch", spare))
 
     async def story() -> list[list[int]]:
         guard = Guard(stage=2, peer=peer_id(3))
         async with served(
-            graph, tmp_path, RANGES, guards=[guard], spares=1, vocabulary=VOCABULARY, backends=kinds
+            *(graph, tmp_path, RANGES),
+            guards=[guard],
+            spares=1,
+            vocabulary=VOCABULARY,
+            backends=kinds,
+            options=msgspec.structs.replace(OPTIONS, whole=model in WHOLE),
         ) as job:
             while not any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -127,4 +150,4 @@ def test_a_stage_moves_to_another_framework_under_running_streams(victim: str, s
                 *(listen(prompt, 5 if number == 0 else None) for number, prompt in enumerate(PROMPTS))
             )
 
-    assert asyncio.run(story()) == expected("llama", graph, tmp_path / "owner", 16)
+    assert asyncio.run(story()) == expected(model, graph, tmp_path / "owner", 16)

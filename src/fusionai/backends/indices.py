@@ -16,7 +16,11 @@ from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 
-TABLES: Final = {"aten.embedding.default": (0, 1), "aten.index_select.default": (0, 2)}
+TABLES: Final = {
+    "aten.embedding.default": (0, 1),
+    "aten.index_select.default": (0, 2),
+    "fusion.expert_linear": (1, 2),
+}
 """Operator -> positions of its table, along the first dimension, and of its indices."""
 
 

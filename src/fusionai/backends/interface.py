@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from fusionai.ir.schema import Graph
+from fusionai.primitives.pace import Pace
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import Mode, StageOptions
+
+WorksIn = Literal["caller", "threads", "device"]
+"""Whose time a piece of work takes: the calling thread's (and of those that work with it), other threads' of this
+process while the caller waits, or a device's beside the processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +40,8 @@ class Speeds:
     memory_bandwidth_bytes_per_s: float
     scratch_bytes_per_s: float = 0.0
     """Of the file that optimizer state may lie in, read and written; 0: not measured."""
-    block_flops_per_s: float = 0.0
-    """Of a training block (`backends.pace`); 0: not measured."""
-    call_s: float = 0.0
-    """Of an operator in training, whatever its size."""
+    pace: Pace | None = None
+    """In training (`backends.pace`); None: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,7 @@ class DeviceReport:
     """Hash of versions, instruction set, threads and the exact bits of a probe computation: equal fingerprints give
     bit-equal results."""
     scratch_bytes_per_s: float = 0.0
-    block_flops_per_s: float = 0.0
-    call_s: float = 0.0
+    pace: Pace | None = None
     unsupported_ops: tuple[str, ...] = ()
     """Of the allow-list."""
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
@@ -71,8 +73,7 @@ class DeviceReport:
             flops_per_s=self.flops_per_s,
             memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
             scratch_bytes_per_s=self.scratch_bytes_per_s,
-            block_flops_per_s=self.block_flops_per_s,
-            call_s=self.call_s,
+            pace=self.pace,
         )
 
 
@@ -153,6 +154,9 @@ class Backend(Protocol):
 
     name: str
     device: str
+
+    @property
+    def works_in(self) -> WorksIn: ...
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Measures the device, a run of a few seconds at most. With `speeds` known from before it does not measure

@@ -1,12 +1,9 @@
 """What a device makes of training, beyond its speed in large matrix products. Decides what is run to find that out.
 
-A block of a language model, forward and backward, is run as a stage runs it, once so small that it takes what calling
-its operators takes, once so large that it takes what computing them takes. Two times, two unknowns:
-
-    t = calls * call_s + operations / flops_per_s
-
-Operations and calls are counted as `ir.cost` counts those of every job, so what a device makes of a counted operation
-is in `flops_per_s`: norms, attention and the rest of a block are in it, not matrix products alone.
+A block of a language model, forward and backward, is run as a stage runs it: so small that it takes what calling its
+operators takes, so narrow that reading and writing is a good part of it, and so wide that it takes what computing
+takes. Three times, three unknowns (`primitives.pace`). Operations, calls and bytes are counted as `ir.cost` counts
+those of every job, so the figures hold for what is counted, not for matrix products alone.
 
 Neighbours: the backends' probes measure with it, `scheduling.pace` plans with what was found.
 """
@@ -17,26 +14,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+import numpy as np
+
 from fusionai.backends.interface import Call, Speeds, StageProgram
 from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import Arg, Dim, Graph, InitOp, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
+from fusionai.primitives.pace import Pace
 from fusionai.primitives.tensors import host_tensor
 from fusionai.wire.messages import StageOptions
 
-SMALL: Final = (32, 8)
-"""Width, tokens: what the operators of such a block compute is nothing next to calling them."""
-LARGE: Final = {"cpu": (512, 128), "mps": (1024, 512), "cuda": (2048, 1024)}
+SMALL: Final = (32, 8, 1)
+"""Width, tokens, rows: what the operators of such a block compute is nothing next to calling them."""
+NARROW: Final = {"cpu": (128, 256, 1), "mps": (256, 512, 8), "cuda": (512, 1024, 16)}
+LARGE: Final = {"cpu": (512, 128, 1), "mps": (1024, 512, 1), "cuda": (2048, 1024, 1)}
 HEADS: Final = 8
 Seconds = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """`call_s`: of one operator, forward and backward, whatever its size. `flops_per_s`: of counted operations."""
+class Sample:
+    """A block, counted, and how long it took."""
 
-    call_s: float
-    flops_per_s: float
+    flops: float
+    calls: int
+    moved_bytes: float
+    took_s: float
 
 
 class _Trains(Protocol):
@@ -47,39 +50,61 @@ class _Trains(Protocol):
 
 def with_pace(speeds: Speeds, backend: _Trains, seconds: Seconds) -> Speeds:
     """`speeds` with the pace of the backend's device, where it can be measured."""
-    pace = measured_pace(backend, seconds)
-    return speeds if pace is None else replace(speeds, block_flops_per_s=pace.flops_per_s, call_s=pace.call_s)
+    return replace(speeds, pace=measured_pace(backend, seconds))
 
 
 def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
     """`seconds`: of one call of what it is given, measured. None where a device is so strange, or so disturbed
     meanwhile, that a large block took no longer than a small one."""
-    small, large = (_Run(backend, *size) for size in (SMALL, LARGE[backend.device]))
-    for run in (small, large):
+    runs = [_Run(backend, *size) for size in (SMALL, NARROW[backend.device], LARGE[backend.device])]
+    for run in runs:
         # What compiles does so for the first microbatch, and for the second, whose gradients are added to the first's.
         run()
         run()
-    small_s, large_s = seconds(small), seconds(large)
-    if not 0 < small_s < large_s:
+    small, narrow, large = (Sample(run.flops, run.calls, run.moved_bytes, seconds(run)) for run in runs)
+    if not 0 < small.took_s < min(narrow.took_s, large.took_s):
         return None
-    if backend.device != "cpu":
-        # Calls are handed over while what was called before is computed: of a large block they take no time.
-        return Pace(small_s / small.calls, large.flops / large_s)
-    flops_per_s = (large.flops - small.flops) / (large_s - small_s)
-    return Pace(max(0.0, small_s - small.flops / flops_per_s) / small.calls, flops_per_s)
+    if backend.device == "cpu":
+        return fitted((small, narrow, large))
+    # Calls are handed over while what was called before is computed: of a large block they take no time.
+    computed = fitted([replace(sample, calls=0) for sample in (narrow, large)])
+    return (
+        None
+        if computed is None
+        else Pace(flops_per_s=computed.flops_per_s, call_s=small.took_s / small.calls, byte_s=computed.byte_s)
+    )
+
+
+def fitted(samples: Sequence[Sample]) -> Pace | None:
+    """The pace that comes nearest to all of `samples`, by the squares of relative errors, with nothing below zero:
+    where noise would make calls or bytes a gain, they cost nothing. None if operations take no time even then."""
+    counted = np.array([(sample.flops, sample.calls, sample.moved_bytes) for sample in samples], dtype=np.float64)
+    relative = counted / np.array([[sample.took_s] for sample in samples])
+    sizes = np.maximum(relative.max(axis=0), np.finfo(np.float64).tiny)  # operations are many and short
+    relative /= sizes
+    found: list[tuple[float, Pace]] = []
+    for kept in ([0, 1, 2], [0, 1], [0, 2], [0]):
+        figures = np.zeros(3)
+        figures[kept] = np.linalg.lstsq(relative[:, kept], np.ones(len(samples)), rcond=None)[0]
+        flop_s, call_s, byte_s = (float(figure) for figure in figures / sizes)
+        if flop_s > 0 and call_s >= 0 and byte_s >= 0:
+            error = float(np.square(relative @ figures - 1).sum())
+            found.append((error, Pace(flops_per_s=1 / flop_s, call_s=call_s, byte_s=byte_s)))
+    return min(found, key=lambda one: one[0])[1] if found else None
 
 
 class _Run:
     """A loaded block; a call takes one microbatch through it and back."""
 
-    def __init__(self, backend: _Trains, width: int, tokens: int) -> None:
-        graph = block_graph(width, tokens)
+    def __init__(self, backend: _Trains, width: int, tokens: int, rows: int) -> None:
+        graph = block_graph(width, tokens, rows)
         (cost,) = block_costs(graph, {}, training=True)
         self.flops = cost.forward_flops + cost.backward_flops
         self.calls = cost.calls
+        self.moved_bytes = cost.moved_bytes
         self._program = backend.load(graph, grad_inputs=("x",), options=StageOptions())
         self._program.initialise()
-        self._hidden = host_tensor("float32", (1, tokens, width), bytearray(4 * tokens * width))
+        self._hidden = host_tensor("float32", (rows, tokens, width), bytearray(4 * rows * tokens * width))
 
     def __call__(self) -> None:
         call = Call("train", 0, 0)
@@ -87,10 +112,10 @@ class _Run:
         self._program.backward(call, {"y": self._hidden})
 
 
-def block_graph(width: int, tokens: int) -> Graph:
-    """x [1, tokens, width] -> y: attention and a gated MLP, each behind a norm, as language models have them."""
-    made = _Sketch((1, tokens, width))
-    heads = (1, HEADS, tokens, width // HEADS)
+def block_graph(width: int, tokens: int, rows: int) -> Graph:
+    """x [rows, tokens, width] -> y: attention and a gated MLP, each behind a norm, as language models have them."""
+    made = _Sketch((rows, tokens, width))
+    heads = (rows, HEADS, tokens, width // HEADS)
     normed = made.norm(Ref("x"), "attention_norm")
     turned = [
         made.add(
@@ -100,11 +125,11 @@ def block_graph(width: int, tokens: int) -> Graph:
     ]
     query, key, value = made.rotated(turned[0], heads), made.rotated(turned[1], heads), turned[2]
     seen = made.add("fusion.attention", query, key, value, to=heads, scale=1.0, causal=True)
-    merged = made.add("aten.transpose.int", seen, 1, 2, to=(1, tokens, HEADS, width // HEADS))
+    merged = made.add("aten.transpose.int", seen, 1, 2, to=(rows, tokens, HEADS, width // HEADS))
     attended = made.linear(made.reshaped(merged, tokens, width), "o", width)
     middle = made.add("aten.add.Tensor", Ref("x"), attended)
     inner = made.norm(middle, "mlp_norm")
-    wide = (1, tokens, 2 * width)
+    wide = (rows, tokens, 2 * width)
     gate = made.add("aten.silu.default", made.linear(inner, "gate", 2 * width), to=wide)
     mixed = made.add("aten.mul.Tensor", gate, made.linear(inner, "up", 2 * width), to=wide)
     return made.graph(made.add("aten.add.Tensor", middle, made.linear(mixed, "down", width)))
@@ -148,8 +173,8 @@ class _Sketch:
         return self.add("aten.linear.default", x, weight, to=(*entering[:-1], width))
 
     def norm(self, x: Ref, key: str) -> Ref:
-        _, tokens, width = self.shape
-        one = (1, tokens, 1)
+        rows, tokens, width = self.shape
+        one = (rows, tokens, 1)
         square = self.add("aten.pow.Tensor_Scalar", x, 2)
         mean = self.add("aten.mean.dim", square, ListArg((-1,)), True, to=one)
         scale = self.add("aten.rsqrt.default", self.add("aten.add.Scalar", mean, 1e-6, to=one), to=one)
@@ -157,15 +182,15 @@ class _Sketch:
 
     def reshaped(self, x: Ref, *sizes: int) -> Ref:
         known = [size for size in sizes if size > 0]
-        _, tokens, width = self.shape
+        rows, tokens, width = self.shape
         left = tokens * width
         for size in known:
             left //= size
         return self.add(
             "aten.reshape.default",
             x,
-            ListArg((1, *sizes)),
-            to=(1, *(left if size < 0 else size for size in sizes)),
+            ListArg((rows, *sizes)),
+            to=(rows, *(left if size < 0 else size for size in sizes)),
         )
 
     def rotated(self, x: Ref, heads: tuple[int, ...]) -> Ref:

@@ -28,15 +28,17 @@ from fusionai.wire.serving import Segment, ServeOptions
 class ServingBase(ABC):
     """The part of `backends.serving.ServingProgram` that needs no framework."""
 
-    def __init__(self, graph: Graph, options: ServeOptions) -> None:
-        """Raises `ExecutionError` on an attention that a cache does not suit."""
+    def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
+        """`whole`: the stage keeps its inputs, not what attention makes of them. Raises `ExecutionError` on an
+        attention that a cache does not suit."""
         self._graph = graph
         self._options = options
-        self._layers = layer_shapes(graph, options)
+        self._layers = () if whole else layer_shapes(graph, options)
+        self._keeps = whole or bool(self._layers)
         self._windows = {
             shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
         }
-        self._paged = any(shape.window is None for shape in self._layers)
+        self._paged = whole or any(shape.window is None for shape in self._layers)
         self._table = SessionTable(options, paged=self._paged, windows=self._windows)
         self._inputs: dict[frozenset[str], frozenset[str]] = {}
 
@@ -74,7 +76,7 @@ class ServingBase(ABC):
             raise ExecutionError(f"the pass has {positions} positions, rows up to {max(rows)} are wanted of it.")
         self.allocate()
         spans: tuple[Span, ...] = ()
-        if self._layers:
+        if self._keeps:
             spans = self._table.place(segments)
         results = self._computed(spans, fed, names, rows, positions)
         self._table.computed(spans)
@@ -124,7 +126,7 @@ class ServingBase(ABC):
         if POSITIONS in inputs:
             raise ExecutionError("positions follow from the segments, they can't be given.")
         length = sum(segment.length for segment in segments)
-        if self._layers and not segments:
+        if self._keeps and not segments:
             raise ExecutionError("a stage with attention needs to know whose positions these are: no segment came.")
         if length > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
@@ -139,7 +141,7 @@ class ServingBase(ABC):
         found = symbols.get(SEQUENCE, length)
         if found > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {found}.")
-        if segments and found != length and (self._layers or POSITIONS in fed):
+        if segments and found != length and (self._keeps or POSITIONS in fed):
             raise ExecutionError(f"the segments have {length} positions, the inputs {found}.")
         return fed
 

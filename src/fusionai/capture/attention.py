@@ -59,24 +59,36 @@ def attention(
     """
     if dropout:
         raise NotImplementedError("fusion::attention runs eagerly without dropout only; run the captured graph")
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key, value = _shared(query, key), _shared(query, value)
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    rows = torch.arange(query.shape[2], device=query.device)[:, None]
-    columns = torch.arange(key.shape[2], device=query.device)[None, :]
-    seen = columns <= rows if causal else torch.ones_like(columns <= rows)
-    if window is not None:
-        seen = seen & (columns > rows - window if causal else (columns - rows).abs() <= window)
-    if key_mask is not None:
-        seen = seen & key_mask.bool()[:, None, None, :]
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    scores = _masked(scores, MaskRule(causal, window, key_mask))
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = F.softmax(scores.float(), dim=-1).to(query.dtype)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _shared(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Keys or values for each query head."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _masked(scores: torch.Tensor, rule: MaskRule) -> torch.Tensor:
+    """scores [b, h, s, t], what is not seen as low as can be."""
+    rows = torch.arange(scores.shape[2], device=scores.device)[:, None]
+    columns = torch.arange(scores.shape[3], device=scores.device)[None, :]
+    seen: torch.Tensor | None = columns <= rows if rule.causal else None
+    if rule.window is not None:
+        near = columns > rows - rule.window if rule.causal else (columns - rows).abs() <= rule.window
+        seen = near if seen is None else seen & near
+    if rule.key_mask is not None:
+        kept = rule.key_mask.bool()[:, None, None, :]
+        seen = kept if seen is None else seen & kept
+    return scores if seen is None else scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
 
 
 @attention.register_fake
@@ -96,9 +108,11 @@ def attention_forward(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out."""
+    """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out. With a bias that is learned
+    ([b or 1, hq, s, t], as T5 has it) it becomes plain operations."""
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
     if unknown:
         raise ModelError(
@@ -122,6 +136,17 @@ def attention_forward(
                 f"{type(module).__name__} computes its own attention mask, which `fusion.attention` can't express.",
                 hint="Let the model create its masks through transformers' masking functions.",
             )
+    if position_bias is not None:
+        if softcap is not None or s_aux is not None:
+            raise ModelError(
+                f"{type(module).__name__} has a bias besides a softcap or sinks, which no operator has together.",
+                hint="Choose a model with one of them.",
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = query @ _shared(query, key).transpose(-1, -2) * scale + position_bias
+        weights = F.softmax(_masked(scores, rule), dim=-1)
+        weights = F.dropout(weights, p=dropout, training=module.training)
+        return (weights @ _shared(query, value)).transpose(1, 2).contiguous(), None
     result = attention(
         query,
         key,
@@ -135,6 +160,32 @@ def attention_forward(
         float(dropout),
     )
     return result.transpose(1, 2), None
+
+
+def scaled_dot_product(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001 - keys are shared wherever there are fewer
+) -> torch.Tensor:
+    """What `torch.nn.functional.scaled_dot_product_attention` is in a graph: the semantic operator, and with a mask
+    that is a tensor plain operations."""
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if attn_mask is None and query.ndim == 4:
+        return attention(query, key, value, None, None, float(factor), is_causal, None, None, float(dropout_p))
+    if query.ndim == 4:
+        key, value = _shared(query, key), _shared(query, value)
+    scores = query @ key.transpose(-1, -2) * factor
+    if is_causal:
+        rows, columns = (torch.arange(size, device=query.device) for size in scores.shape[-2:])
+        attn_mask = columns[None, :] <= rows[:, None]
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return F.dropout(F.softmax(scores, dim=-1), p=dropout_p, training=True) @ value
 
 
 def mask_rule(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> MaskRule:

@@ -18,12 +18,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusionai.capture.build import Built, build
+from fusionai.capture.experts import by_products
 from fusionai.capture.export import export, output_dims
 from fusionai.capture.lowering import Lowered, Unsupported, lower
+from fusionai.capture.model_inputs import model_inputs
+from fusionai.capture.recurrence import semantic_recurrences
 from fusionai.capture.source import ModelSource
 from fusionai.capture.state import Checkpoint, StateSource, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
 from fusionai.ir.blocks import assign_blocks
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
@@ -115,7 +119,10 @@ def draft(
         if not 1 <= low <= high:
             raise ModelError(f"the range of {name} sizes is {low} to {high}.", hint="Give 1 <= smallest <= largest.")
     built = build(source, seed)
-    specs, names = input_specs(built.module, task, example_inputs or built.example_inputs, output_dims)
+    examples = example_inputs or built.example_inputs
+    if examples is None and built.huggingface is not None and task not in ("causal_lm", "masked_lm"):
+        examples = model_inputs(built.module, built.huggingface.config)
+    specs, names = input_specs(built.module, task, examples, output_dims)
     used_symbols = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
     symbols = {name: bounds for name, bounds in (("b", batch), ("s", sequence)) if name in used_symbols}
     if extra := sorted(used_symbols - set(symbols)):
@@ -135,7 +142,10 @@ def draft(
     if built.huggingface is not None and built.huggingface.weights:
         checkpoint = index_checkpoint(built.huggingface.weights, built, _aliases(built.module))
     built.module.train(train)
-    program = export(TaskModule(built.module, task, names), specs, symbols)
+    if train:
+        by_products(built.module)
+    with semantic_recurrences(built.module):
+        program = export(TaskModule(built.module, task, names), specs, symbols)
     lowered = lower(program, specs, _canonical(built.module))
     constants: dict[str, torch.Tensor] = {
         key: _tensor_constant(program.constants[f"module.{key}" if f"module.{key}" in program.constants else key])
@@ -196,13 +206,14 @@ def _assemble(
     if unused:
         notes.append(f"{len(unused)} parameters have no part in the outputs, first {unused[0]}.")
     nodes = sum(node.op == "fusion.attention" for node in graph.nodes)
-    layers = _attention_layers(built, graph)
+    carrying = sum(OPERATORS[node.op].category == "scan" for node in graph.nodes if node.op in OPERATORS)
+    layers = _attention_layers(built, graph, carrying)
     if nodes != layers:
-        notes.append(
-            f"{nodes} of {layers} attention layers are the semantic operator: training works, cached serving does not."
-        )
-    if any(node.path.endswith(".experts") for node in graph.nodes):
-        notes.append("The experts' weights are gathered per token: right, but slower than grouped products.")
+        notes.append(f"{nodes} of {layers} attention layers are the semantic operator: no cache can serve it.")
+    if carrying:
+        notes.append(f"{carrying} layers carry a state from position to position: no cache can serve it.")
+    if train and any(node.path.endswith(".experts") and node.op == "aten.bmm.default" for node in graph.nodes):
+        notes.append("The experts' weights are gathered per token: right, but slower than products by groups.")
     without_program = [key for key, program in built.programs.items() if program is None]
     captured = Captured(
         graph=graph,
@@ -246,9 +257,10 @@ def _canonical(module: nn.Module) -> dict[str, str]:
     return {name: first for first, others in _aliases(module).items() for name in (first, *others)}
 
 
-def _attention_layers(built: Built, graph: Graph) -> int:
-    """How many attention layers the model has. Hugging Face configurations say; elsewhere whatever makes a softmax of
-    its own is taken for one, so that a doubt counts against cached serving."""
+def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
+    """How many attention layers the model has. Hugging Face configurations say, of all layers together where they don't
+    tell them from those that carry a state; elsewhere whatever makes a softmax of its own is taken for one, so that a
+    doubt counts against cached serving."""
     if built.huggingface is None:
         return sum(
             node.op == "fusion.attention" or "softmax" in node.op.replace("log_softmax", "") or "scaled_dot" in node.op
@@ -258,7 +270,7 @@ def _attention_layers(built: Built, graph: Graph) -> int:
     kinds = getattr(config, "layer_types", None)
     if isinstance(kinds, list | tuple):
         return sum("attention" in kind and "linear" not in kind for kind in kinds)
-    return int(getattr(config, "num_hidden_layers", 0))
+    return max(0, int(getattr(config, "num_hidden_layers", 0)) - carrying)
 
 
 def _longest_sequence(built: Built) -> int | None:

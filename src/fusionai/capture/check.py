@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusionai.backends.registry import lacking
 from fusionai.capture.capture import Range, draft
 from fusionai.capture.source import ModelSource, describe
 from fusionai.capture.tasks import Task
 from fusionai.ir.blocks import block_hashes
 from fusionai.ir.graph import reads
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
@@ -59,10 +61,13 @@ class CheckReport:
     owed_bytes: int
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    lacking: Mapping[str, tuple[str, ...]]
+    """Backend that is installed here -> operators of the model it has not."""
 
     @property
     def cached_serving(self) -> bool:
-        return self.ok and self.attention_layers == self.attention_nodes > 0
+        carries = any(OPERATORS[op].category == "scan" for op in self.operators if op in OPERATORS)
+        return self.ok and self.attention_layers == self.attention_nodes > 0 and not carries
 
 
 def check(
@@ -85,6 +90,7 @@ def check(
             validate(graph)
         except GraphError as error:
             problems.append(Problem("", "", str(error)))
+    operators = Counter(node.op for node in graph.nodes)
     return CheckReport(
         model=describe(source),
         ok=not problems,
@@ -92,7 +98,7 @@ def check(
         parameter_bytes=sum(
             tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.kind == "parameter"
         ),
-        operators=dict(sorted(Counter(node.op for node in graph.nodes).items(), key=lambda item: (-item[1], item[0]))),
+        operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         blocks=_blocks(graph),
         attention_layers=captured.attention_layers,
         attention_nodes=captured.attention_nodes,
@@ -101,6 +107,7 @@ def check(
         ),
         problems=tuple(problems),
         notes=captured.notes,
+        lacking={} if problems else lacking(graph),
     )
 
 

@@ -16,19 +16,22 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import fx, nn
+from torch._C import DispatchKey
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusionai.capture.attention import scaled_dot_product
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.primitives.errors import ModelError
 
@@ -52,12 +55,31 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         try:
             with _own_words():
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
+            _keep_gradient_stops(program)
+            return program.run_decompositions(_decompositions())
         except ModelError:
             raise
         except Exception as error:
             raise _explain(error) from error
-        _keep_gradient_stops(program)
-        return program.run_decompositions({})
+
+
+@cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the sequence,
+    weights that are a direction and a length, and attention by torch's own function."""
+    aten = torch.ops.aten
+    table: dict[Any, Callable[..., Any]] = {
+        aten._weight_norm.default: _weight_norm,
+        aten.scaled_dot_product_attention.default: scaled_dot_product,
+    }
+    for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
+        table[packet.input] = packet.input.py_kernels[DispatchKey.CompositeImplicitAutograd]
+    return table
+
+
+def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    others = [at for at in range(direction.ndim) if at != dim % direction.ndim]
+    return direction * (length / torch.linalg.vector_norm(direction, 2, others, keepdim=True))
 
 
 def output_dims(task: TaskModule, inputs: tuple[InputSpec, ...]) -> tuple[int | str, ...]:

@@ -28,9 +28,23 @@ if TYPE_CHECKING:
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _STORED_KEYS = frozenset(
     {"_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
-    | {"use_cache"}
+    | {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
 )
 """Keys that files carry besides a configuration class's own fields."""
+
+
+_HEADS: Mapping[Architecture, tuple[str, ...]] = {
+    "causal_lm": ("AutoModelForCausalLM",),
+    "masked_lm": ("AutoModelForMaskedLM",),
+    "seq2seq_lm": ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
+    "classification": (
+        "AutoModelForSequenceClassification",
+        "AutoModelForImageClassification",
+        "AutoModelForAudioClassification",
+    ),
+    "plain": ("AutoModel",),
+}
+"""Transformers' auto classes, tried in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +66,15 @@ class HuggingFaceModel:
         )
         # The default of mixtures of experts sorts tokens by the data and calls an operator that exists in transformers
         # only; this one gathers each token's expert weights: slower, but plain operations of any framework.
-        return self._from_config(ATTENTION if replaceable else "eager", experts_implementation="batched_mm")
+        return self._from_config(ATTENTION if replaceable else self._own_way(), experts_implementation="batched_mm")
 
     def construct_plain(self) -> nn.Module:
         """The module in float32 as transformers itself would run it."""
-        return self._from_config("sdpa" if getattr(self._model_class(), "_supports_sdpa", False) else "eager")
+        return self._from_config(self._own_way())
+
+    def _own_way(self) -> str:
+        """Transformers' default. Falcon with ALiBi computes something else in its other way."""
+        return "sdpa" if getattr(self._model_class(), "_supports_sdpa", False) else "eager"
 
     def _from_config(self, attention: str, **choices: str) -> nn.Module:
         config = copy.deepcopy(self.config)
@@ -65,22 +83,20 @@ class HuggingFaceModel:
         return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32, **choices)
 
     def _auto(self) -> Any:
+        """The first auto class of the architecture that knows such a configuration."""
         import transformers
 
-        return {
-            "causal_lm": transformers.AutoModelForCausalLM,
-            "masked_lm": transformers.AutoModelForMaskedLM,
-            "sequence_classification": transformers.AutoModelForSequenceClassification,
-            "plain": transformers.AutoModel,
-        }[self.architecture]
+        for name in _HEADS[self.architecture]:
+            auto = getattr(transformers, name)
+            if type(self.config) in auto._model_mapping:
+                return auto
+        raise ModelError(
+            f"transformers has no {self.architecture} model for {self.config.model_type!r}.",
+            hint="Choose another task or another model.",
+        )
 
     def _model_class(self) -> type[nn.Module]:
-        classes = self._auto()._model_mapping.get(type(self.config), None)
-        if classes is None:
-            raise ModelError(
-                f"transformers has no {self.architecture} model for {self.config.model_type!r}.",
-                hint="Choose another architecture or another model.",
-            )
+        classes = self._auto()._model_mapping[type(self.config)]
         return classes[0] if isinstance(classes, list | tuple) else classes
 
 

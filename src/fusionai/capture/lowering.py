@@ -330,24 +330,18 @@ def _attention(lowering: _Lowering, node: fx.Node) -> None:
     lowering.emit(node, "fusion.attention", (query, key, value), kwargs)
 
 
-def _scaled_dot_product(lowering: _Lowering, node: fx.Node) -> None:
-    bound: dict[str, Any] = dict(
-        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)
-    )
-    bound |= node.kwargs
-    query = bound["query"].meta["val"]
-    dropout = float(bound.get("dropout_p", 0.0))
-    if bound.get("attn_mask") is None and query.ndim == 4:
-        scale = bound.get("scale")
-        kwargs = {
-            "scale": query.shape[-1] ** -0.5 if scale is None else scale, "causal": bool(bound.get("is_causal")),
-            "window": None, "softcap": None, "dropout": dropout, "sinks": None, "key_mask": None,
-        }  # fmt: skip
-        lowering.emit(node, "fusion.attention", (bound["query"], bound["key"], bound["value"]), kwargs)
-        return
-    if dropout:
-        raise _Refusal("attention with a mask tensor has no reproducible dropout; set its dropout to 0")
-    lowering.emit(node, "aten.scaled_dot_product_attention.default", node.args, node.kwargs)
+def _linear_scan(lowering: _Lowering, node: fx.Node) -> None:
+    lowering.emit(node, "fusion.linear_scan", node.args, {})
+
+
+def _linear_attention(lowering: _Lowering, node: fx.Node) -> None:
+    query, key, value, decay, beta = node.args
+    lowering.emit(node, "fusion.linear_attention", (query, key, value), {"decay": decay, "beta": beta})
+
+
+def _expert_linear(lowering: _Lowering, node: fx.Node) -> None:
+    x, weight, experts, transposed = node.args
+    lowering.emit(node, "fusion.expert_linear", (x, weight, experts), {"transposed": transposed})
 
 
 def _dropout(lowering: _Lowering, node: fx.Node) -> None:
@@ -404,10 +398,18 @@ def _normalise(lowering: _Lowering, node: fx.Node) -> None:
     lowering.names[node] = (node.name,)
 
 
+def _other_name(op: str) -> Callable[[_Lowering, fx.Node], None]:
+    return lambda lowering, node: lowering.emit(node, op, node.args, node.kwargs)
+
+
 _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
     "fusion.attention.default": _attention,
-    "aten.scaled_dot_product_attention.default": _scaled_dot_product,
+    "fusion.expert_linear.default": _expert_linear,
+    "fusion.linear_attention.default": _linear_attention,
+    "fusion.linear_scan.default": _linear_scan,
     "aten.dropout.default": _dropout,
+    "aten.min.other": _other_name("aten.minimum.default"),
+    "aten.max.other": _other_name("aten.maximum.default"),
     "aten.native_dropout.default": _dropout,
     "aten.new_empty.default": _new_empty,
     "aten.copy.default": _copy,

@@ -34,7 +34,7 @@ REDUCED_LAYERS: Final = 2
 TOLERANCE: Final = 1e-5
 """Relative to the largest magnitude of the tensor compared."""
 _SIZES: Final = {"b": 2, "s": 9}
-_REDUCIBLE: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+REDUCIBLE: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def checkable(captured: Captured) -> bool:
     if captured.n_parameters <= LARGEST_PARAMETERS:
         return True
     fields = {} if captured.config is None else dict(captured.config)
-    depth = next((name for name in _REDUCIBLE if isinstance(fields.get(name), int)), None)
+    depth = next((name for name in REDUCIBLE if isinstance(fields.get(name), int)), None)
     if captured.source.built.huggingface is None or depth is None:
         return False
     layers = fields[depth]
@@ -191,7 +191,7 @@ def _reduce(captured: Captured) -> Captured:
     """The same configuration with a few layers, captured the same way."""
     huggingface = captured.source.built.huggingface
     fields: dict[str, Any] = {} if captured.config is None else dict(captured.config)
-    depth = next((name for name in _REDUCIBLE if isinstance(fields.get(name), int)), None)
+    depth = next((name for name in REDUCIBLE if isinstance(fields.get(name), int)), None)
     if huggingface is None or depth is None or not checkable(captured):
         raise ModelError(
             f"{captured.graph.name} has {captured.n_parameters} parameters, too many to check in memory.",

@@ -19,7 +19,7 @@ from fusionai.primitives.errors import ModelError
 if TYPE_CHECKING:
     from torch import nn
 
-Architecture = Literal["causal_lm", "masked_lm", "sequence_classification", "plain"]
+Architecture = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification", "plain"]
 """Which head a Hugging Face configuration is built with; `plain` is the bare model (`AutoModel`)."""
 
 _CODE_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -68,6 +68,15 @@ class FactorySource:
 
 
 ModelSource = ConfigSource | DirectorySource | HubSource | CodeSource | FactorySource
+
+
+def architecture_of(task: str) -> Architecture:
+    """The head that a task trains."""
+    match task:
+        case "causal_lm" | "masked_lm" | "seq2seq_lm" | "classification":
+            return task
+        case _:
+            return "plain"
 
 
 def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSource:

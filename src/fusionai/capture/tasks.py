@@ -17,13 +17,14 @@ from torch import nn
 
 from fusionai.primitives.errors import ModelError
 
-Task = Literal["causal_lm", "masked_lm", "classification", "regression", "module_loss", "none"]
-"""`causal_lm`: next token, labels shifted by the feed. `masked_lm`: labels at their own position. `classification`:
-cross entropy of logits [b, c]. `regression`: mean squared error. `module_loss`: the module returns its loss. `none`:
-the module's outputs only."""
+Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss", "none"]
+"""`causal_lm`: next token, labels shifted by the feed. `masked_lm`: labels at their own position. `seq2seq_lm`: labels
+at the decoder's positions, whose inputs are given. `classification`: cross entropy of logits [b, c]. `regression`: mean
+squared error. `module_loss`: the module returns its loss. `none`: the module's outputs only."""
 
 IGNORED_LABEL: Final = -100
 BATCH: Final = "b"
+DECODER: Final = "decoder_input_ids"
 SEQUENCE: Final = "s"
 
 
@@ -60,7 +61,7 @@ class TaskModule(nn.Module):
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         result = self._call({name: inputs[name] for name in self.names})
         match self.task:
-            case "causal_lm" | "masked_lm":
+            case "causal_lm" | "masked_lm" | "seq2seq_lm":
                 logits = _tensor(result, "logits").float()
                 loss = F.cross_entropy(
                     logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1), ignore_index=IGNORED_LABEL
@@ -125,6 +126,14 @@ def input_specs(
         case "regression":
             dims = output_dims(TaskModule(module, "none", names), tuple(specs))
             labels = InputSpec("labels", dims, torch.float32)
+        case "seq2seq_lm":
+            decoder = next((spec for spec in specs if spec.name == DECODER), None)
+            if decoder is None:
+                raise ModelError(
+                    f"the task 'seq2seq_lm' needs an input {DECODER!r}; given are {', '.join(names)}.",
+                    hint="Give what the decoder reads: the target's tokens, one position later.",
+                )
+            labels = InputSpec("labels", decoder.dims, torch.int64, _vocabulary(module))
         case _:
             labels = InputSpec("labels", specs[0].dims, torch.int64)
     return (*specs, labels), names

@@ -40,17 +40,16 @@ def check(model: str, task: Task, operators: bool, json_file: Path | None) -> in
     """
     with loading():
         from fusionai.capture import check as capture_check
-        from fusionai.capture.source import parse_source
+        from fusionai.capture.source import architecture_of, parse_source
 
-    architecture = task if task in ("causal_lm", "masked_lm") else "plain"
-    report = capture_check.check(parse_source(model, architecture), task=task)
+    report = capture_check.check(parse_source(model, architecture_of(task)), task=task)
     if json_file is not None:
         write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
-    _show(report, every_operator=operators)
+    _show(report, task, every_operator=operators)
     return 0 if report.ok else 1
 
 
-def _show(report: CheckReport, *, every_operator: bool) -> None:
+def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
     console.line(
         f"{console.printable(report.model)}: {format_count(report.parameters)} parameters "
         f"({format_bytes(report.parameter_bytes)}), {sum(report.operators.values())} calls of {len(report.operators)} "
@@ -68,9 +67,12 @@ def _show(report: CheckReport, *, every_operator: bool) -> None:
     for problem in report.problems:
         where = f" in {problem.path}" if problem.path else ""
         console.line(f"Unsupported: {problem.op}{where}: {problem.reason}")
+    for backend, operators in report.lacking.items():
+        if operators:
+            console.line(f"Machines with {backend} take no stage with {', '.join(operators)}, which it lacks.")
     if report.ok:
-        serving = "and served with a cache" if report.cached_serving else "but not served with a cache"
-        console.line(f"It fits: it can be trained on a pool {serving}.")
+        served = " and served with a cache" if report.cached_serving else " and served, each text computed anew"
+        console.line(f"It fits: it can be trained on a pool{served if task == 'causal_lm' else ''}.")
     else:
         console.line(
             "It does not fit: replace what is unsupported in the model, or add the operator (CONTRIBUTING.md)."

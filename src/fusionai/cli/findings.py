@@ -1,6 +1,6 @@
 """Looking at this machine, area by area. Decides what is good, worth a note or in need of mending; changes nothing.
 
-PyTorch is looked at from a process of its own (`backends.torch.survey`), so a broken driver is a finding and not a
+Every framework is looked at from a process of its own (`backends.survey`), so a broken driver is a finding and not a
 crash. The only address contacted is that of the pool's broker, where there is one. Neighbours: `cli.doctor` shows
 these.
 """
@@ -25,7 +25,8 @@ import psutil
 
 from fusionai import __version__
 from fusionai.backends.interface import DeviceReport
-from fusionai.backends.torch.survey import Survey
+from fusionai.backends.registry import BACKENDS, REQUIREMENTS, TRAINING
+from fusionai.backends.survey import Survey
 from fusionai.cli.reach import Reach, look
 from fusionai.client.owner import OWNER_DIRECTORY, any_membership
 from fusionai.primitives import environment
@@ -60,23 +61,27 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything found; `device` holds the measured figures where measuring worked."""
+    """Everything found; `device` holds the measured figures where measuring worked, `backends` those of every framework
+    that is installed."""
 
     version: str
     findings: tuple[Finding, ...]
     versions: dict[str, str]
     device: DeviceReport | None
+    backends: dict[str, DeviceReport]
     addresses: tuple[str, ...]
 
 
 def everything(*, device: str, threads: int | None, home: Path, port: int = 0) -> Report:
     """Look at all areas; a few seconds, most of them for the speed. The broker tries `port`; 0: any."""
     versions = {name: version for name in _LIBRARIES if (version := _installed(name)) is not None}
-    looked, problem = _look_at_torch(device, threads) if "torch" in versions else (None, "torch is not installed")
+    looked = {name: _look_at(name, device, threads) for name in BACKENDS if _installed(name) is not None}
+    reports = {name: one.report for name, one in looked.items() if isinstance(one, Survey) and one.report is not None}
     addresses = tuple(_addresses())
     found = [
         *_of_software(versions),
-        *_of_torch(looked, problem),
+        *_of_torch(looked.get("torch", "torch is not installed"), alone=not {*reports} & {*TRAINING} - {"torch"}),
+        *(finding for name in BACKENDS if name != "torch" for finding in _of_another(name, looked.get(name))),
         *_of_memory(),
         *_of_disk(home),
         *_of_network(addresses),
@@ -89,7 +94,8 @@ def everything(*, device: str, threads: int | None, home: Path, port: int = 0) -
         version=__version__,
         findings=tuple(found),
         versions=versions,
-        device=None if looked is None else looked.report,
+        device=next(iter(reports.values()), None),
+        backends=reports,
         addresses=addresses,
     )
 
@@ -103,8 +109,9 @@ def _of_software(versions: dict[str, str]) -> Iterator[Finding]:
     )
 
 
-def _look_at_torch(device: str, threads: int | None) -> tuple[Survey | None, str]:
-    command = [sys.executable, "-m", "fusionai.backends.torch.survey", "--device", device]
+def _look_at(backend: str, device: str, threads: int | None) -> Survey | str:
+    """What it sees, or why it could not be looked at."""
+    command = [sys.executable, "-m", "fusionai.backends.survey", "--backend", backend, "--device", device]
     if threads is not None:
         command += ["--threads", str(threads)]
     try:
@@ -112,25 +119,26 @@ def _look_at_torch(device: str, threads: int | None) -> tuple[Survey | None, str
             command, capture_output=True, timeout=_SURVEY_TIMEOUT_S, env=environment.inherited(), check=False
         )
     except subprocess.TimeoutExpired:
-        return None, f"looking at PyTorch's devices took more than {format_seconds(_SURVEY_TIMEOUT_S)}"
+        return f"looking at the devices of {backend} took more than {format_seconds(_SURVEY_TIMEOUT_S)}"
     if done.returncode != 0:
         complaint = done.stderr.decode(errors="replace").strip().splitlines()
         last = complaint[-1] if complaint else "it said nothing"
         how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
-        return None, f"the process that imported torch {how}: {last}"
-    return msgspec.json.decode(done.stdout, type=Survey), ""
+        return f"the process that imported {backend} {how}: {last}"
+    return msgspec.json.decode(done.stdout, type=Survey)
 
 
-def _of_torch(looked: Survey | None, problem: str) -> Iterator[Finding]:
-    if looked is None:
+def _of_torch(looked: Survey | str, *, alone: bool) -> Iterator[Finding]:
+    """`alone`: no other framework here can train."""
+    if isinstance(looked, str):
         yield Finding(
             area="PyTorch",
-            state="bad",
-            what=problem,
+            state="bad" if alone else "note",
+            what=looked,
             remedy="Install the build of PyTorch for this machine: `python -m pip install --force-reinstall torch`.",
         )
         return
-    yield Finding(area="devices", state="good", what="; ".join(looked.devices))
+    yield Finding(area="devices", state="good", what="; ".join(looked.seen.devices))
     yield from _of_graphics_cards(looked)
     if looked.report is None:
         yield Finding(
@@ -140,9 +148,40 @@ def _of_torch(looked: Survey | None, problem: str) -> Iterator[Finding]:
             remedy="Try `fusion doctor --device cpu`; if that works, the graphics driver is at fault.",
         )
         return
-    report = looked.report
-    yield Finding(
-        area="speed",
+    yield _speed("speed", looked.report)
+
+
+def _of_another(name: str, looked: Survey | str | None) -> Iterator[Finding]:
+    """Of a framework besides PyTorch: nobody needs it."""
+    purpose = "train and serve" if name in TRAINING else "serve"
+    install = f"pip install {REQUIREMENTS[name]}"
+    match looked:
+        case None:
+            yield Finding(
+                area=name,
+                state="note",
+                what=f"not installed; with it this machine could {purpose} by --backend {name}",
+                remedy=f"Nothing, unless you prefer it: `{install}`.",
+            )
+        case Survey(report=DeviceReport() as report):
+            yield _speed(name, report)
+        case Survey(problem=problem):
+            yield Finding(
+                area=name,
+                state="note",
+                what=f"the device could not be measured: {problem}",
+                remedy=_REINSTALL % install,
+            )
+        case _:
+            yield Finding(area=name, state="note", what=looked, remedy=_REINSTALL % install)
+
+
+_REINSTALL: Final = "Install it anew, or leave it: `%s`."
+
+
+def _speed(area: str, report: DeviceReport) -> Finding:
+    return Finding(
+        area=area,
         state="good",
         what=f"{report.device} ({report.device_name}): {report.flops_per_s / 1e9:.3g} GFLOP/s in float32 with "
         f"{report.threads} thread{'s' if report.threads != 1 else ''}{_pace(report)}, memory at "
@@ -151,39 +190,40 @@ def _of_torch(looked: Survey | None, problem: str) -> Iterator[Finding]:
 
 
 def _pace(report: DeviceReport) -> str:
-    if not report.block_flops_per_s > 0:
+    pace = report.pace
+    if pace is None:
         return ""
-    return (
-        f" ({report.block_flops_per_s / 1e9:.3g} GFLOP/s in training and {format_seconds(report.call_s)} an operator)"
-    )
+    moved = f", {format_bytes(1 / pace.byte_s)}/s read and written" if pace.byte_s > 0 else ""
+    return f" (in training {pace.flops_per_s / 1e9:.3g} GFLOP/s, {format_seconds(pace.call_s)} an operator{moved})"
 
 
 def _of_graphics_cards(looked: Survey) -> Iterator[Finding]:
     """Cards that are in the machine and not in PyTorch's list."""
-    seen = any(device.startswith("cuda") for device in looked.devices)
+    build, devices = looked.seen, looked.seen.devices
+    seen = any(device.startswith("cuda") for device in devices)
     card = _nvidia_card()
     if card and not seen:
-        if looked.cuda_build is None:
-            what = f"{card} is here, but torch {looked.torch_version} is a build without CUDA"
+        if build.cuda_build is None:
+            what = f"{card} is here, but torch {build.version} is a build without CUDA"
             remedy = (
                 'Install a build of torch with CUDA into this environment (PyTorch\'s page "Get Started" gives the '
                 "command for your driver), then run `fusion doctor` again."
             )
         else:
-            what = f"{card} is here, but torch (built for CUDA {looked.cuda_build}) can't use it"
+            what = f"{card} is here, but torch (built for CUDA {build.cuda_build}) can't use it"
             remedy = (
-                f"Update the NVIDIA driver to one for CUDA {looked.cuda_build} or newer, or install a build of torch "
+                f"Update the NVIDIA driver to one for CUDA {build.cuda_build} or newer, or install a build of torch "
                 "for the driver that is here; in a container, start it with access to the GPU."
             )
         yield Finding(area="NVIDIA card", state="bad", what=what, remedy=remedy)
-    if Path("/dev/kfd").exists() and not seen and looked.hip_build is None:
+    if Path("/dev/kfd").exists() and not seen and build.hip_build is None:
         yield Finding(
             area="AMD card",
             state="bad",
-            what=f"an AMD compute device is here, but torch {looked.torch_version} is a build without ROCm",
+            what=f"an AMD compute device is here, but torch {build.version} is a build without ROCm",
             remedy='Install a build of torch with ROCm (PyTorch\'s page "Get Started" gives the command).',
         )
-    if sys.platform == "darwin" and platform.machine() == "arm64" and "mps" not in looked.devices:
+    if sys.platform == "darwin" and platform.machine() == "arm64" and "mps" not in devices:
         yield Finding(
             area="Apple GPU",
             state="bad",

@@ -30,10 +30,11 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; lend nothing.")
 @click.option(
     "--backend",
-    type=click.Choice(BACKENDS),
-    default="torch",
+    type=click.Choice(("auto", *BACKENDS)),
+    default="auto",
     show_default=True,
-    help="What computes; jax needs fusionai[jax], onnxruntime (which serves and can't train) fusionai[onnxruntime].",
+    help="What computes; auto takes what is installed. jax needs fusionai[jax], onnxruntime (which serves and can't "
+    "train) fusionai[onnxruntime].",
 )
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True, help="Where."

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
@@ -155,8 +156,7 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "device": profile.device,
         "device_name": profile.device_name,
         "flops_per_s": profile.flops_per_s,
-        "block_flops_per_s": profile.block_flops_per_s or None,
-        "call_s": profile.call_s if profile.block_flops_per_s else None,
+        "pace": None if profile.pace is None else msgspec.to_builtins(profile.pace),
         "memory_bytes": profile.memory_bytes,
         "threads": profile.threads,
         "share": profile.share,

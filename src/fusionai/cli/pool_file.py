@@ -118,6 +118,12 @@ def _peer_table(entry: Mapping[str, object], where: str) -> PeerTable:
             raise RecipeError(
                 f"{where}: {key!r} is about the catalogue's speed, but {why}.", hint=f"Leave {key!r} out."
             )
+    for key in ("call_s", "moved_bytes_per_s"):
+        if getattr(table, key) is not None and table.block_flops_per_s is None:
+            raise RecipeError(
+                f"{where}: {key!r} goes with 'block_flops_per_s', which is not given.",
+                hint="`fusion doctor` shows all three; give them together, or leave them out.",
+            )
     return table
 
 
@@ -159,8 +165,7 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
             device="cpu" if device is None else "cuda",
             device_name="" if device is None else device.name,
             flops_per_s=flops_per_s,
-            block_flops_per_s=table.block_flops_per_s or 0.0,
-            call_s=table.call_s or 0.0,
+            pace=table.pace,
             memory_bandwidth_bytes_per_s=bandwidth or 0.0,
             memory_bytes=memory_bytes,
             share=parse_share(table.share),

@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fusionai.primitives.pace import Pace
 from fusionai.scheduling.catalogue import Dtype
 
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -31,7 +32,9 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     flops_per_s: Annotated[float, Meta(gt=0)] | None = None
     block_flops_per_s: Annotated[float, Meta(gt=0)] | None = None
     call_s: Annotated[float, Meta(ge=0)] | None = None
-    """What `fusion doctor` measures in training: operations per second, and seconds per operator called."""
+    moved_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
+    """What `fusion doctor` measures in training: operations per second, seconds per operator called, bytes read and
+    written per second (`primitives.pace`). The last two go with the first."""
     memory: str | None = None
     memory_bandwidth_bytes_per_s: Annotated[float, Meta(ge=0)] | None = None
     precision: Dtype | None = None
@@ -49,6 +52,13 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     fingerprint: Annotated[str, Meta(max_length=256)] = ""
     """Machines with equal ones compute equal bits. Left out, `count` machines of one table are alike and no others."""
     count: Annotated[int, Meta(ge=1, le=10_000)] = 1
+
+    @property
+    def pace(self) -> Pace | None:
+        if self.block_flops_per_s is None:
+            return None
+        byte_s = 0.0 if self.moved_bytes_per_s is None else 1 / self.moved_bytes_per_s
+        return Pace(flops_per_s=self.block_flops_per_s, call_s=self.call_s or 0.0, byte_s=byte_s)
 
     @property
     def catalogue_dtype(self) -> Dtype:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -21,7 +21,14 @@ from fusionai.backends.state import state_bytes_ratio
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
 from fusionai.capture.self_check import checkable, self_check
-from fusionai.capture.source import Architecture, CodeSource, ConfigSource, DirectorySource, HubSource, ModelSource
+from fusionai.capture.source import (
+    CodeSource,
+    ConfigSource,
+    DirectorySource,
+    HubSource,
+    ModelSource,
+    architecture_of,
+)
 from fusionai.client.near_links import near_links
 from fusionai.client.pool_session import Member
 from fusionai.corpus.recipe import Recipe
@@ -110,7 +117,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
 
 def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> ModelSource:
     """Where the model comes from. A configuration without `vocab_size` gets the tokenizer's."""
-    architecture = cast(Architecture, recipe.model.task if recipe.model.task in ("causal_lm", "masked_lm") else "plain")
+    architecture = architecture_of(recipe.model.task)
     match recipe.model.source:
         case ConfigModel(config=config):
             return ConfigSource(_with_tokenizer(config, vocabulary, end_id), architecture)

@@ -195,6 +195,9 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         owner = _owner_profile(membership.peer, report, request, 0 if draft is None else draft.weight_bytes)
         names[membership.peer] = owner.name
         needs = request.needs(model.positions)
+        if model.whole:
+            needs = _whole_needs(needs, model)
+            on_event(Noted(f"no cache can serve {files.name}: each text is computed anew for every token"))
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
         needs = msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
         job = JobId(f"{job_name(files.name)}-{secrets.token_hex(4)}")
@@ -338,6 +341,16 @@ async def _hashed(
     return weights
 
 
+def _whole_needs(needs: ServingNeeds, model: ServedModel) -> ServingNeeds:
+    if (needs.weights, needs.cache) != ("fp32", "fp32"):
+        raise UsageError(
+            f"{model.files.name} is computed as a whole for every token, with weights and inputs in fp32; asked for "
+            f"were {needs.weights} and {needs.cache}.",
+            hint="Leave --weights and --cache out.",
+        )
+    return msgspec.structs.replace(needs, whole=True)
+
+
 def _serving_job(
     model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights, speculate: Speculate
 ) -> ServingJob:
@@ -356,6 +369,7 @@ def _serving_job(
             pages=sizes.pages,
             sessions=sizes.sessions + 1,  # the probe is one
             pass_tokens=sizes.pass_tokens,
+            whole=model.whole,
         ),
         weights=weights,
         vocabulary=model.vocabulary,

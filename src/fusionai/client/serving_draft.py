@@ -39,6 +39,11 @@ class DraftModel:
 def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
     """Blocking. Raises `ModelError` where it speaks other tokens than `model`."""
     draft = open_model(files)
+    if draft.whole:
+        raise ModelError(
+            f"no cache can serve {files.name}: guessing with it would take longer than not to guess.",
+            hint="Use a smaller model of another family with the same tokens, or go without --draft.",
+        )
     if not draft.texts.tokenizer.is_like(model.texts.tokenizer):
         raise ModelError(
             f"the draft {files.name} has other tokens than {model.files.name}: what it guesses would mean nothing.",

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusionai.capture.capture import Captured, capture
+from fusionai.capture.causality import require_causal
 from fusionai.capture.huggingface import model_directory
 from fusionai.capture.source import DirectorySource, HubSource, parse_source
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import LOGITS, require_servable, serving_graph
-from fusionai.primitives.errors import ModelError
+from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
+from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.serving.graph import weight_keys
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.text import read_json
@@ -48,7 +49,7 @@ class ServedFiles:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """`graph`: the part that serves. `positions`: the longest context, None where the model has no limit.
-    `windows`: some layers keep a window only."""
+    `windows`: some layers keep a window only. `whole`: no cache can serve it, texts are computed anew."""
 
     files: ServedFiles
     captured: Captured
@@ -57,6 +58,7 @@ class ServedModel:
     positions: int | None
     texts: ModelText
     windows: bool
+    whole: bool
 
 
 def find_model(text: str) -> ServedFiles:
@@ -113,19 +115,37 @@ def open_model(files: ServedFiles) -> ServedModel:
     source = DirectorySource(files.directory)
     captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False)
     graph = serving_graph(captured.graph)
-    require_servable(graph, attention_nodes=captured.attention_nodes, attention_layers=captured.attention_layers)
+    whole = not _has_caches(graph, captured)
     size = graph.values[graph.outputs[LOGITS]].shape[-1]
     if not isinstance(size, int):
         raise ModelError(f"{files.name}: the size of the vocabulary is not fixed.")
+    positions = _positions(captured.config or {})
+    if whole:
+        positions = min(positions or LONGEST_PASS, graph.symbols.get(SEQUENCE, (1, LONGEST_PASS))[1])
     return ServedModel(
         files=files,
         captured=captured,
         graph=graph,
         vocabulary=size,
-        positions=_positions(captured.config or {}),
+        positions=positions,
         texts=texts,
-        windows=any(node.op == "fusion.attention" and node.kwargs.get("window") is not None for node in graph.nodes),
+        windows=not whole
+        and any(node.op == "fusion.attention" and node.kwargs.get("window") is not None for node in graph.nodes),
+        whole=whole,
     )
+
+
+def _has_caches(graph: Graph, captured: Captured) -> bool:
+    """Whether keys and values are all that later positions need; else it must at least be causal. Raises
+    `ModelError`, `GraphError`."""
+    try:
+        require_servable(graph, attention_nodes=captured.attention_nodes, attention_layers=captured.attention_layers)
+    except GraphError:
+        if graph.state_writes:
+            raise
+        require_causal(captured)
+        return False
+    return True
 
 
 def hash_weights(

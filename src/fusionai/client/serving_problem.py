@@ -36,7 +36,13 @@ def serving_problem(
     spec = graph.values[graph.outputs[LOGITS]]
     vocabulary = spec.shape[-1]
     row_bytes = vocabulary * ITEMSIZE_BYTES[spec.dtype] if isinstance(vocabulary, int) else 0
-    costs = serving_costs(graph, weights=needs.weights, cache=needs.cache, pass_tokens=needs.pass_tokens)
+    costs = serving_costs(
+        graph,
+        weights=needs.weights,
+        cache=needs.cache,
+        pass_tokens=needs.pass_tokens,
+        whole_tokens=max(1, needs.context_tokens // 2) if needs.whole else None,
+    )
     return Problem(
         task="serve",
         graph_hash=content_hash(graph),

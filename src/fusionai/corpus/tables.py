@@ -15,7 +15,7 @@ from msgspec import Meta
 from fusionai.wire.codecs import Compression, Exchanged
 from fusionai.wire.messages import OptimizerSpec
 
-Task = Literal["causal_lm", "masked_lm", "classification", "regression", "module_loss"]
+Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss"]
 Format = Literal["auto", "text", "jsonl", "parquet", "tensors"]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 NotNegative = Annotated[int, Meta(ge=0, le=2**40)]

@@ -5,7 +5,9 @@
 group first by a Hadamard matrix with fixed signs: what was one large number among small ones is spread over all (as
 QuIP#, arXiv 2402.04396, does with weights), and every group looks as if drawn from a normal distribution. `int4` then
 has levels of -7 to 7; `senary`, `int2`, `ternary` and `sign` have the six, four, three and two values that lose least
-of such a distribution.
+of such a distribution. `subspace` keeps the first quarter of what is turned, by the same signs in every row: a
+projection, whose gradient is the same projection, so that gradients lose nothing that a model without it would need
+(the idea of protocol models, arXiv 2506.01260, with a subspace that is given instead of learned).
 
 Rows of activations have most of their energy in common. Where few bits are left, they *follow* each other: what is
 packed is the difference from the mean of the rows before, as it comes back from packing, so that both sides know it
@@ -53,7 +55,7 @@ _NAN: Final = np.uint32(0x7FC0)
 _NOT_FINITE: Final = np.uint32(0x7F800000)
 _TINY: Final = np.uint32(0x03800000)
 """2**-120: the inverse of a smaller scale would be infinite. Such groups are zeros."""
-_MOST: Final[dict[Packing, int]] = {"int8": 127, "int4": 7, "topk": 127}
+_MOST: Final[dict[Packing, int]] = {"int8": 127, "int4": 7, "topk": 127, "subspace": 127}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def _encoded(x: Floats, codec: Packing, shape: tuple[int, ...], *, following: bo
         rows = np.pad(rows, ((0, 0), (0, 0), (0, missing)))
     out = np.empty(packed_bytes(codec, shape), np.uint8)
     levels, scales = layout.parts(out)
-    starts = starts_of(layout.groups).reshape(scales.shape)
+    starts = _starts(layout)
     before = _Before(layout.lead, rows.shape[2])
     for some in _pieces(layout.rows) if following else (slice(None),):
         differences = before.taken_off(rows[:, some]) if following else rows[:, some]
@@ -221,7 +223,7 @@ def _encoded(x: Floats, codec: Packing, shape: tuple[int, ...], *, following: bo
 def _decoded(packed: npt.NDArray[np.uint8], codec: Packing, shape: tuple[int, ...], *, following: bool) -> Floats:
     layout = _Layout.of(codec, shape)
     levels, scales = layout.parts(packed)
-    starts = starts_of(layout.groups).reshape(scales.shape)
+    starts = _starts(layout)
     rows = np.empty((layout.lead, layout.rows, layout.per_row * layout.group), np.float32)
     before = _Before(layout.lead, rows.shape[2])
     for some in _pieces(layout.rows) if following else (slice(None),):
@@ -231,6 +233,14 @@ def _decoded(packed: npt.NDArray[np.uint8], codec: Packing, shape: tuple[int, ..
         differences = back.reshape(rows[:, some].shape)
         rows[:, some] = before.see(differences) if following else differences
     return np.ascontiguousarray(rows[:, :, : layout.width]).reshape(-1)
+
+
+def _starts(layout: _Layout) -> npt.NDArray[np.int64]:
+    """Of each group's signs [lead, rows, per_row]. A subspace is the same for all rows."""
+    shape = (layout.lead, layout.rows, layout.per_row)
+    if layout.codec == "subspace":
+        return np.tile(starts_of(layout.per_row), layout.lead * layout.rows).reshape(shape)
+    return starts_of(layout.groups).reshape(shape)
 
 
 def _pieces(rows: int) -> Iterator[slice]:
@@ -288,6 +298,9 @@ def _quantised(
             signed = np.empty(chosen.shape, np.int8)
             _to_levels(np.take_along_axis(groups, chosen, axis=1), _MOST[codec], signed, scales)
             levels[:, :some], levels[:, some:] = signed.view(np.uint8), chosen.astype(np.uint8)
+        case "subspace":
+            inside = np.ascontiguousarray(turned(groups, starts)[:, : levels.shape[1]])
+            _to_levels(inside, _MOST[codec], levels.view(np.int8), scales)
         case _:
             _digits(_to_few(turned(groups, starts), _FEW[codec], scales), codec, levels)
     return levels, scales
@@ -319,6 +332,10 @@ def _restored(
                 x, places, _from_levels(np.ascontiguousarray(levels[:, :some]).view(np.int8), scale), axis=1
             )
             return x
+        case "subspace":
+            x = np.zeros((len(levels), group), np.float32)
+            x[:, : levels.shape[1]] = _from_levels(levels.view(np.int8), scale)
+            return turned_back(x, starts)
         case _:
             return turned_back(np.ascontiguousarray(_from_digits(levels, codec, scale, group)), starts)
 

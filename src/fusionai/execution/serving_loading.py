@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 
 from fusionai.backends.serving import ServingBackend, ServingProgram
+from fusionai.backends.whole_serving import WholeServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving_boundary import ServingBoundary
 from fusionai.execution.serving_stage import Identity, ServingPostman, ServingStage, retained_bytes
@@ -75,7 +76,11 @@ async def prepare_stage(
     if limit_bytes is not None:
         limit_bytes -= retained_bytes(boundary, identity)
     program, _ = await host.compute.run(
-        lambda: backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+        lambda: (
+            WholeServing(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
+            if load.options.whole
+            else backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+        )
     )
     stage = ServingStage(
         identity=identity, boundary=boundary, graph=graph, program=program, compute=host.compute, postman=postman

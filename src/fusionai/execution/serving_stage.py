@@ -107,7 +107,7 @@ class ServingStage:
         self._program = program
         self._compute = compute
         self._postman = postman
-        self._caches = any(node.op == ATTENTION for node in graph.nodes)
+        self._caches = keeps_positions(graph, identity.options)
         self._inputs = frozenset(graph.inputs) - {POSITIONS}
         self._placed = POSITIONS in graph.inputs or self._caches
         """Whether the rows must be exactly the segments' positions."""
@@ -309,6 +309,11 @@ class ServingStage:
                 tensors=headers(tensors),
             )
             self._postman.to_stage(self.stage + 1, again, tuple(tensors.values()))
+
+
+def keeps_positions(graph: Graph, options: ServeOptions) -> bool:
+    """Whether a stage with this graph needs what came before in a text."""
+    return options.whole or any(node.op == ATTENTION for node in graph.nodes)
 
 
 def retained_bytes(boundary: ServingBoundary, identity: Identity) -> int:

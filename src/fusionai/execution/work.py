@@ -88,11 +88,14 @@ class Bench:
         match work.kind:
             case "forward":
                 await self._forward(call)
+                await self._compute.rest()
             case "backward":
                 await self._backward(call)
+                await self._compute.rest()
             case "weights":
                 _, timed = await self._compute.run(lambda: self._program.weight_gradients(call))
                 self._span("weights", work.microbatch, timed)
+                await self._compute.rest()
             case "norms":
                 await self._norms_of(work.step)
             case "apply":

@@ -2,8 +2,9 @@
 
 Decides the counting rules; measures nothing. A multiply-add is two operations. Products, convolutions and attention
 are counted exactly, other operators roughly (one per element; five for softmax and normalisation), since those are
-limited by memory anyway. Backward: a product costs its forward once per operand that needs a gradient, attention 2.5
-times its forward (scores are computed again, as in FlashAttention, arXiv 2205.14135, section 3), the rest once.
+limited by memory anyway: for that, the bytes they read and write are counted beside. Backward: a product costs its
+forward once per operand that needs a gradient, attention 2.5 times its forward (scores are computed again, as in
+FlashAttention, arXiv 2205.14135, section 3), the rest once.
 
 Neighbours: `ir.operators` names the rules, `scheduling` turns records into `BlockCost` and seconds.
 """
@@ -43,6 +44,8 @@ class BlockCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ops: tuple[str, ...]
     calls: int
     """Operators that make tensors, views among them."""
+    moved_bytes: float
+    """Read and written by operators that are no views, forward and backward."""
 
 
 def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCostRecord, ...]:
@@ -73,6 +76,9 @@ def forward_flops(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> float:
         case "attention":
             (batch, heads, queries, width), (_, _, keys, out_width) = _operand(node, sizes, 0), _operand(node, sizes, 2)
             return 2.0 * batch * heads * queries * keys * (width + out_width)
+        case "scan":
+            # Per element of the state: decay and add; with a state per pair of key and value also write and read.
+            return 2.0 * results if node.op == "fusion.linear_scan" else 6.0 * results * _operand(node, sizes, 1)[-1]
 
 
 class _Prices:
@@ -115,6 +121,7 @@ class _Prices:
             gradient_bytes=gradient_bytes,
             ops=tuple(sorted({node.op for node in nodes})),
             calls=sum(any(value in self.sizes for value in node.outputs) for node in nodes),
+            moved_bytes=sum(self._moved_bytes(node) for node in nodes),
         )
 
     def _backward_flops(self, node: Node) -> float:
@@ -131,6 +138,19 @@ class _Prices:
             case _:
                 return forward
 
+    def _moved_bytes(self, node: Node) -> float:
+        """Operands and results once forward, and backward as many times as it computes. A lookup reads some rows of
+        its table; the gradient of that is as large as the table."""
+        if OPERATORS[node.op].view:
+            return 0.0
+        results = sum(self._bytes(value) for value in node.outputs)
+        touched = results + sum(self._bytes(value) for value in reads(node))
+        forward = 2 * results if OPERATORS[node.op].category == "index" else touched
+        if not any(value in self.needs_grad for value in node.outputs):
+            return float(forward)
+        flops = forward_flops(node, self.sizes)
+        return forward + touched * (self._backward_flops(node) / flops if flops > 0 else 1.0)
+
     def _kept_bytes(self, nodes: list[Node]) -> int:
         """Distinct storage kept from forward to backward; views share theirs, parameters are there anyway."""
         kept: set[str] = set()
@@ -145,7 +165,7 @@ class _Prices:
                 case "operands":
                     values = self._saved_operands(node)
             kept.update(self.roots.get(value, value) for value in values)
-            if OPERATORS[node.op].category == "attention":
+            if OPERATORS[node.op].category in ("attention", "scan"):
                 kept.update(node.outputs)
         return sum(self._bytes(value) for value in kept if value not in self.graph.params)
 

@@ -164,6 +164,9 @@ def _matmul(operands: Operands) -> int:
         case "fusion.attention":
             query, value = operands.tensor(0, "q"), operands.tensor(2, "v")
             return prod(query[:-1]) * value[-1] if query and value else 1
+        case "fusion.expert_linear":
+            rows, weight = operands.tensor(0, "x"), operands.tensor(1, "weight")
+            return prod(rows[:-1]) * max(weight[1:], default=1)
         case "aten.addmm.default" | "aten.baddbmm.default":
             left, right = operands.tensor(1, "mat1"), operands.tensor(2, "mat2")
         case _:

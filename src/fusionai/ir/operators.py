@@ -16,12 +16,15 @@ from typing import Final, Literal
 
 Category = Literal[
     "size", "view", "copy", "create", "elementwise", "reduce", "matmul", "conv", "pool", "norm", "softmax", "index",
-    "join", "attention", "dropout", "loss",
+    "join", "attention", "scan", "dropout", "loss",
 ]  # fmt: skip
 
-FlopRule = Literal["none", "element", "reduce", "softmax", "norm", "matmul", "conv", "conv_transpose", "attention"]
+FlopRule = Literal[
+    "none", "element", "reduce", "softmax", "norm", "matmul", "conv", "conv_transpose", "attention", "scan",
+]  # fmt: skip
 """How `ir.cost` counts: nothing; one per result element; one per operand element; a few per operand element; two per
-multiply-add of a product, a convolution, a transposed convolution or attention."""
+multiply-add of a product, a convolution, a transposed convolution or attention; a few per element of the state that a
+scan carries from position to position."""
 
 Growth = Literal[
     "operand",
@@ -85,6 +88,7 @@ _FLOPS: Final[Mapping[Category, FlopRule]] = {
     "index": "none",
     "join": "none",
     "attention": "attention",
+    "scan": "scan",
     "dropout": "element",
     "loss": "softmax",
 }
@@ -103,6 +107,7 @@ _GROWTH: Final[Mapping[Category, Growth]] = {
     "index": "lookup",
     "join": "join",
     "attention": "matmul",
+    "scan": "operand",
     "dropout": "operand",
     "loss": "operand",
 }
@@ -121,6 +126,7 @@ _SAVES: Final[Mapping[Category, Saves]] = {
     "index": "nothing",
     "join": "nothing",
     "attention": "operands",
+    "scan": "operands",
     "dropout": "nothing",
     "loss": "operands",
 }
@@ -276,6 +282,8 @@ def _table() -> Iterator[Operator]:
 
     # Semantic operators, implemented by every backend itself.
     yield from _operators("attention", "fusion.attention")
+    yield from _operators("matmul", "fusion.expert_linear")
+    yield from _operators("scan", "fusion.linear_scan fusion.linear_attention")
     yield from _operators("dropout", "fusion.dropout")
 
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from fusionai.ir.schema import Arg, Node, Ref
 from fusionai.primitives.errors import GraphError
 
-Option = Literal["number", "number?", "size?", "flag", "share", "tensor?"]
+Option = Literal["number", "number?", "size?", "flag", "share", "tensor", "tensor?"]
 _SEMANTIC: Final[dict[str, tuple[int, dict[str, Option]]]] = {
     "fusion.attention": (
         3,
@@ -26,6 +26,9 @@ _SEMANTIC: Final[dict[str, tuple[int, dict[str, Option]]]] = {
             "key_mask": "tensor?",
         },
     ),
+    "fusion.expert_linear": (3, {"transposed": "flag"}),
+    "fusion.linear_scan": (2, {}),
+    "fusion.linear_attention": (3, {"decay": "tensor", "beta": "tensor?"}),
     "fusion.dropout": (1, {"p": "share"}),
 }
 """Operator -> (tensors by position, kind of each named argument; `?` allows None)."""
@@ -50,8 +53,10 @@ def _fits(option: Option, arg: Arg, tensors: Container[str]) -> bool:
     match option:
         case "flag":
             return isinstance(arg, bool)
-        case "tensor?":
-            return arg is None or (isinstance(arg, Ref) and arg.name in tensors)
+        case "tensor?" if arg is None:
+            return True
+        case "tensor" | "tensor?":
+            return isinstance(arg, Ref) and arg.name in tensors
         case "size?":
             return arg is None or (isinstance(arg, int) and not isinstance(arg, bool) and arg > 0)
         case "number?" if arg is None:

@@ -123,6 +123,8 @@ def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
                 return "counts positions of the pack instead of taking position_ids"
         case "conv" | "pool":
             return "mixes neighbouring positions"
+        case "scan":
+            return "carries a state from position to position"
         case "reduce" | "softmax" if node.id not in cheap and _along_sequence(graph, node):
             return "reduces along the sequence"
         case _:

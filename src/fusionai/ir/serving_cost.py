@@ -18,6 +18,7 @@ import msgspec
 from fusionai.ir.cost import block_costs
 from fusionai.ir.graph import reads
 from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.serving import SEQUENCE
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
@@ -50,11 +51,13 @@ class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 def serving_costs(
-    graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int
+    graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int, whole_tokens: int | None = None
 ) -> tuple[ServingCostRecord, ...]:
-    """Cost of every block of a validated serving graph; index: block number."""
+    """Cost of every block of a validated serving graph; index: block number. `whole_tokens`: each position takes a text
+    of so many to be computed, and what goes into a block is kept of each, where a stage may begin."""
     symbols = dict.fromkeys(graph.symbols, 1)
     records = block_costs(graph, symbols, training=False)
+    whole = None if whole_tokens is None else block_costs(graph, {**symbols, SEQUENCE: whole_tokens}, training=False)
     nodes: dict[int, list[Node]] = {record.block: [] for record in records}
     for node in graph.nodes:
         nodes[node.block].append(node)
@@ -64,17 +67,19 @@ def serving_costs(
         kept, looked_up = _weight_bytes(graph, nodes[record.block], weights)
         growing, ring = 0, 0
         for node in nodes[record.block]:
-            if node.op == ATTENTION:
+            if node.op == ATTENTION and whole is None:
                 token_bytes = item_bytes * _cached_elements(graph, node, symbols)
                 window = node.kwargs.get("window")
                 if isinstance(window, int):
                     ring += token_bytes * (window + pass_tokens)
                 else:
                     growing += token_bytes
+        if whole is not None and record.block > 0:
+            growing = records[record.block - 1].output_bytes
         found.append(
             ServingCostRecord(
                 block=record.block,
-                forward_flops=record.forward_flops,
+                forward_flops=(record if whole is None else whole[record.block]).forward_flops,
                 parameter_bytes=kept,
                 looked_up_bytes=looked_up,
                 workspace_bytes=record.workspace_bytes * pass_tokens,

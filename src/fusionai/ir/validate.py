@@ -286,7 +286,7 @@ class _Check:
         if operator.category == "size":
             self._size_node(node)
             return
-        if operator.category in ("attention", "dropout"):
+        if node.op.startswith("fusion."):
             check_semantic(node, self.sizes)
         most = largest_elements(Operands(node, self.sizes, self.integers))
         for name in node.outputs:

@@ -55,6 +55,7 @@ async def run_peer(
     backend, _ = await compute.run(
         lambda: open_backend(options.backend, device=options.device, threads=options.threads)
     )
+    compute.works_in(backend.works_in)
     clock = SystemClock()
     (report, measured_at_s), _ = await compute.run(
         lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)

@@ -21,7 +21,7 @@ class PeerOptions:
 
     home: Path
     invitation: str | None = None
-    backend: str = "torch"
+    backend: str = "auto"
     device: str = "auto"
     threads: int | None = None
     memory_limit_bytes: int | None = None

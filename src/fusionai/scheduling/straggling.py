@@ -161,7 +161,6 @@ def slowed(peer: PeerProfile, factor: float) -> PeerProfile:
     return msgspec.structs.replace(
         peer,
         flops_per_s=peer.flops_per_s / factor,
-        block_flops_per_s=peer.block_flops_per_s / factor,
-        call_s=peer.call_s * factor,
+        pace=None if peer.pace is None else peer.pace.slowed(factor),
         memory_bandwidth_bytes_per_s=peer.memory_bandwidth_bytes_per_s / factor,
     )

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from fusionai.primitives.pace import Pace
 from fusionai.wire.codecs import Codec, Compression
 
 Lever = Literal["auto", "never", "always"]
@@ -39,10 +40,8 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     flops_per_s: float
     """Measured float32 speed with `threads` threads, before `share`."""
     memory_bandwidth_bytes_per_s: float = 0.0
-    block_flops_per_s: float = 0.0
-    """The same in a block of a language model, forward and backward; 0: not measured."""
-    call_s: float = 0.0
-    """What an operator takes in training, forward and backward, whatever its size; of `block_flops_per_s`."""
+    pace: Pace | None = None
+    """In training; None: not measured."""
     scratch_bytes_per_s: float = 0.0
     """Of a file that optimizer state may lie in, read and written; 0: not measured."""
     memory_bytes: int
@@ -85,6 +84,8 @@ class BlockCost(_Data, frozen=True, kw_only=True):
     ops: tuple[str, ...] = ()
     calls: int = 0
     """Operators that are called for a microbatch, in training."""
+    moved_bytes: float = 0.0
+    """What operators read and write for a microbatch, forward and backward, in training."""
     looked_up_bytes: int = 0
     """Serving: of `parameter_bytes`, tables of which a pass reads only some rows."""
     cache_token_bytes: int = 0
@@ -109,6 +110,8 @@ class ServingNeeds(_Data, frozen=True, kw_only=True):
     pass_tokens: int = 512
     retain: bool = True
     """Stages keep what they sent on, for the next one's cache to be rebuilt."""
+    whole: bool = False
+    """Each text is computed anew for every token, as long as half a context on average."""
     result_bytes: int = 0
     """Of one row of logits, which goes to the job owner when the head is not there."""
 

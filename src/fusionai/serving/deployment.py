@@ -13,7 +13,7 @@ import msgspec
 
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.execution.serving_boundary import ServingBoundary, serving_boundaries
-from fusionai.execution.serving_stage import ATTENTION
+from fusionai.execution.serving_stage import keeps_positions
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.serving import HIDDEN, LOGITS, serving_graph
@@ -70,7 +70,7 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
     if not {LOGITS, HIDDEN} <= {*boundaries[-1].outputs} or any(boundary.outputs for boundary in boundaries[:-1]):
         raise PlanError("the logits and what they are computed from must be of the last stage.")
     specs = {spec.key: spec for spec in job.weights.specs}
-    caching = [any(node.op == ATTENTION for node in stage.graph.nodes) for stage in partition.stages]
+    caching = [keeps_positions(stage.graph, job.options) for stage in partition.stages]
     stages: list[CutStage] = []
     for stage, boundary in zip(partition.stages, boundaries, strict=True):
         encoded = schema.encode(stage.graph)

@@ -25,7 +25,12 @@ QUEUE_OF_ROUND_TRIP: Final = 0.4
 LEAST_QUEUE_S: Final = 0.004
 """A shorter queue is noise, and hurts nobody."""
 BACK_OFF: Final = 0.96
-RISE: Final = 1.02
+RISE: Final = 0.02
+MOST_RISE: Final = 0.16
+"""A rise doubles from look to look up to here while nothing waits: after others have had the line, it is taken again
+in some looks, and boundary tensors are sent in one or two each."""
+OWN_LIMIT: Final = 0.9
+"""Who delivers so much of the cap was held by the cap, which says nothing of the line."""
 LEAST_OF_BEST: Final = 0.8
 """What waits may be others': bulk gives way to them, but not all of the line."""
 _FORGET: Final = 0.995
@@ -55,16 +60,23 @@ class Pacing:
         self.bytes_per_s: float | None = None
         self._best = 0.0
         """Delivered, of late."""
+        self._rise = RISE
 
     def look(self, view: KernelView) -> None:
-        self._best = max(self._best * _FORGET, view.delivered_bytes_per_s)
+        held = self.bytes_per_s is not None and view.delivered_bytes_per_s >= OWN_LIMIT * self.bytes_per_s
+        # Were the best forgotten while the cap holds, cap and best would pull each other down to nothing wherever
+        # something else keeps the queue standing, be it only the same machine's other connection.
+        self._best = max(self._best * (1.0 if held else _FORGET), view.delivered_bytes_per_s)
         queue_s = view.rtt_s - view.jitter_s - view.least_rtt_s
         if queue_s > max(QUEUE_OF_ROUND_TRIP * view.least_rtt_s, LEAST_QUEUE_S):
             if not view.limited_here:
-                lower = (self.bytes_per_s or view.delivered_bytes_per_s) * BACK_OFF
+                reached = view.delivered_bytes_per_s
+                lower = min(reached, reached if self.bytes_per_s is None else self.bytes_per_s) * BACK_OFF
                 self.bytes_per_s = max(lower, self._best * LEAST_OF_BEST)
+                self._rise = RISE
         elif self.bytes_per_s is not None:
-            risen = self.bytes_per_s * RISE
+            risen = self.bytes_per_s * (1 + self._rise)
+            self._rise = min(2 * self._rise, MOST_RISE)
             self.bytes_per_s = None if risen > 2 * self._best else risen
 
 

@@ -13,16 +13,17 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign", "topk"]
+Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign", "topk", "subspace"]
 """Of one tensor: 8, 4 or 2 bits a number; one of three or of six values; its sign alone; the largest eighth, in 8 bits
-each, and where they stood."""
+each, and where they stood; a quarter of a turned group, the same quarter of every row, in 8 bits each."""
 Exchanged = Literal["none", "int8", "int4", "int2", "ternary", "topk"]
 """What local updates may send parameters in; what packing loses is made up for the next time."""
-Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk"]
+Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "subspace"]
 """Of what crosses between two stages. `uneven`: activations are senary and gradients signs, for what is lost of
 gradients cancels out where they are summed over rows, and what is lost of activations does not. `topk` is what others
-do, for comparison."""
-Compression = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "adaptive"]
+do, for comparison. `subspace` lets rows through in a quarter of their dimensions, which are fixed: a model that begins
+with it learns to do with them, one that was trained without loses what stood in the others."""
+Compression = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "subspace", "adaptive"]
 """What a job asks for; `adaptive`: its plan chooses for each link."""
 LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "uneven", "int2", "ternary")
 """From exact to what loses most, of those that lose least at their size."""
@@ -39,11 +40,14 @@ GROUPS: Final[dict[Packing, tuple[int, ...]]] = {
     "senary": (256, 128, 64, 32),
     "sign": (256, 128, 64, 32),
     "topk": (256, 128, 64, 32),
+    "subspace": (256, 128, 64, 32),
 }
 """Numbers that share a scale: what makes the rows of a tensor smallest, for no group reaches into the next row (a row
 is a token's, and none may know of those behind it). The last group of a row is filled up with zeros."""
 PER_BYTE: Final[dict[Packing, int]] = {"int2": 4, "ternary": 5, "senary": 3, "sign": 8}
 """Levels in a byte, as digits: the last byte of a group may have fewer."""
+SUBSPACE: Final = 4
+"""Of so many dimensions `subspace` keeps one."""
 KEPT_PART: Final = 31 / 256
 """Of a group, by `topk`: a level and a place each, so that with its scale 256 numbers take 64 bytes."""
 FEWEST: Final = 256
@@ -86,7 +90,7 @@ def packs(codec: Packing, dtype: str, shape: tuple[int, ...]) -> bool:
 
 def follows(codec: Packing, shape: tuple[int, ...]) -> bool:
     """Whether activations of this shape are packed following: where few bits are left for what rows differ in."""
-    return codec not in ("none", "int8", "topk") and len(shape) > 1 and shape[-2] > 1
+    return codec not in ("none", "int8", "topk", "subspace") and len(shape) > 1 and shape[-2] > 1
 
 
 def group_of(codec: Packing, width: int) -> int:
@@ -103,6 +107,8 @@ def level_bytes(codec: Packing, group: int) -> int:
             return group // 2
         case "topk":
             return 2 * kept(group)
+        case "subspace":
+            return group // SUBSPACE
         case _:
             return -(-group // PER_BYTE[codec])
 

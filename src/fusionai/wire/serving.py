@@ -54,6 +54,8 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """At most so many positions in one pass."""
     retain: bool = True
     """Keep what is sent on, by page, so that the next stage's cache can be rebuilt elsewhere."""
+    whole: bool = False
+    """Each text is computed anew as a whole: stages keep what came in, in pages, instead of keys and values."""
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

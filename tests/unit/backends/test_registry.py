@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from fusionai.backends.registry import open_backend
+from fusionai.backends import registry
+from fusionai.backends.registry import open_backend, suited
 from fusionai.primitives.errors import UsageError
 
 
@@ -27,3 +28,31 @@ def test_an_unknown_name_is_told_the_nearest():
     with pytest.raises(UsageError, match="there is no backend 'jaxx'") as raised:
         open_backend("jaxx", device="cpu")
     assert raised.value.hint == "Did you mean jax?"
+
+
+@pytest.mark.parametrize(
+    ("installed", "build", "device", "taken"),
+    [
+        (("torch",), "2.13.0", "auto", "torch"),
+        (("torch", "jax"), "2.13.0+cpu", "auto", "torch"),
+        (("torch", "jax", "jax_cuda12_plugin"), "2.13.0", "auto", "torch"),
+        (("torch", "jax", "jax_cuda12_plugin"), "2.13.0+cpu", "auto", "jax"),
+        (("torch", "jax", "jax_cuda12_plugin"), "2.13.0+cpu", "cpu", "torch"),
+        (("jax", "onnxruntime"), "", "auto", "jax"),
+        (("onnxruntime",), "", "auto", "onnxruntime"),
+    ],
+)
+def test_a_machine_takes_the_framework_that_suits_it(
+    installed: tuple[str, ...], build: str, device: str, taken: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(registry, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(registry, "version", lambda name: build)
+    assert suited(device) == taken
+
+
+def test_without_any_framework_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="no framework is installed") as raised:
+        open_backend("auto")
+    assert raised.value.hint is not None
+    assert "pip install torch" in raised.value.hint

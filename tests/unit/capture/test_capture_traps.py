@@ -180,14 +180,15 @@ def test_experts_are_plain_operations() -> None:
     config = {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 11, "pad_token_id": 0}
     config |= {"bos_token_id": 1, "eos_token_id": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    made = capture(ConfigSource(config), sequence=(1, 16))
-    assert not {op for op in ops(made.graph) if op.startswith("transformers.")}
-    assert any("experts" in note for note in made.notes)
-    # Against transformers' default, which adds in another order.
-    result = self_check(made)
-    assert result.forward_diff <= 1e-6
-    assert result.gradient_diff is not None
-    assert result.gradient_diff <= 1e-5
+    for train in (True, False):
+        made = capture(ConfigSource(config), sequence=(1, 16), train=train)
+        assert not {op for op in ops(made.graph) if op.startswith("transformers.")}
+        assert ("fusion.expert_linear" in ops(made.graph)) == train
+        # Against transformers' default, which adds in another order.
+        result = self_check(made)
+        assert result.forward_diff <= 1e-6
+        assert (result.gradient_diff is not None) == train
+        assert (result.gradient_diff or 0.0) <= 1e-5
 
 
 def test_assertions_and_dead_code_are_dropped() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.backends.interface import DeviceReport
-from fusionai.backends.torch.survey import Survey
+from fusionai.backends.survey import Seen, Survey
 from fusionai.cli import findings
 from fusionai.cli.reach import Reach
 from fusionai.primitives.ids import PeerId
@@ -29,10 +29,7 @@ REPORT = DeviceReport(
 
 def survey(*, devices: tuple[str, ...] = ("cpu",), cuda: str | None = None, report: DeviceReport | None = REPORT):
     return Survey(
-        torch_version="2.13.0",
-        cuda_build=cuda,
-        hip_build=None,
-        devices=devices,
+        seen=Seen(version="2.13.0", devices=devices, cuda_build=cuda),
         report=report,
         problem="driver fell over",
     )
@@ -40,7 +37,7 @@ def survey(*, devices: tuple[str, ...] = ("cpu",), cuda: str | None = None, repo
 
 def cards(monkeypatch: pytest.MonkeyPatch, looked: Survey) -> list[findings.Finding]:
     monkeypatch.setattr(findings, "_nvidia_card", lambda: "NVIDIA RTX 3080 (driver 550.1)")
-    return [finding for finding in findings._of_torch(looked, "") if finding.area == "NVIDIA card"]
+    return [finding for finding in findings._of_torch(looked, alone=True) if finding.area == "NVIDIA card"]
 
 
 def test_a_card_with_a_build_without_cuda_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -60,7 +57,7 @@ def test_a_card_that_torch_sees_needs_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_device_that_fails_to_measure_is_bad():
-    last = list(findings._of_torch(survey(report=None), ""))[-1]
+    last = list(findings._of_torch(survey(report=None), alone=True))[-1]
     assert (last.area, last.state) == ("speed", "bad")
     assert "driver fell over" in last.what
 
@@ -68,11 +65,26 @@ def test_a_device_that_fails_to_measure_is_bad():
 def test_a_crash_of_the_process_that_imports_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     killed = subprocess.CompletedProcess([], -11, b"", b"noise\nIllegal something\n")
     monkeypatch.setattr(findings.subprocess, "run", lambda *args, **kwargs: killed)
-    looked, problem = findings._look_at_torch("auto", None)
-    assert looked is None
-    assert "killed by signal 11: Illegal something" in problem
-    (finding,) = findings._of_torch(looked, problem)
+    looked = findings._look_at("torch", "auto", None)
+    assert isinstance(looked, str)
+    assert "killed by signal 11: Illegal something" in looked
+    (finding,) = findings._of_torch(looked, alone=True)
     assert finding.state == "bad"
+    (finding,) = findings._of_torch(looked, alone=False)
+    assert finding.state == "note", "another framework trains here"
+
+
+def test_other_frameworks_are_listed_with_their_speed_or_what_installs_them():
+    (missing,) = findings._of_another("onnxruntime", None)
+    assert (missing.state, "could serve" in missing.what) == ("note", True)
+    assert "pip install 'fusionai[onnxruntime]'" in missing.remedy
+    (measured,) = findings._of_another("jax", survey())
+    assert (measured.area, measured.state) == ("jax", "good")
+    assert "50 GFLOP/s" in measured.what
+    for broken in (survey(report=None), "the process that imported jax was killed"):
+        (finding,) = findings._of_another("jax", broken)
+        assert finding.state == "note"
+        assert "pip install 'fusionai[jax]'" in finding.remedy
 
 
 @pytest.mark.parametrize(

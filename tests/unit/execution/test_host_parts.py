@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from fusionai.backends.interface import WorksIn
 from fusionai.execution import compute
 from fusionai.execution.accumulate import total_gradient
 from fusionai.execution.compute import ComputeThread
@@ -40,6 +42,8 @@ def test_a_provider_that_lends_a_part_rests_for_the_rest(share: float, rest_s: f
         def monotonic(self) -> float:
             return self.now_s
 
+        thread_time = process_time = monotonic
+
         def sleep(self, seconds: float) -> None:
             self.slept_s += seconds
             self.now_s += seconds
@@ -54,13 +58,74 @@ def test_a_provider_that_lends_a_part_rests_for_the_rest(share: float, rest_s: f
     async def run() -> None:
         thread = ComputeThread(share)
         result, timed = await thread.run(work)
-        thread.close()
         assert result == "done"
         assert timed.busy_s == 3.0
         assert (timed.start_s, timed.end_s) == (100.0, pytest.approx(103.0 + rest_s))
+        assert clock.now_s == 103.0, "what was made goes out before the rest"
+        _, timed = await thread.run(work)
+        assert timed.start_s == pytest.approx(103.0 + rest_s)
+        assert clock.slept_s == pytest.approx(rest_s)
+        clock.now_s += 2 * rest_s  # nothing to do: that was a rest
+        _, timed = await thread.run(work)
+        assert timed.start_s == pytest.approx(106.0 + 3 * rest_s)
+        thread.close()
 
     asyncio.run(run())
     assert clock.slept_s == pytest.approx(rest_s)
+
+
+@pytest.mark.parametrize(
+    ("where", "rest_s"), [("caller", 1.0), ("threads", 2.0), ("device", 3.0)], ids=lambda value: str(value)
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="counts a processor's time too coarsely")
+def test_for_what_other_programs_took_meanwhile_nobody_rests(
+    where: WorksIn, rest_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    class Clock:
+        at_s = 0.0
+
+        def monotonic(self) -> float:
+            return 3 * self.at_s
+
+        def process_time(self) -> float:
+            return 2 * self.at_s
+
+        def thread_time(self) -> float:
+            return self.at_s
+
+    clock = Clock()
+    monkeypatch.setattr(compute, "time", clock)
+
+    def work() -> None:
+        clock.at_s += 1.0
+
+    async def run() -> None:
+        thread = ComputeThread(0.5)
+        thread.works_in(where)
+        _, timed = await thread.run(work)
+        thread.close()
+        assert timed.busy_s == 3.0
+        assert timed.end_s == pytest.approx(3.0 + rest_s)
+
+    asyncio.run(run())
+
+
+def test_work_that_fails_is_followed_by_a_rest_too(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise ExecutionError("no.")
+
+    async def run() -> None:
+        thread = ComputeThread(1e-9)
+        with pytest.raises(ExecutionError):
+            await thread.run(fail)
+        rests: list[float] = []
+        monkeypatch.setattr(time, "sleep", rests.append)
+        await thread.run(lambda: None)
+        thread.close()
+        assert len(rests) == 1
+        assert rests[0] > 0
+
+    asyncio.run(run())
 
 
 def test_pieces_of_work_run_one_after_the_other_in_order():

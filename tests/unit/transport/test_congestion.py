@@ -95,6 +95,31 @@ def test_a_queue_that_others_make_leaves_most_of_the_line():
     assert pacing.bytes_per_s == pytest.approx(congestion.LEAST_OF_BEST * LINE, rel=0.01)
 
 
+def test_beside_a_standing_queue_cap_and_best_do_not_pull_each_other_down():
+    """A cap that holds says nothing of the line: two connections of one machine had ended at an eighth of it."""
+    pacing = Pacing()
+    pacing.look(view(delivered=LINE))
+    for _ in range(2000):
+        delivered = min(pacing.bytes_per_s or LINE, LINE / 2)
+        pacing.look(view(0.5, delivered=delivered))
+    assert pacing.bytes_per_s is not None
+    assert pacing.bytes_per_s >= congestion.LEAST_OF_BEST * congestion.OWN_LIMIT * LINE / 2
+
+
+def test_a_line_that_others_have_left_is_taken_again_in_a_few_looks():
+    pacing = Pacing()
+    pacing.look(view(delivered=LINE))
+    for _ in range(500):
+        pacing.look(view(0.5, delivered=min(pacing.bytes_per_s or LINE, LINE / 4)))
+    assert pacing.bytes_per_s is not None
+    assert pacing.bytes_per_s < LINE / 3
+    looks = 0
+    while (pacing.bytes_per_s or LINE) < LINE:
+        pacing.look(view(delivered=min(pacing.bytes_per_s or LINE, LINE)))
+        looks += 1
+    assert looks < 15
+
+
 def test_a_line_that_got_slower_is_found_and_one_that_got_faster_is_used():
     pacing, sent = Pacing(), Line(LINE, 0.03)
     for _ in range(100):

@@ -15,7 +15,7 @@ from fusionai.primitives.errors import ExecutionError, UsageError
 import jax  # isort: skip
 import numpy as np  # isort: skip
 
-from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.jax.probe import calls_per_s, describe_device, measure_speeds
 from fusionai.backends.jax.program import JaxStageProgram
@@ -44,6 +44,10 @@ class JaxBackend:
         jax.config.update("jax_enable_x64", True)
         jax.config.update("jax_default_matmul_precision", "highest")
         self._device, self.device = _choose(device)
+
+    @property
+    def works_in(self) -> WorksIn:
+        return "threads" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Takes about a second and some compilations; less with `speeds`."""

@@ -22,6 +22,7 @@ from fusionai.backends.jax.losses import LOSSES
 from fusionai.backends.jax.norms import NORMS, batch_norm, batch_norm_functional
 from fusionai.backends.jax.products import PRODUCTS
 from fusionai.backends.jax.reductions import REDUCTIONS
+from fusionai.backends.jax.scans import SCANS
 from fusionai.backends.jax.shaping import SHAPING
 from fusionai.backends.size_arithmetic import SIZES
 
@@ -67,6 +68,6 @@ CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
 )
 """Operators called as `f(context, node id, *args, **kwargs)`."""
 PLAIN: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {**SIZES, **ELEMENTWISE, **SHAPING, **REDUCTIONS, **PRODUCTS, **NORMS, **LOSSES, **LOOKUPS}
+    {**SIZES, **ELEMENTWISE, **SHAPING, **REDUCTIONS, **PRODUCTS, **NORMS, **LOSSES, **LOOKUPS, **SCANS}
 )
 """Operators called as `f(*args, **kwargs)`."""

@@ -41,8 +41,7 @@ def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> 
         threads=threads,
         fingerprint=fingerprint(device, kind, threads),
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
-        block_flops_per_s=speeds.block_flops_per_s,
-        call_s=speeds.call_s,
+        pace=speeds.pace,
     )
 
 

@@ -25,6 +25,14 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return y if bias is None else y + bias
 
 
+def expert_linear(x: jax.Array, weight: jax.Array, experts: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts [rows] -> [rows, out]."""
+    order = jnp.argsort(experts, stable=True)
+    counts = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
+    made = lax.ragged_dot(x[order], weight if transposed else jnp.swapaxes(weight, 1, 2), counts)
+    return made[jnp.argsort(order)]
+
+
 def _addmm(bias: jax.Array, a: jax.Array, b: jax.Array, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
     product = jnp.matmul(a, b)
     return (bias if beta == 1 else bias * beta) + (product if alpha == 1 else product * alpha)
@@ -221,6 +229,7 @@ def _adaptive(spatial: int) -> Callable[..., jax.Array]:
 
 PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.linear.default": linear,
+    "fusion.expert_linear": expert_linear,
     "aten.matmul.default": jnp.matmul,
     "aten.mm.default": jnp.matmul,
     "aten.bmm.default": jnp.matmul,

@@ -24,7 +24,7 @@ from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListAr
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 Value = jax.Array | int
-_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "loss"})
+_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
 _IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
 _FAILURES: Final = (
     RuntimeError,

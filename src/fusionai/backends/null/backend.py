@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
 from fusionai.backends.null.program import NullCosts, NullStageProgram
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
@@ -26,6 +26,10 @@ class NullBackend:
     costs: NullCosts = field(default_factory=NullCosts)
     name: str = "null"
     device: str = "none"
+
+    @property
+    def works_in(self) -> WorksIn:
+        return "caller"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """What `costs` says, or `speeds`; nothing is measured."""

@@ -18,7 +18,7 @@ import onnxruntime as ort
 import psutil
 from onnx import TensorProto, helper
 
-from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
 from fusionai.backends.onnxruntime.operators import OPERATORS
 from fusionai.backends.onnxruntime.program import OnnxStageProgram
@@ -46,6 +46,10 @@ class OnnxBackend:
         self.device = _choose(device)
         self._threads = threads
 
+    @property
+    def works_in(self) -> WorksIn:
+        return "caller" if self.device == "cpu" else "device"
+
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Takes about half a second; less with `speeds`."""
         multiply = self._product()
@@ -61,8 +65,7 @@ class OnnxBackend:
             threads=self._threads or psutil.cpu_count(logical=False) or 1,
             fingerprint=self._fingerprint(multiply),
             scratch_bytes_per_s=known.scratch_bytes_per_s,
-            block_flops_per_s=known.block_flops_per_s,
-            call_s=known.call_s,
+            pace=known.pace,
             unsupported_ops=self.unsupported(ALLOWED),
             tasks=("serve",),
             weight_formats=FORMATS,

@@ -1,7 +1,8 @@
 """Nodes of a graph as an ONNX model. Decides names, casts and sizes; the table of operators says which ONNX operators.
 
 All sizes are known but one at most: the rows of a pass, where a model is built for any number of them (`ROWS`). Every
-value has the dtype that the graph declares, so operands are cast where torch would promote them.
+value has the dtype that the graph declares, so operands are cast where torch would promote them; but bfloat16, in which
+ONNX Runtime computes little on a processor, is float32 that is rounded to it.
 
 Neighbours: `operators` has a function per operator, `sessions` runs what is built.
 """
@@ -172,8 +173,7 @@ class Builder:
     def give(self, name: str) -> Tensor:
         """A value of the graph that comes from outside, under its own name; bfloat16, which numpy has not, as
         float32."""
-        tensor = self._outside(name)
-        self._known[name] = self.cast(tensor, self._declared(name).dtype)
+        tensor = self._known[name] = self._declared(name)
         return tensor
 
     def add(self, node: Node, table: Mapping[str, Callable[..., Any]]) -> None:
@@ -193,6 +193,8 @@ class Builder:
         results = list(made) if isinstance(made, list | tuple) else [made]
         for name, result, declared in zip(node.outputs, results, self.outs, strict=False):
             found = self.cast(result, declared.dtype)
+            if self._graph.values[name].dtype == "bfloat16":
+                found = self.cast(self.cast(found, "bfloat16"), declared.dtype)
             self._known[name] = Tensor(found.name, declared.dtype, declared.shape)
 
     def model(self, outputs: Sequence[str], *, weights: Mapping[str, Tensor], inputs: Sequence[str]) -> onnx.ModelProto:
@@ -201,13 +203,13 @@ class Builder:
         for name in outputs:
             value = self._known[name]
             assert isinstance(value, Tensor), "sizes are no outputs"
-            shown = self.cast(value, self._outside(name).dtype)
+            shown = self.cast(value, self._declared(name).dtype)
             self.nodes.append(helper.make_node("Identity", [shown.name], [f"out:{name}"]))
             finals.append(self._info(f"out:{name}", shown))
         graph = helper.make_graph(
             self.nodes,
             "part",
-            [self._info(name, self._outside(name)) for name in inputs],
+            [self._info(name, self._declared(name)) for name in inputs],
             finals,
             initializer=[*self.constants, *(_external(name, tensor) for name, tensor in weights.items())],
         )
@@ -217,14 +219,10 @@ class Builder:
         shape = ["rows" if isinstance(size, Rows) else size for size in value.shape]
         return helper.make_tensor_value_info(name, ONNX_TYPES[value.dtype], shape)
 
-    def _outside(self, name: str) -> Tensor:
-        """As it comes and goes."""
-        tensor = self._declared(name)
-        return Tensor(name, "float32", tensor.shape) if tensor.dtype == "bfloat16" else tensor
-
     def _declared(self, name: str) -> Tensor:
         spec = self._graph.values[name]
-        return Tensor(name, spec.dtype, tuple(self._evaluated(dim) for dim in spec.shape))
+        dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype
+        return Tensor(name, dtype, tuple(self._evaluated(dim) for dim in spec.shape))
 
     def _evaluated(self, dim: int | str) -> Size:
         """Seen at two numbers of rows: what is the same is known, what is that number itself is the rows."""

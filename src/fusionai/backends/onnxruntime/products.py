@@ -27,6 +27,18 @@ def linear(b: Builder, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return y if bias is None else b.op("Add", [y, bias])
 
 
+def expert_linear(b: Builder, x: Tensor, weight: Tensor, experts: Tensor, *, transposed: bool = False) -> Tensor:
+    """A weight per row: what is evaluated has few."""
+    inner = weight.shape[1] if transposed else weight.shape[2]
+    shape = (*x.shape[:1], *weight.shape[1:])
+    own = b.op("Gather", [weight, experts], axis=0, like=Tensor("", weight.dtype, shape))
+    if not transposed:
+        own = b.permute(own, (0, 2, 1))
+    rows = b.reshape(x, (*x.shape[:1], 1, inner))
+    made = b.op("MatMul", [rows, own], like=Tensor("", x.dtype, (*x.shape[:1], 1, b.out.shape[1])))
+    return b.reshape(made, b.out.shape)
+
+
 def _matmul(b: Builder, x: Tensor, y: Tensor) -> Tensor:
     return b.op("MatMul", [x, y])
 
@@ -278,5 +290,6 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.triu.default": _triangle(upper=True),
     "aten.one_hot.default": _one_hot,
     "fusion.attention": _attention,
+    "fusion.expert_linear": expert_linear,
     "fusion.dropout": lambda b, x, p: x,  # noqa: ARG005 - outside training nothing is dropped
 }

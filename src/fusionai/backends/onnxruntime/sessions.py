@@ -32,7 +32,7 @@ class Weights:
         self._arrays: dict[str, Array] = {}
 
     def put(self, key: str, values: Array) -> None:
-        self._arrays[key] = np.ascontiguousarray(values)
+        self._arrays[key] = np.asarray(values, order="C")  # which leaves a single number one without dimensions
         self._values[key] = ort.OrtValue.ortvalue_from_numpy(self._arrays[key])
 
     def array(self, key: str) -> Array:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
 from fusionai.backends.pace import with_pace
 from fusionai.backends.torch.clipping import clip_scale
 from fusionai.backends.torch.eager import without_compiler
@@ -47,6 +47,10 @@ class TorchBackend:
         self.device: str = self._device.type
         if self._device.type == "cuda":
             _make_cuda_deterministic()
+
+    @property
+    def works_in(self) -> WorksIn:
+        return "caller" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Takes about a second; a few milliseconds with `speeds`."""

@@ -28,7 +28,7 @@ from fusionai.primitives.errors import ExecutionError, FusionError
 Registers = list[Any]
 Instruction = Callable[[Registers], None]
 
-_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "loss"})
+_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
 """Categories of operators that run in float32 under bf16 precision."""
 _TAKE_DEVICE: Final = frozenset(
     name for name in OPERATORS if name.split(".")[1] in ("arange", "full", "zeros", "ones", "empty", "scalar_tensor")

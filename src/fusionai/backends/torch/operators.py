@@ -19,6 +19,8 @@ from fusionai.backends.size_arithmetic import SIZES
 from fusionai.backends.torch.attention import attention
 from fusionai.backends.torch.deferral import Left
 from fusionai.backends.torch.dropout import dropout
+from fusionai.backends.torch.experts import expert_linear
+from fusionai.backends.torch.scans import linear_attention, linear_scan
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.errors import ExecutionError
 
@@ -127,6 +129,9 @@ def _batch_norm(
 _OWN: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.empty.memory_format": _zeros_for_empty,
     "aten.empty_like.default": _zeros_like_for_empty,
+    "fusion.expert_linear": expert_linear,
+    "fusion.linear_attention": linear_attention,
+    "fusion.linear_scan": linear_scan,
 }
 _DIRECT: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.add.Tensor": torch.add,
@@ -209,8 +214,18 @@ def _class_lookups(
     return [(target, 0, x.shape[1 if x.dim() > 1 else 0], ignore_index)]
 
 
+def _expert_lookups(
+    x: torch.Tensor,  # noqa: ARG001 - the operator's own argument order
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    **_: Any,
+) -> list[Lookup]:
+    return [(experts, 0, weight.shape[0], None)]
+
+
 LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
     {
+        "fusion.expert_linear": _expert_lookups,
         "aten.embedding.default": _embedding_lookups,
         "aten.index_select.default": _dim_lookups,
         "aten.gather.default": _dim_lookups,

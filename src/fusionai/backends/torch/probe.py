@@ -40,8 +40,7 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         threads=torch.get_num_threads(),
         fingerprint=fingerprint(device),
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
-        block_flops_per_s=speeds.block_flops_per_s,
-        call_s=speeds.call_s,
+        pace=speeds.pace,
     )
 
 

@@ -1,0 +1,111 @@
+"""Which models run: every model of the zoo, captured, in four stages forward and back, served, on every backend.
+
+    python benchmarks/universality.py [--only NAME[,NAME]] [--backends torch,jax,onnxruntime] [--again] [--json FILE]
+
+Small models of many architectures of transformers and modules by hand (tests/harness/zoo.py), each against its own
+module run by PyTorch (tests/harness/universality.py). FILE is docs/models.json unless said otherwise; what it has of
+the same versions is kept, and only backends that a row lacks are tried. Afterwards `make docs` writes the page
+docs/models.md from it. The last line says how many rows pass: those in which nothing that applies has missed on any
+backend. Exit code 1 below `--least`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from fusionai.backends.registry import BACKENDS
+from fusionai.storage.atomic import write_atomic
+from harness.universality import Cell, Row, examine
+from harness.zoo import models
+
+FILE = Path(__file__).parents[1] / "docs" / "models.json"
+PACKAGES = ("torch", "transformers", "jax", "onnxruntime")
+
+
+def main() -> int:
+    arguments = _arguments()
+    versions = {name: version(name) for name in PACKAGES}
+    known = {} if arguments.again else _known(arguments.json, versions)
+    rows: dict[str, Row] = {}
+    for model in models():
+        had = None if model.name in arguments.only else known.get(model.name)
+        lacking = [name for name in arguments.backends if had is None or not had.tried(name)]
+        if lacking and (not arguments.only or model.name in arguments.only):
+            began_s = time.perf_counter()
+            found = examine(model, lacking)
+            known[model.name] = found if had is None else had.joined(found)
+            print(f"{_shown(found)}  [{time.perf_counter() - began_s:.0f} s]", flush=True)
+        if model.name in known:
+            rows[model.name] = known[model.name]
+            shown = [{**msgspec.to_builtins(row), "passes": row.passes} for row in rows.values()]
+            document = {"schema": "fusionai.models/1", "versions": versions, "rows": shown}
+            write_atomic(arguments.json, json.dumps(document, indent=1).encode() + b"\n")
+    passed = sum(row.passes for row in rows.values())
+    print(f"{passed} of {len(rows)} rows pass ({passed / max(len(rows), 1):.1%})")
+    return int(passed < arguments.least * len(rows))
+
+
+def _known(file: Path, versions: dict[str, str]) -> dict[str, Row]:
+    if not file.exists():
+        return {}
+    found = json.loads(file.read_text())
+    if found["versions"] != versions:
+        return {}
+    rows = [
+        msgspec.convert({key: row[key] for key in row if key != "passes"}, Row)
+        for row in found["rows"]
+        if row["capture"]["state"] == "equal"
+    ]
+    return {row.name: row for row in rows}
+
+
+def _shown(row: Row) -> str:
+    def said(what: str, cells: dict[str, Cell]) -> str:
+        return f"{what} " + " ".join(_word(cell) for cell in cells.values()) if cells else ""
+
+    if row.capture.state == "missed":
+        return f"{row.name}: not captured: {row.capture.reason}"
+    parts = [said("forward", row.forward), said("gradients", row.gradients), said("served", row.serving)]
+    lacking = [f"{name} lacks {ops}" for name, ops in row.refused.items()]
+    missed = [
+        f"{name}: {cell.reason}"
+        for cells in (row.forward, row.gradients, row.serving)
+        for name, cell in cells.items()
+        if cell.state == "missed"
+    ]
+    return f"{row.name}: " + "; ".join(part for part in (*parts, *lacking, *missed) if part)
+
+
+def _word(cell: Cell) -> str:
+    return "-" if cell.state == "not" else f"{cell.difference:.0e}" if cell.state == "equal" else "MISSED"
+
+
+def _arguments() -> argparse.Namespace:
+    def names(text: str) -> tuple[str, ...]:
+        return tuple(name for name in text.split(",") if name)
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", type=names, default=(), help="models, separated by commas")
+    parser.add_argument("--backends", type=names, default=BACKENDS)
+    parser.add_argument("--again", action="store_true", help="try again what the file has")
+    parser.add_argument("--least", type=float, default=0.95, help="part of the rows that must pass")
+    parser.add_argument("--json", type=Path, default=FILE)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.only) - {model.name for model in models()}:
+        parser.error(f"no model {sorted(unknown)[0]!r}; there are {', '.join(model.name for model in models())}")
+    if unknown := set(arguments.backends) - set(BACKENDS):
+        parser.error(f"no backend {sorted(unknown)[0]!r}; there are {', '.join(BACKENDS)}")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Mixtures of experts as products by groups of rows, put in place through transformers' experts interface.
+
+Decides the form of an experts' layer in a graph that trains: everything but the products by experts' weights is plain
+operators, in the order of transformers' own batched form. That one gathers the weights of each token's experts, which
+is what serving wants of a few rows, whose bits must be their own, and no memory holds for thousands.
+
+Neighbours: `capture.capture` chooses between the two, `capture.lowering` turns the operator into the IR's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from fusionai.backends.torch.experts import expert_linear as by_groups
+from fusionai.primitives.errors import ModelError
+
+EXPERTS: Final = "fusion"
+"""The name under which the interface knows our function."""
+
+
+@torch.library.custom_op("fusion::expert_linear", mutates_args=())
+def expert_linear(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return by_groups(x, weight, experts, transposed=transposed)
+
+
+@expert_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, transposed: bool) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Transformers' experts function: hidden_states [s, d], top_k_index and top_k_weights [s, k]; result [s, d]."""
+    layer = cast(Any, self)
+    if layer._is_expert_parallel:
+        raise ModelError(f"{type(self).__name__} is spread over processes, which a graph can't follow.")
+    chosen = top_k_index.shape[-1]
+    experts = top_k_index.reshape(-1)
+    rows = hidden_states.repeat_interleave(chosen, dim=0)
+    name = "gate_up_proj" if layer.has_gate else "up_proj"
+    wide = _product(layer, name, rows, experts)
+    inner = layer._apply_gate(wide) if layer.has_gate else layer.act_fn(wide)
+    made = _product(layer, "down_proj", inner, experts)
+    if layer.has_post_expert_norm:
+        made = layer.post_expert_norm(made)
+    weighted = made * top_k_weights.reshape(-1).unsqueeze(-1)
+    return weighted.view(hidden_states.shape[0], chosen, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _product(layer: Any, name: str, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    made = expert_linear(rows, getattr(layer, name), experts, bool(layer.is_transposed))
+    return made + getattr(layer, f"{name}_bias")[experts] if layer.has_bias else made
+
+
+def by_products(module: nn.Module) -> None:
+    """Let `module`'s experts' layers, if it has any that can be replaced, be traced as products by groups."""
+    _register()
+    choose = getattr(module, "set_experts_implementation", None)
+    config = getattr(module, "config", None)
+    if choose is not None and getattr(config, "_experts_implementation", None) is not None:
+        choose(EXPERTS)
+
+
+@cache
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)

@@ -1,0 +1,82 @@
+"""What a Hugging Face model takes where no example is at hand: drawn inputs of the sizes its configuration says.
+
+Decides sizes from the kind of input: tokens, images, sound, spectrograms. Knows no model by name. Neighbours:
+`capture.capture` asks for tasks other than language modelling; a job's own data says more than this can.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from fusionai.capture.tasks import BATCH, DECODER, SEQUENCE, ExampleInput
+from fusionai.primitives.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ROWS: Final = 2
+TOKENS: Final = 11
+IMAGE: Final = 224
+"""Pixels per side, where a model takes any: what such models are usually trained on."""
+SAMPLES: Final = 4000
+FRAMES: Final = 64
+
+
+def model_inputs(module: nn.Module, config: PreTrainedConfig) -> dict[str, ExampleInput]:
+    """In the order of the module's own arguments. Raises `ModelError` where it takes something else."""
+    takes = inspect.signature(module.forward).parameters
+    main = str(getattr(module, "main_input_name", "input_ids"))
+    wanted = {main}
+    if getattr(config, "vision_config", None) is not None and "pixel_values" in takes:
+        wanted |= {"pixel_values", "input_ids"} & set(takes)
+    if getattr(config, "is_encoder_decoder", False) and DECODER in takes:
+        wanted.add(DECODER)
+    return {name: _drawn(name, config) for name in takes if name in wanted}
+
+
+def _drawn(name: str, config: PreTrainedConfig) -> ExampleInput:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*sizes: int) -> ExampleInput:
+        return ExampleInput(torch.randn(ROWS, *sizes, generator=generator))
+
+    match name:
+        case "input_ids" | "decoder_input_ids":
+            vocabulary = int(_of(config.get_text_config(), "vocab_size", 2))
+            tokens = torch.randint(0, vocabulary, (ROWS, TOKENS), generator=generator)
+            return ExampleInput(tokens, (BATCH, SEQUENCE))
+        case "pixel_values":
+            vision = getattr(config, "vision_config", None) or config
+            return numbers(int(_of(vision, "num_channels", 3)), *_pair(_of(vision, "image_size", IMAGE)))
+        case "input_values" if hasattr(config, "num_mel_bins"):
+            return numbers(int(_of(config, "max_length", FRAMES)), int(_of(config, "num_mel_bins", 1)))
+        case "input_values":
+            return numbers(SAMPLES)
+        case "input_features" if hasattr(config, "num_mel_bins"):
+            # Two frames of sound become one position.
+            return numbers(int(_of(config, "num_mel_bins", 1)), 2 * int(_of(config, "max_source_positions", FRAMES)))
+        case "input_features":
+            return numbers(
+                FRAMES, int(_of(config, "input_feat_per_channel", 1)) * int(_of(config, "input_channels", 1))
+            )
+        case _:
+            raise ModelError(
+                f"the model takes {name!r}, for which no example can be drawn.",
+                hint="Give example inputs: from a function of your own that returns (module, examples), or as data.",
+            )
+
+
+def _of(config: Any, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    first, second = size
+    return int(first), int(second)

@@ -1,0 +1,166 @@
+"""State-space and linear-attention layers as semantic operators, put in the place of transformers' own loops.
+
+Transformers computes these layers by fused kernels, or without them by loops over positions, which a trace would unroll
+to one length. Its modules call them by a few names, alike in all models. Decides what stands there instead while a
+module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a call asks for
+beyond those is refused.
+
+Neighbours: `capture.capture` traces within `semantic_recurrences`, `capture.lowering` turns the operators into the
+IR's, backends implement them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusionai.backends.torch import scans
+from fusionai.primitives.errors import ModelError
+
+
+@torch.library.custom_op("fusion::linear_scan", mutates_args=())
+def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return scans.linear_scan(decay, x)
+
+
+@linear_scan.register_fake
+def _(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("fusion::linear_attention", mutates_args=())
+def linear_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:
+    return scans.linear_attention(query, key, value, decay=decay, beta=beta)
+
+
+@linear_attention.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ARG001
+    return value.new_empty(value.shape)
+
+
+def _selective_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    """Mamba (arXiv 2312.00752), as `mamba_selective_scan`: hidden_states, dt and z [b, d, s], A [d, n], B and C
+    [b, n, s], D and delta_bias [d]; result [b, d, s]."""
+    _refuse(others | {"return_last_state": return_last_state}, harmless=("use_mambapy", "use_associative_scan"))
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    step, entering = dt.transpose(1, 2)[..., None], hidden_states.transpose(1, 2)[..., None]
+    decay = torch.exp(A[None, None] * step)
+    states = linear_scan(decay, step * B.transpose(1, 2)[:, :, None].float() * entering.float())
+    read = torch.matmul(states.to(hidden_states.dtype), C.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+    if D is not None:
+        read = read + hidden_states * D[None, :, None]
+    return read if z is None else read * F.silu(z)
+
+
+def _chunk_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,  # noqa: ARG001 - of the order of sums, which is each backend's own
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    """Mamba-2 (arXiv 2405.21060), as `mamba2_chunk_scan`: hidden_states [b, s, h, p], dt [b, s, h], A [h], B and C
+    [b, s, g, n], D and dt_bias [h]; result [b, s, h, p]."""
+    _refuse(others | {"initial_states": initial_states, "return_final_states": return_final_states})
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
+    values, shared = hidden_states.float(), hidden_states.shape[2] // B.shape[2]
+    keys, queries = B.float().repeat_interleave(shared, dim=2), C.float().repeat_interleave(shared, dim=2)
+    read = linear_attention(queries, keys, values * dt[..., None].float(), A.to(values.dtype) * dt.float(), None)
+    return read if D is None else read + D[..., None] * values
+
+
+def _gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,  # noqa: ARG001
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Gated delta rule (arXiv 2412.06464), as `torch_chunk_gated_delta_rule`: query and key [b, s, hk, k], value
+    [b, s, h, v], g and beta [b, s, h]; result [b, s, h, v] and no state."""
+    _refuse(others | {"initial_state": initial_state, "output_final_state": output_final_state})
+    dtype, shared = query.dtype, value.shape[2] // key.shape[2]
+    query, key, value, g, beta = (x.to(torch.float32) for x in (query, key, value, g, beta))
+    if shared > 1:
+        query, key = query.repeat_interleave(shared, dim=2), key.repeat_interleave(shared, dim=2)
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
+    return linear_attention(query * query.shape[-1] ** -0.5, key, value, g, beta).to(dtype), None
+
+
+def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
+    """What stands for a flag that is off, and what only chooses a kernel, changes nothing."""
+    unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
+    unknown = [name for name in unknown if name not in harmless and name not in _HARMLESS]
+    if unknown:
+        raise ModelError(
+            f"a recurrent layer asks its scan for {', '.join(unknown)}, which the semantic operators have not.",
+            hint="Choose a model that runs whole sequences from an empty state.",
+        )
+
+
+_HARMLESS: Final = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"})
+"""Arguments of the layers above, handed through."""
+_NAMES: Final[Mapping[str, Callable[..., Any]]] = {
+    "mamba_selective_scan": _selective_scan,
+    "mamba2_chunk_scan": _chunk_scan,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+}
+
+
+@contextmanager
+def semantic_recurrences(module: nn.Module) -> Iterator[None]:
+    """While open, the files of transformers that `module`'s layers come from call the semantic operators."""
+    files = {name for child in module.modules() if (name := type(child).__module__).startswith("transformers.")}
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
+        for file in sorted(files):
+            namespace = sys.modules[file]
+            for name, replacement in _NAMES.items():
+                if hasattr(namespace, name):
+                    replaced.append((namespace, name, getattr(namespace, name)))
+                    setattr(namespace, name, replacement)
+        yield
+    finally:
+        for namespace, name, original in replaced:
+            setattr(namespace, name, original)

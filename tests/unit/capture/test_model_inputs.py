@@ -1,0 +1,84 @@
+"""What models take when nobody gave an example, heads by task, experts and recurrent layers as operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusionai.capture.capture import capture
+from fusionai.capture.check import check
+from fusionai.capture.recurrence import semantic_recurrences
+from fusionai.capture.source import ConfigSource, FactorySource, architecture_of
+from fusionai.capture.tasks import ExampleInput
+from fusionai.primitives.errors import ModelError
+from harness.zoo import models
+
+pytestmark = pytest.mark.slow
+ZOO = {model.name: model for model in models()}
+SHAPES: dict[str, dict[str, tuple[int | str, ...]]] = {
+    "vit": {"pixel_values": ("b", 3, 16, 16), "labels": ("b",)},
+    "wav2vec2": {"input_values": ("b", 4000), "labels": ("b",)},
+    "t5": {"input_ids": ("b", "s"), "decoder_input_ids": ("b", "s"), "labels": ("b", "s")},
+    "whisper": {"input_features": ("b", 8, 24), "decoder_input_ids": ("b", "s"), "labels": ("b", "s")},
+    "clip": {"input_ids": ("b", "s"), "pixel_values": ("b", 3, 16, 16)},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_inputs_follow_from_the_configuration(name: str) -> None:
+    model = ZOO[name]
+    captured = capture(model.source, task=model.task, batch=(1, 8), sequence=(1, 32))
+    assert {spec.name: spec.dims for spec in captured.inputs} == SHAPES[name]
+
+
+def test_each_task_has_its_head() -> None:
+    tasks = ("causal_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss")
+    assert [architecture_of(task) for task in tasks] == [*tasks[:4], "plain", "plain"]
+    with pytest.raises(ModelError, match="transformers has no seq2seq_lm model for 'llama'"):
+        capture(ConfigSource({"model_type": "llama"}, "seq2seq_lm"), task="seq2seq_lm")
+
+
+def test_a_decoder_without_its_input_is_told() -> None:
+    def two() -> nn.Module:
+        return nn.Linear(4, 4)
+
+    with pytest.raises(ModelError, match="needs an input 'decoder_input_ids'; given are input"):
+        capture(FactorySource(two), task="seq2seq_lm", example_inputs={"input": ExampleInput(torch.zeros(2, 4))})
+
+
+def test_experts_are_products_by_groups_where_a_graph_trains() -> None:
+    source = ZOO["mixtral"].source
+    trained = capture(source, batch=(1, 8), sequence=(1, 32))
+    served = capture(source, batch=(1, 8), sequence=(1, 32), train=False)
+    layers = sum(node.op == "fusion.expert_linear" for node in trained.graph.nodes)
+    assert layers == 2 * 4, "two products in each of four layers"
+    assert not any("gathered" in note for note in trained.notes)
+    assert all(node.op != "fusion.expert_linear" for node in served.graph.nodes)
+
+
+def test_recurrent_layers_are_operators_and_no_cache_serves_them() -> None:
+    report = check(ZOO["mamba"].source, sequence=(1, 32))
+    assert report.ok
+    assert report.operators["fusion.linear_scan"] == 4
+    assert not report.cached_serving
+    assert any("4 layers carry a state" in note for note in report.notes)
+    assert report.lacking["torch"] == ()
+
+
+@pytest.mark.parametrize("asked", [{"return_last_state": True}, {"cu_seqlens": torch.zeros(2)}])
+def test_what_the_operators_do_not_have_is_refused(asked: dict[str, Any]) -> None:
+    from transformers.models.mamba import modeling_mamba
+
+    given = torch.zeros(1, 2, 3)
+    module = modeling_mamba.MambaRMSNorm(4)
+    original = modeling_mamba.mamba_selective_scan
+    with semantic_recurrences(module):
+        with pytest.raises(ModelError, match=f"asks its scan for {next(iter(asked))}"):
+            modeling_mamba.mamba_selective_scan(
+                given, given, torch.zeros(2, 4), torch.zeros(1, 4, 3), torch.zeros(1, 4, 3), **asked
+            )
+        assert modeling_mamba.mamba_selective_scan is not original
+    assert modeling_mamba.mamba_selective_scan is original
