@@ -67,13 +67,6 @@ class ComputeThread:
         """Run `work` in the compute thread after everything submitted before it. Submitted now, not when awaited."""
         return asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
 
-    async def rest(self) -> None:
-        """Until the rest is over that the last piece calls for: whoever chooses what is next chooses of what has come
-        by then."""
-        left_s = self._free_at_s - time.monotonic()
-        if left_s > 0:
-            await asyncio.sleep(left_s)
-
     def submit(self, work: Callable[[], T], done: Callable[[Outcome[T]], None]) -> None:
         """`run` for whoever does it hundreds of times a second: `done` is called on the event loop, in the first turn
         after the work. Not called for work that `close` kept from running."""

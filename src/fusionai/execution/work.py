@@ -83,19 +83,19 @@ class Bench:
 
     async def do(self, work: Work) -> bool:
         """True if entries are missing after `initialise`. Raises what the backend raises; `TransportError` when the
-        connection of an export is lost."""
+        connection of an export is lost.
+
+        What forward or backward made is sent last, and nothing is awaited behind it: a neighbour's answer must not come
+        before the stage knows that the work is done."""
         call = Call(work.mode, work.step, work.microbatch, self._boundary.replica)
         match work.kind:
             case "forward":
                 await self._forward(call)
-                await self._compute.rest()
             case "backward":
                 await self._backward(call)
-                await self._compute.rest()
             case "weights":
                 _, timed = await self._compute.run(lambda: self._program.weight_gradients(call))
                 self._span("weights", work.microbatch, timed)
-                await self._compute.rest()
             case "norms":
                 await self._norms_of(work.step)
             case "apply":

@@ -105,6 +105,8 @@ class Builder:
         """A node; its result, or a list of `count`. `like`: what dtype and shape the result has, else `out`'s."""
         names = [self._fresh() for _ in range(count)]
         given = ["" if value is None else value.name for value in inputs]
+        while given and not given[-1]:
+            given.pop()  # ONNX Runtime's own rewriting of a norm ends the process on an empty last input
         self.nodes.append(helper.make_node(kind, given, names, **options))
         shown = self.out if like is None else like
         made = [Tensor(name, shown.dtype, shown.shape) for name in names]
