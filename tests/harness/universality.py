@@ -144,11 +144,11 @@ class _Trained:
 
     def on(self, backend: Backend, *, trains: bool) -> tuple[Cell, Cell]:
         """Forward and gradients. What can't train is compared in evaluation, without the loss."""
-        blocks = 1 + max(node.block for node in self.captured.graph.nodes)
         graph = self.captured.graph
         if not trains:
             graph = prune(graph, [name for name in graph.outputs if name != "loss"])
         captured = replace(self.captured, graph=graph)
+        blocks = 1 + max(node.block for node in graph.nodes)
         try:
             partition = by_blocks(captured) if blocks >= STAGES else by_nodes(captured)
             stages = Staged(captured, partition, [backend], seed=SEED)

@@ -42,6 +42,10 @@ ONNX_TYPES: Final[dict[str, int]] = {
 _TO_THE_END: Final = 2**62
 
 
+class SizesError(ExecutionError):
+    """A size is neither known nor the rows themselves."""
+
+
 class Rows:
     """The one size that is not known."""
 
@@ -68,7 +72,7 @@ class Tensor:
     def size(self, dim: int) -> int:
         found = self.shape[dim]
         if isinstance(found, Rows):
-            raise ExecutionError("this backend needs to know a size that follows from how many rows there are.")
+            raise SizesError("this backend needs to know a size that follows from how many rows there are.")
         return found
 
 
@@ -191,7 +195,8 @@ class Builder:
                 **{name: self._argument(arg) for name, arg in node.kwargs.items()},
             )
         except FusionError as error:
-            raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
+            kind = SizesError if isinstance(error, SizesError) else ExecutionError
+            raise kind(f"{describe(node)}: {error.message}", hint=error.hint) from error
         results = list(made) if isinstance(made, list | tuple) else [made]
         for name, result, declared in zip(node.outputs, results, self.outs, strict=False):
             found = self.cast(result, declared.dtype)
@@ -239,7 +244,7 @@ class Builder:
             return found[0]
         if found == [7, 11]:
             return ROWS
-        raise ExecutionError("this backend needs sizes that do not follow from how many rows there are.")
+        raise SizesError("this backend needs sizes that do not follow from how many rows there are.")
 
     def _size(self, node: Node) -> Size:
         found: list[int] = []

@@ -1,4 +1,5 @@
-"""One stage on ONNX Runtime that serves: a session per part, for any number of rows. Decides which weight formats.
+"""One stage on ONNX Runtime that serves: a session per part, for any number of rows, or one for each size of group
+where sizes are several times the rows (experts). Decides which weight formats.
 
 Neighbours: `parted_serving` cuts the graph and has caches and attention, `sessions` builds and runs.
 """
@@ -11,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from fusionai.backends.binding import nearest
-from fusionai.backends.onnxruntime.building import ROWS
+from fusionai.backends.onnxruntime.building import ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
 from fusionai.backends.parted_serving import Compute, Part, PartedServing
 from fusionai.backends.serving_base import check_weight
@@ -50,8 +51,10 @@ class OnnxServingProgram(PartedServing):
         self._check_memory(memory_limit_bytes)
         self._waiting = set(self._specs)
         self._weights = Weights()
-        self._sessions: dict[tuple[tuple[int, ...], tuple[str, ...]], Compute] = {}
-        """By a part's nodes and what it makes."""
+        self._sessions: dict[tuple[tuple[int, ...], tuple[str, ...], Size], Compute] = {}
+        """By a part's nodes, what it makes, and for how many rows."""
+        self._by_size: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
+        """Parts that no session computes for any number of rows."""
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         for key, tensor in entries:
@@ -76,8 +79,16 @@ class OnnxServingProgram(PartedServing):
         return self._weights.array(key)
 
     def _compiled(self, part: Part, rows: int) -> Compute:
-        del rows  # one session for all
         at = (tuple(node.id for node in part.nodes), part.makes)
+        if at not in self._by_size:
+            try:
+                return self._session(part, ROWS)
+            except SizesError:
+                self._by_size.add(at)
+        return self._session(part, rows)
+
+    def _session(self, part: Part, rows: Size) -> Compute:
+        at = (tuple(node.id for node in part.nodes), part.makes, rows)
         if at not in self._sessions:
             whole = set(at[0])
             sizes = [node for node in self._graph.nodes if self._is_size(node)]
@@ -85,7 +96,7 @@ class OnnxServingProgram(PartedServing):
             self._sessions[at] = session_of(
                 self._graph,
                 nodes,
-                symbols={**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: ROWS, BATCH: 1},
+                symbols={**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1},
                 given=part.given,
                 params=part.params,
                 makes=part.makes,
