@@ -328,7 +328,7 @@ def models() -> tuple[Model, ...]:
         _by_hand("LSTM", Recurrent, "classification", x=_numbers(4, 12, 6)),
         _by_hand("nn.TransformerEncoder", Encoder, "classification", x=_numbers(4, 9, 16)),
         _by_hand(
-            "three inputs, own loss", ThreeInputs, "module_loss",
+            "three inputs and a loss", ThreeInputs, "module_loss",
             x=_numbers(4, 8), gate=_numbers(4, 4, seed=1), scale=_numbers(4, 1, seed=2),
         ),
         _by_hand("graph convolution", GraphConvolution, "classification", nodes=_numbers(4, 7, 6), edges=edges),

@@ -69,10 +69,10 @@ def suited(device: str) -> str:
 
 def lacking(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Which of `graph`'s operators each backend that is installed here has not, sorted; by name. What only the loss
-    needs counts where there is training."""
+    needs counts where there is training; of a graph that makes nothing else, others have nothing to do."""
     everything = {node.op for node in graph.nodes}
     others = [value for meaning, value in graph.outputs.items() if meaning != "loss"]
-    evaluated = {node.op for node in needed_nodes(graph, others)} if others else everything
+    evaluated = {node.op for node in needed_nodes(graph, others)}
     found: dict[str, tuple[str, ...]] = {}
     for name in BACKENDS:
         with suppress(UsageError):

@@ -2,7 +2,8 @@
 
 Decides how a mask made by transformers is read: as a rule (causal or not, a window, a padding mask), never as a tensor.
 The rule travels through the model in the place of the mask, and the attention function turns it into the operator
-`fusion::attention`. A mask that is no such rule is refused: dropping it would compute something else.
+`fusion::attention`. A mask that is a tensor is added to the scores by plain operations; one that is neither is refused:
+dropping it would compute something else.
 
 Neighbours: `capture.export` turns the operator into the IR's `fusion.attention`; backends implement that one.
 """
@@ -77,6 +78,11 @@ def _shared(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
+def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of true and false as what is added to scores."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen.bool(), torch.finfo(dtype).min)
+
+
 def _masked(scores: torch.Tensor, rule: MaskRule) -> torch.Tensor:
     """scores [b, h, s, t], what is not seen as low as can be."""
     rows = torch.arange(scores.shape[2], device=scores.device)[:, None]
@@ -112,7 +118,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out. With a bias that is learned
-    ([b or 1, hq, s, t], as T5 has it) it becomes plain operations."""
+    ([b or 1, hq, s, t], as T5 has it) or a mask that is a tensor it becomes plain operations."""
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
     if unknown:
         raise ModelError(
@@ -132,10 +138,10 @@ def attention_forward(
             causal = kwargs.get("is_causal")
             rule = MaskRule(bool(getattr(module, "is_causal", True) if causal is None else causal))
         case _:
-            raise ModelError(
-                f"{type(module).__name__} computes its own attention mask, which `fusion.attention` can't express.",
-                hint="Let the model create its masks through transformers' masking functions.",
-            )
+            # A mask of the model's own: what it adds to the scores.
+            own = attention_mask if attention_mask.is_floating_point() else _added(attention_mask, query.dtype)
+            position_bias = own if position_bias is None else position_bias + own
+            rule = MaskRule(causal=False)
     if position_bias is not None:
         if softcap is not None or s_aux is not None:
             raise ModelError(

@@ -92,14 +92,18 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
     wanted = frozenset(built.registered[key] for key in keys)
     with watching() as watch, _parameters_on_meta(watch, wanted):
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
-    for key, parameter in module.named_parameters():
-        if key in keys:
-            if parameter.is_meta:
-                raise ModelError(
-                    f"{built.name} leaves its parameter {key} without a value.",
-                    hint="Give it one when the module is constructed, for example in reset_parameters.",
-                )
-            yield key, parameter.detach()
+    made = {key: parameter for key, parameter in module.named_parameters() if key in keys}
+    if any(parameter.is_meta for parameter in made.values()):
+        # Computed from another that was not wanted, as a direction and a length are of a weight: all in real memory.
+        module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
+        made = {key: parameter for key, parameter in module.named_parameters() if key in keys}
+    for key, parameter in made.items():
+        if parameter.is_meta:
+            raise ModelError(
+                f"{built.name} leaves its parameter {key} without a value.",
+                hint="Give it one when the module is constructed, for example in reset_parameters.",
+            )
+        yield key, parameter.detach()
 
 
 def construct_real(built: Built) -> nn.Module:

@@ -71,10 +71,16 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
         aten.scaled_dot_product_attention.default: scaled_dot_product,
+        aten.eye.default: _eye,
     }
     for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
         table[packet.input] = packet.input.py_kernels[DispatchKey.CompositeImplicitAutograd]
     return table
+
+
+def _eye(size: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    places = torch.arange(size, device=device)
+    return (places[:, None] == places).to(dtype or torch.get_default_dtype())
 
 
 def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:

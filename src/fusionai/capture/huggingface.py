@@ -80,6 +80,8 @@ class HuggingFaceModel:
         config = copy.deepcopy(self.config)
         if self.architecture == "masked_lm":
             config.is_decoder = False
+        # Where several classes have the head, transformers looks here for the one that is meant.
+        config.architectures = config.architectures or [self._model_class().__name__]
         return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32, **choices)
 
     def _auto(self) -> Any:
