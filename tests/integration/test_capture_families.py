@@ -19,6 +19,7 @@ from fusionai.capture.tasks import ExampleInput, TaskModule
 from fusionai.ir.partition import Partition, cut
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 from harness.staged import STAGES, Staged, by_blocks
+from harness.zoo import Convolutions
 
 pytestmark = pytest.mark.slow
 SEED = 7
@@ -143,32 +144,12 @@ def test_with_dropout_the_cut_equals_the_uncut_graph(name: str) -> None:
     assert bytes(evaluated["logits"].data) != bytes(got["logits"].data)
 
 
-class ConvNet(nn.Module):
-    """Convolutions with batch normalisation, pooling and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU())
-            for i, o in [(3, 6), (6, 6), (6, 8), (8, 8)]
-        )
-        self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            image = block(image)
-            if index == 1:
-                image = self.pool(image)
-        return self.head(image.mean(dim=(2, 3)))
-
-
 def _image() -> dict[str, torch.Tensor]:
     return {"image": torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))}
 
 
 def test_convolutions_and_batch_statistics_equal_the_module() -> None:
-    source = FactorySource(lambda: (ConvNet(), _image()))
+    source = FactorySource(lambda: (Convolutions(), _image()))
     captured = capture(source, task="classification", batch=(1, 16), seed=SEED)
     assert len(captured.graph.state_writes) == 3 * 4
     module = reference_module(captured, SEED)
@@ -184,7 +165,7 @@ def test_convolutions_and_batch_statistics_equal_the_module() -> None:
 
 
 def test_batch_statistics_move_as_the_modules_do() -> None:
-    source = FactorySource(lambda: (ConvNet(), _image()))
+    source = FactorySource(lambda: (Convolutions(), _image()))
     captured = capture(source, task="classification", batch=(1, 16), seed=SEED)
     module = reference_module(captured, SEED)
     task = TaskModule(module, captured.task, captured.input_names).train()
