@@ -8,7 +8,7 @@ compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,16 @@ class ServingBase(ABC):
                 if dim == SEQUENCE:
                     return size
         return sum(segment.length for segment in segments)
+
+
+def awaited(specs: Mapping[str, ParamSpec], waiting: Container[str], key: str, tensor: HostTensor) -> ParamSpec:
+    """What `key` is. Raises `ExecutionError` unless the stage has such a weight and waits for it, and `tensor` fits."""
+    if key not in specs:
+        raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, specs)}.")
+    if key not in waiting:
+        raise ExecutionError(f"weight {key!r} came twice.")
+    check_weight(specs[key], tensor)
+    return specs[key]
 
 
 def check_weight(spec: ParamSpec, tensor: HostTensor) -> None:

@@ -18,10 +18,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.binding import nearest
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.paged_table import Span
-from fusionai.backends.serving_base import ServingBase, check_weight
+from fusionai.backends.serving_base import ServingBase, awaited
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import POSITIONS, SEQUENCE, row_dimension
@@ -73,12 +72,7 @@ class WholeServing(ServingBase):
 
     def _converted(self, entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:
         for key, tensor in entries:
-            if key not in self._specs:
-                raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
-            if key not in self._waiting:
-                raise ExecutionError(f"weight {key!r} came twice.")
-            spec = self._specs[key]
-            check_weight(spec, tensor)
+            spec = awaited(self._specs, self._waiting, key, tensor)
             self._waiting.discard(key)
             if tensor.dtype != spec.dtype:
                 tensor = host_tensor(spec.dtype, spec.shape, np.array(numbers(tensor), dtype=spec.dtype).tobytes())

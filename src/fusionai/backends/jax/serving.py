@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.binding import largest, nearest
+from fusionai.backends.binding import largest
 from fusionai.backends.jax.footprint import footprint_bytes
 from fusionai.backends.jax.host import to_jax
 from fusionai.backends.jax.operators import Context
 from fusionai.backends.jax.promotion import DTYPES, Device, is_floating
 from fusionai.backends.jax.tracing import Value, program_of
 from fusionai.backends.parted_serving import Array, Compute, Part, PartedServing
-from fusionai.backends.serving_base import check_weight
+from fusionai.backends.serving_base import awaited
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import BATCH, SEQUENCE
 from fusionai.ir.shapes import evaluate
@@ -52,12 +52,8 @@ class JaxServingProgram(PartedServing):
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         for key, tensor in entries:
-            if key not in self._specs:
-                raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
-            if key not in self._waiting:
-                raise ExecutionError(f"weight {key!r} came twice.")
-            check_weight(self._specs[key], tensor)
-            self._tensors[key] = self._kept(key, to_jax(tensor, self._device).astype(DTYPES[self._specs[key].dtype]))
+            spec = awaited(self._specs, self._waiting, key, tensor)
+            self._tensors[key] = self._kept(key, to_jax(tensor, self._device).astype(DTYPES[spec.dtype]))
             self._waiting.discard(key)
 
     @property

@@ -11,11 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.backends.binding import nearest
 from fusionai.backends.onnxruntime.building import ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
 from fusionai.backends.parted_serving import Compute, Part, PartedServing
-from fusionai.backends.serving_base import check_weight
+from fusionai.backends.serving_base import awaited
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import BATCH, SEQUENCE
@@ -58,12 +57,7 @@ class OnnxServingProgram(PartedServing):
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         for key, tensor in entries:
-            if key not in self._specs:
-                raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
-            if key not in self._waiting:
-                raise ExecutionError(f"weight {key!r} came twice.")
-            spec = self._specs[key]
-            check_weight(spec, tensor)
+            spec = awaited(self._specs, self._waiting, key, tensor)
             self._weights.put(key, np.array(numbers(tensor), dtype=spec.dtype))
             self._waiting.discard(key)
 
