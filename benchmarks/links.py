@@ -4,8 +4,9 @@
 
 Two processes in network namespaces of their own, between them a link made in user space (tests/harness/shaped_link.py):
 packets queue, wait and get lost, so that the kernel's congestion control meets what it would meet. One channel carries
-tensors of 2 MB, one after the other; another carries 8 KB there and back, as a decoding stage would. In turns: bulk by
-BBR at a pace that keeps the queue short, as we ship it, and by CUBIC as it is, which most systems have.
+tensors of 2 MB, one after the other; another carries 8 KB there and back, as a decoding stage would. In turns: bulk as
+we ship it, paced below what the line was `measured` to carry, as every peer does that joins; `followed`, where nobody
+has measured, as for a job's owner; and by CUBIC as it is, which most systems have.
 
 Quoted: bulk over what TCP can carry on that line at most (52 of a packet's bytes are headers), the first two seconds
 left out and told apart; an 8 KB round trip beside the bulk, over the same when the line is idle. Loopback's congestion
@@ -20,7 +21,6 @@ import contextlib
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,12 +29,15 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ChannelClosed
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport import tcp_channel
+from fusionai.transport import bulk
 from fusionai.transport.event_loop import run
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
+from fusionai.transport.links import answer_probe, measure_link
+from fusionai.transport.rate_limit import Limits
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import Pong, Probe, TensorHeader
 from transport import credentials
@@ -57,12 +60,7 @@ CASES: Final = {
 }
 """Round trips; what bulk is to reach."""
 UNDER_LOAD_GOAL: Final = 1.5
-
-
-def by_cubic(sock: socket.socket) -> bool:
-    """What most systems send by."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-    return True
+WAYS: Final = ("measured", "followed", "cubic")
 
 
 def probe(count: int) -> tuple[Probe, Any]:
@@ -71,10 +69,13 @@ def probe(count: int) -> tuple[Probe, Any]:
 
 
 async def serve(channel: Channel) -> None:
-    """Small ones go back as they are, pieces are acknowledged."""
+    """Small ones go back as they are, pieces are acknowledged; over a channel for probes, those are answered."""
     with contextlib.suppress(ChannelClosed):
         while True:
             envelope = await channel.receive()
+            if channel.stream == "state":
+                await answer_probe(channel, envelope)
+                continue
             tensors = list(envelope.tensors.values())
             if tensors[0].nbytes == SMALL_BYTES:
                 await channel.send(envelope.message, tensors)
@@ -88,11 +89,15 @@ async def far(home: str, host: str) -> None:
     await asyncio.Event().wait()
 
 
-async def near(home: str, host: str, seconds: float) -> dict[str, float]:
-    transport, server = TcpTransport(credentials(home, "client")), load_identity(Path(home) / "server").peer
-    address = [f"tcp://{host}:{PORT}"]
+async def near(home: str, host: str, seconds: float, way: str) -> dict[str, float]:
+    rates, server = Limits(), load_identity(Path(home) / "server").peer
+    transport, address = TcpTransport(credentials(home, "client"), rates=rates), [f"tcp://{host}:{PORT}"]
+    if way == "measured":
+        channel = await transport.dial(address, expect=server, stream="state")
+        rates.turns.measured((await measure_link(channel, SystemClock())).bandwidth_bytes_per_s)
+        await channel.close()
     small = await transport.dial(address, expect=server, stream="control")
-    bulk = await transport.dial(address, expect=server, stream="tensors")
+    large = await transport.dial(address, expect=server, stream="tensors")
     message, tensor = probe(SMALL_BYTES)
 
     async def turn() -> float:
@@ -109,11 +114,11 @@ async def near(home: str, host: str, seconds: float) -> dict[str, float]:
         piece, content = probe(PIECE_BYTES)
         while True:
             await room.acquire()
-            await bulk.send(piece, (content,))
+            await large.send(piece, (content,))
 
     async def acknowledged() -> None:
         while True:
-            await bulk.receive()
+            await large.receive()
             arrived.append(time.perf_counter())
             room.release()
 
@@ -137,11 +142,19 @@ async def near(home: str, host: str, seconds: float) -> dict[str, float]:
     }
 
 
-def measured(home: str, shape: Shape, seconds: float, seed: int, *, plain: bool) -> dict[str, float]:
+def measured(home: str, shape: Shape, seconds: float, seed: int, way: str) -> dict[str, float]:
     """One run over a link of its own."""
-    flags = ["--plain"] if plain else []
     with ShapedLink(shape, seed=seed) as link:
-        argv = [sys.executable, str(Path(__file__).resolve()), "--home", home, "--host", link.address("far"), *flags]
+        argv = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--home",
+            home,
+            "--host",
+            link.address("far"),
+            "--way",
+            way,
+        ]
         server = link.start("far", [*argv, "--side", "far"], stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
@@ -164,10 +177,10 @@ def compare(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
     for place, (name, (shape, goal)) in enumerate(CASES.items()):
         if arguments.only is not None and place not in arguments.only:
             continue
-        runs: dict[str, list[dict[str, float]]] = {"bbr": [], "cubic": []}
+        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for number in range(arguments.rounds):
             for way, found in runs.items():
-                found.append(measured(home, shape, arguments.seconds, number, plain=way == "cubic"))
+                found.append(measured(home, shape, arguments.seconds, number, way))
         rows = {}
         for way, found in runs.items():
             rows[way] = {
@@ -181,7 +194,7 @@ def compare(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
                 "runs": found,
             }
             print(
-                f"{name:30} {way:5} bulk {rows[way]['bulk']:6.1%} of the line (goal {goal:.0%}), first "
+                f"{name:30} {way:8} bulk {rows[way]['bulk']:6.1%} of the line (goal {goal:.0%}), first "
                 f"{RAMP_S:g} s {rows[way]['first_seconds']:6.1%}; 8 KB {rows[way]['idle_s'] * 1000:6.1f} ms, "
                 f"beside bulk x{rows[way]['loaded_over_idle']:.2f} (goal {UNDER_LOAD_GOAL}), p95 "
                 f"x{rows[way]['loaded_p95_over_idle']:.2f}",
@@ -200,16 +213,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     for hidden in ("--side", "--home", "--host"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--way", default=WAYS[0], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.plain:
-        tcp_channel.use_for_bulk = by_cubic
-        tcp_channel.LOOK_EVERY_S = math.inf
+    if arguments.way == "cubic":
+        bulk.LOOK_EVERY_S, bulk.LOSSY_PATHS = math.inf, "cubic"
     match arguments.side:
         case "far":
             run(far(arguments.home, arguments.host))
         case "near":
-            print(json.dumps(run(near(arguments.home, arguments.host, arguments.seconds))))
+            print(json.dumps(run(near(arguments.home, arguments.host, arguments.seconds, arguments.way))))
         case _:
             if reason := unavailable():
                 raise SystemExit(f"no shaped links here: {reason}")

@@ -68,7 +68,7 @@ class Process:
         command = [str(argument) for argument in arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.process: Child | subprocess.Popen[str]
-        if "jax" in command:
+        if {"jax", "onnxruntime"} & set(command):
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "fusionai", *command],
                 stdout=subprocess.PIPE,

@@ -26,7 +26,7 @@ from fusionai.peer.lending import Lending
 from fusionai.peer.measurement import measured_device
 from fusionai.peer.near import NearLinks
 from fusionai.peer.options import PeerOptions, PeerReady
-from fusionai.peer.profile import make_profile, measured_links
+from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.storage.weight_store import WeightStore
@@ -68,6 +68,8 @@ async def run_peer(
     )
     transport = PeerTransport(membership.credentials, membership.broker_addresses, rates=rates)
     links = await measured_links(transport, membership.broker_addresses, clock)
+    if links[0] is not UNMEASURED:
+        rates.turns.measured(links[0].bandwidth_bytes_per_s)
     profile = make_profile(options, membership.peer, report, *links)
     host = Host(
         peer=membership.peer,

@@ -3,7 +3,8 @@
 The asking side sends pings, then probes that double in size until one takes long enough to be timed well, so that a
 slow link is not blocked for minutes and a fast one is not judged by its first packets. The first probe only opens the
 sender's congestion window, which over a long way takes several round trips: 256 KiB at 20 Mbit/s and 40 ms look like 10
-Mbit/s. Only on a link so slow that this is lost in the transfer it is all that is sent.
+Mbit/s. Only on a link so slow that this is lost in the transfer it is all that is sent. And a probe takes several round
+trips: one that is over in two tells how fast the window grew.
 Neighbours: any side of a channel may `answer_probe`; the planner takes bandwidth and latency from the result.
 """
 
@@ -21,6 +22,7 @@ from fusionai.wire.frame import describe
 from fusionai.wire.messages import MAX_BACK_BYTES, Message, Ping, Pong, Probe, TensorHeader
 
 FIRST_PROBE_BYTES: Final = 256 * 2**10
+ENOUGH_ROUND_TRIPS: Final = 4
 SLOW: Final = 4
 """So many times longer than a probe must take: the first one will do."""
 
@@ -63,6 +65,7 @@ async def _bandwidth(
     carried: Callable[[int], Awaitable[float]], round_trip_s: float, largest_bytes: int, enough_s: float
 ) -> tuple[float, int]:
     """Bytes per second, and the probe that said so."""
+    enough_s = max(enough_s, ENOUGH_ROUND_TRIPS * round_trip_s)
     size, is_open = min(FIRST_PROBE_BYTES, largest_bytes), False
     while True:
         took_s = await carried(size)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from fusionai.transport.turns import Turns
+
 BURST_S: Final = 0.05
 """What was not used for so long may be sent at once."""
 SMALL_DEBT_S: Final = 0.25
@@ -50,8 +52,9 @@ class RateLimit:
 
 
 class Limits:
-    """Of one machine: `upload`, `download`; None: as fast as the line is."""
+    """Of one machine: `upload`, `download` (None: as fast as the line is), and in which order its bulk goes."""
 
     def __init__(self, *, upload_bytes_per_s: float | None = None, download_bytes_per_s: float | None = None) -> None:
         self.upload = None if upload_bytes_per_s is None else RateLimit(upload_bytes_per_s)
         self.download = None if download_bytes_per_s is None else RateLimit(download_bytes_per_s)
+        self.turns = Turns()

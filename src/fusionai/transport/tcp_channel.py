@@ -1,8 +1,9 @@
 """One connection of mutual TLS 1.3 over TCP, as a channel. Decides how bytes move: buffers, marks, deadlines.
 
 Reading: TLS writes straight into the frame reader's buffers, so a tensor is copied once, by decryption. Writing: a
-small frame in one write; a large body in slices, each waiting until the connection is below its high-water mark.
-Neighbours: `framed` decides what frames mean, `tcp` dials, `tcp_listener` accepts.
+small frame in one write; a large body in slices, each waiting for its turn on the machine's line and until the
+connection is below its high-water mark.
+Neighbours: `bulk` watches large bodies, `framed` decides what frames mean, `tcp` dials, `tcp_listener` accepts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.addresses import way_to
-from fusionai.transport.congestion import LOOK_EVERY_S, Pacing, kernel_view, pace, use_for_bulk
+from fusionai.transport.bulk import Bulk
 from fusionai.transport.credentials import Credentials
 from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
 from fusionai.transport.framed import Dialling, FramedChannel
@@ -68,9 +69,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._writable.set()
         self._gone = asyncio.Event()
         self._slices = 0
-        self._pacing: Pacing | None = None
+        self._bulk: Bulk | None = None
         """Once something large was sent."""
-        self._look_at_s = 0.0
         self._watch: asyncio.TimerHandle | None = None
 
     @property
@@ -200,6 +200,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 self._lost(f"the connection was lost ({exc})")
         if self._watch is not None:
             self._watch.cancel()
+        if self._bulk is not None:
+            self._bulk.end()
         # The TLS layer keeps this protocol's methods: a circle around its buffers, which are a quarter of a megabyte.
         self._transport = None
         self._gone.set()
@@ -234,9 +236,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             await self._wait(due_s)
 
     async def _send_large(self, transport: asyncio.Transport, head: bytes, tensors: Sequence[HostTensor]) -> None:
-        if self._pacing is None:
-            self._pacing = Pacing()
-            use_for_bulk(transport.get_extra_info("socket"))
+        if self._bulk is None:
+            self._bulk = Bulk(transport, self._limits.turns)
         upload = self._limits.upload
         slice_bytes = SLICE_BYTES if upload is None else upload.slice_bytes(SLICE_BYTES)
         if upload is not None:
@@ -246,30 +247,19 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             for tensor in tensors:
                 for start in range(0, tensor.nbytes, slice_bytes):
                     piece = tensor.data[start : start + slice_bytes]
+                    await self._bulk.slice(piece.nbytes)
                     if upload is not None:
                         await self._wait(upload.take(piece.nbytes, asyncio.get_running_loop().time()))
                     transport.write(piece)
                     self._slices += 1
-                    self._adapt(self._pacing)
                     if not self._writable.is_set():
                         await self._until_writable()
         except BaseException:
             # Half a frame is out; nothing sensible can follow it.
             self._abort()
             raise
-
-    def _adapt(self, pacing: Pacing) -> None:
-        """Now and then, while bulk is sent: at the pace that keeps the line's queue short."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._look_at_s:
-            return
-        self._look_at_s = now_s + LOOK_EVERY_S
-        sock = self._live_transport().get_extra_info("socket")
-        known = pacing.bytes_per_s
-        if (view := kernel_view(sock)) is not None:
-            pacing.look(view)
-        if pacing.bytes_per_s != known:
-            pace(sock, pacing.bytes_per_s)
+        finally:
+            self._bulk.written()
 
     async def _flush(self) -> None:
         """Until all is out, frames begun by other tasks too; given up when nothing moves any more."""

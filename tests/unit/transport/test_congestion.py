@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,14 @@ LINE = 12.5e6
 
 def view(queue_s: float = 0.0, *, rtt_s: float = 0.02, delivered: float = LINE, limited: bool = False) -> KernelView:
     return KernelView(rtt_s + queue_s, 0.0, rtt_s, delivered, limited)
+
+
+def settled() -> Pacing:
+    """Of a connection that has sent for a second."""
+    pacing = Pacing()
+    for _ in range(congestion.UNCAPPED_LOOKS):
+        pacing.look(view())
+    return pacing
 
 
 class Line:
@@ -44,7 +53,7 @@ class Line:
 @settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(line=st.floats(2e5, 2e8), rtt_s=st.floats(0.002, 0.2))
 def test_the_line_is_full_and_its_queue_short(line: float, rtt_s: float):
-    pacing, sent = Pacing(), Line(line, rtt_s)
+    pacing, sent = settled(), Line(line, rtt_s)
     for _ in range(50):
         sent.turn(pacing)
     turns = [sent.turn(pacing) for _ in range(600)]
@@ -54,7 +63,7 @@ def test_the_line_is_full_and_its_queue_short(line: float, rtt_s: float):
 
 
 def test_without_a_queue_nothing_is_capped():
-    pacing = Pacing()
+    pacing = settled()
     for _ in range(100):
         pacing.look(view())
     assert pacing.bytes_per_s is None
@@ -62,14 +71,14 @@ def test_without_a_queue_nothing_is_capped():
 
 def test_a_queue_of_a_few_milliseconds_is_noise():
     """On a LAN round trips are shorter than the time a busy machine takes to answer."""
-    pacing = Pacing()
+    pacing = settled()
     for _ in range(100):
         pacing.look(view(0.003, rtt_s=0.0001))
     assert pacing.bytes_per_s is None
 
 
 def test_jitter_is_no_queue():
-    pacing = Pacing()
+    pacing = settled()
     pacing.look(
         KernelView(rtt_s=0.032, jitter_s=0.008, least_rtt_s=0.02, delivered_bytes_per_s=LINE, limited_here=False)
     )
@@ -81,7 +90,7 @@ def test_jitter_is_no_queue():
 
 
 def test_who_has_nothing_to_send_is_not_slowed_down():
-    pacing = Pacing()
+    pacing = settled()
     for _ in range(100):
         pacing.look(view(0.5, limited=True))
     assert pacing.bytes_per_s is None
@@ -89,7 +98,7 @@ def test_who_has_nothing_to_send_is_not_slowed_down():
 
 def test_a_queue_that_others_make_leaves_most_of_the_line():
     """Somebody else keeps the queue full whatever bulk does."""
-    pacing = Pacing()
+    pacing = settled()
     for _ in range(200):
         pacing.look(view(0.5, delivered=LINE))
     assert pacing.bytes_per_s == pytest.approx(congestion.LEAST_OF_BEST * LINE, rel=0.01)
@@ -97,7 +106,7 @@ def test_a_queue_that_others_make_leaves_most_of_the_line():
 
 def test_beside_a_standing_queue_cap_and_best_do_not_pull_each_other_down():
     """A cap that holds says nothing of the line: two connections of one machine had ended at an eighth of it."""
-    pacing = Pacing()
+    pacing = settled()
     pacing.look(view(delivered=LINE))
     for _ in range(2000):
         delivered = min(pacing.bytes_per_s or LINE, LINE / 2)
@@ -107,7 +116,7 @@ def test_beside_a_standing_queue_cap_and_best_do_not_pull_each_other_down():
 
 
 def test_a_line_that_others_have_left_is_taken_again_in_a_few_looks():
-    pacing = Pacing()
+    pacing = settled()
     pacing.look(view(delivered=LINE))
     for _ in range(500):
         pacing.look(view(0.5, delivered=min(pacing.bytes_per_s or LINE, LINE / 4)))
@@ -121,7 +130,7 @@ def test_a_line_that_others_have_left_is_taken_again_in_a_few_looks():
 
 
 def test_a_line_that_got_slower_is_found_and_one_that_got_faster_is_used():
-    pacing, sent = Pacing(), Line(LINE, 0.03)
+    pacing, sent = settled(), Line(LINE, 0.03)
     for _ in range(100):
         sent.turn(pacing)
     sent.line = LINE / 4
@@ -170,7 +179,50 @@ def test_bulk_goes_by_bbr_where_it_is_to_be_had(pair: tuple[socket.socket, socke
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == before
 
 
-def test_a_kernel_without_it_is_no_error(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(congestion, "BULK", "no-such-thing")
-    assert not use_for_bulk(pair[0])
-    assert not congestion.bulk_is_available()
+def test_a_kernel_without_it_is_no_error(pair: tuple[socket.socket, socket.socket]):
+    assert not use_for_bulk(pair[0], "no-such-thing")
+
+
+def test_a_measured_line_is_kept_just_below_what_it_carries():
+    pacing = Pacing()
+    for queue_s in (0.0, 0.01, 0.0, 0.02) * 50:
+        pacing.look(view(queue_s, delivered=LINE / 3), LINE)
+        assert pacing.bytes_per_s == congestion.OF_LINE * LINE
+        assert pacing.keeps_line
+
+
+def test_a_queue_that_stands_for_long_is_another_lines():
+    """The other end's line is full: bulk follows what comes through, and takes its own line again once that is over."""
+    pacing = Pacing()
+    for _ in range(congestion.LONG_QUEUE_LOOKS + 5):
+        pacing.look(view(0.05, delivered=LINE / 3), LINE)
+    assert not pacing.keeps_line
+    assert pacing.bytes_per_s is not None
+    assert pacing.bytes_per_s < LINE / 2
+    looks = 0
+    while not pacing.keeps_line:
+        pacing.look(view(delivered=min(pacing.bytes_per_s or LINE, LINE)), LINE)
+        looks += 1
+    assert looks < 30
+    assert pacing.bytes_per_s == congestion.OF_LINE * LINE
+
+
+def test_a_probe_is_not_held_back():
+    pacing = Pacing()
+    for _ in range(congestion.UNCAPPED_LOOKS):
+        pacing.look(view(0.5))
+        assert pacing.bytes_per_s is None
+
+
+def lossy(*looks: tuple[int, float]) -> bool:
+    losses = congestion.Losses()
+    return any(losses.look(dataclasses.replace(view(queue_s), resent_segments=seen)) for seen, queue_s in looks)
+
+
+def test_losses_without_a_queue_are_the_paths():
+    assert lossy((1, 0.0), (1, 0.0), (2, 0.0), (3, 0.0))
+    assert not lossy((1, 0.0), *[(1, 0.0)] * 30, (2, 0.0), *[(2, 0.0)] * 30)
+
+
+def test_what_overflowed_is_no_loss_of_the_path():
+    assert not lossy(*[(number * 50, 0.1) for number in range(50)])
