@@ -37,6 +37,8 @@ TOO_LONG: Final = 4.0
 LEAST_TOO_LONG_S: Final = 0.25
 NEARBY_S: Final = 0.003
 """Round trips below that are those of a house: what goes there does not take the line that was measured."""
+SURE_S: Final = 1.0
+"""What a shorter burst does to a queue says little of the line."""
 _WATCH_S: Final = (0.001, 0.02)
 
 
@@ -150,7 +152,7 @@ class Bulk:
             self._losses = None
         known = self._pacing.bytes_per_s
         self._pacing.look(view, self._turns.line_bytes_per_s)
-        if self._pacing.keeps_line and not self._is_near():
+        if self._pacing.keeps_line and now_s - self._began_s > SURE_S and view.least_rtt_s >= NEARBY_S:
             self._turns.seen(queues=view.queues, held=view.delivered_bytes_per_s >= OWN_LIMIT * (known or math.inf))
         if self._pacing.bytes_per_s != known:
             pace(self._socket, self._pacing.bytes_per_s)

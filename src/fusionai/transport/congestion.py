@@ -36,9 +36,11 @@ OWN_LIMIT: Final = 0.9
 """Who delivers so much of the cap was held by the cap, which says nothing of the line."""
 LEAST_OF_BEST: Final = 0.8
 """What waits may be others': bulk gives way to them, but not all of the line."""
-LOSSY: Final = 1.4
-LOSS_MEMORY: Final = 0.9
-"""Two looks that find a loss within half a second, or three within one, make a path one that loses packets."""
+LOSSY: Final = 1.6
+LOSS_MEMORY: Final = 0.92
+"""Two looks that find a loss within a third of a second, or three within one, make a path one that loses packets."""
+MOST_SINGLE: Final = 5
+"""Paths lose packets one by one; more in one look have overflowed somewhere."""
 OF_LINE: Final = 0.97
 LONG_QUEUE_LOOKS: Final = 30
 """A queue that stands for so long, though the machine's own line has none, is that of another line."""
@@ -131,16 +133,19 @@ class Pacing:
 
 
 class Losses:
-    """Decides whether a path loses packets by itself: looks that find resent ones where no queue stands."""
+    """Decides whether a path loses packets by itself: looks that find a few resent ones where no queue stands."""
 
     def __init__(self) -> None:
         self._resent = 0
         self._score = 0.0
 
     def look(self, view: KernelView) -> bool:
-        lost = view.resent_segments > self._resent and not view.queues
+        lost = view.resent_segments - self._resent
         self._resent = view.resent_segments
-        self._score = LOSS_MEMORY * self._score + lost
+        if lost > MOST_SINGLE:
+            self._score = 0.0
+        else:
+            self._score = LOSS_MEMORY * self._score + (lost > 0 and not view.queues)
         return self._score >= LOSSY
 
 
