@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -52,6 +52,7 @@ FAMILIES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "phi3": ("causal_lm", {"model_type": "phi3", **_LLAMA}),
     "bert": ("masked_lm", {"model_type": "bert", **_BERT, **_NO_BERT_DROPOUT}),
 }
+MORE_OF_A_KIND: Final = ("qwen3", "mistral", "phi3")
 FAMILIES["gemma3"][1]["sliding_window"] = 5
 
 
@@ -72,7 +73,10 @@ def worst_gradient_difference(got: Mapping[str, torch.Tensor], module: nn.Module
     return max(relative_difference(to_host(got[key]), gradient) for key, gradient in expected.items())
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long) if name in MORE_OF_A_KIND else name for name in FAMILIES],
+)
 def captured(request: pytest.FixtureRequest) -> Captured:
     return family(request.param)
 

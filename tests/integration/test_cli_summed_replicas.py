@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STEPS = 12
 NAMES = ("one", "two", "three", "four", "five")

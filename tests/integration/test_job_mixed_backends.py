@@ -6,6 +6,7 @@ Peers are those of `harness.pool`, in one process; the owner's part (the loss) r
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -51,8 +52,9 @@ GPT2 = {
     "attn_pdrop": 0.1,
     "tie_word_embeddings": False,
 }
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 TIED = {**LLAMA, "tie_word_embeddings": True}
-MODELS = {"llama": LLAMA, "gpt2 with dropout": GPT2, "qwen3": QWEN3, "llama, tied": TIED}
+MODELS = {"llama": LLAMA, "gpt2 with dropout": GPT2, "qwen3": QWEN3, "llama, tied": TIED, "mixtral": MIXTRAL}
 FOUR_AND_LOSS = ((0, 2), (2, 3), (3, 4), (4, 6), (6, 7))
 """Embedding and a layer, a layer, a layer, a layer and the head; the loss, at the owner."""
 DATA = Data(tokens(VOCABULARY, 2, 8))
@@ -97,15 +99,36 @@ def assert_close(found: list[float], expected: list[float]) -> None:
     assert apart.max() <= TOLERANCES["float32"].loss, f"{apart.max():.2g} at step {int(apart.argmax())}"
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "mixtral"])
 @pytest.mark.long
 def test_stages_of_two_frameworks_train_as_those_of_one(model: str, tmp_path: Path) -> None:
     pure = run(tmp_path / "pure", model, PURE)
-    mixed = run(tmp_path / "mixed", model, MIXED)
+    mixed = run(tmp_path / "mixed", model, MIXED, tolerant=True)
     assert mixed.end is not None
     assert mixed.end.failed is None
     assert len(mixed.losses) == STEPS
     assert_close(mixed.losses, pure.losses)
+
+
+@LONG
+@pytest.mark.timeout(900)
+def test_a_mixture_of_experts_agrees_at_each_step_from_one_state(tmp_path: Path) -> None:
+    """Where two experts are nearly equal a router may choose either, and losses part for good: so each step begins
+    with PyTorch's state. Compared are its loss and, by the next one's, what its update did."""
+    pure_losses: list[float] = []
+    for step in range(STEPS):
+        resumed = run(tmp_path / "pure", "mixtral", PURE, steps=step + 1)
+        pure_losses += resumed.losses
+        assert len(pure_losses) == step + 1
+        shutil.copytree(tmp_path / "pure", tmp_path / f"after {step + 1}")
+        if step == 0:
+            continue
+        before = tmp_path / f"after {step - 1}"
+        mixed = run(before, "mixtral", MIXED, steps=step + 1, tolerant=True)
+        assert mixed.end is not None
+        assert mixed.end.failed is None
+        assert_close(mixed.losses, pure_losses[-2:])
+        shutil.rmtree(before)
 
 
 @LONG

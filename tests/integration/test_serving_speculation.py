@@ -121,6 +121,7 @@ def test_guesses_of_which_some_are_right_change_no_token(plain: list[list[int]],
     assert not knows.texts, "whoever is over is followed no more"
 
 
+@pytest.mark.long
 def test_a_text_that_repeats_itself_takes_fewer_passes(tmp_path: Path):
     """With weights that small a token is followed by itself."""
     monotonous = captured_model({**SMALL_LLAMA, "initializer_range": 0.02})

@@ -174,7 +174,13 @@ class Chain:
 
 @pytest.mark.parametrize(
     ("fields", "precision", "lag"),
-    [(LLAMA, "fp32", 0), (LLAMA, "fp32", 2), (LLAMA, "bf16", 0), (LLAMA, "bf16", 1), (GPT2_TIED, "fp32", 0)],
+    [
+        (LLAMA, "fp32", 0),
+        pytest.param(LLAMA, "fp32", 2, marks=pytest.mark.long),
+        pytest.param(LLAMA, "bf16", 0, marks=pytest.mark.long),
+        (LLAMA, "bf16", 1),
+        (GPT2_TIED, "fp32", 0),
+    ],
     ids=["llama", "llama zero bubble", "bf16", "bf16 zero bubble", "gpt2 tied"],
 )
 def test_four_stages_train_as_one_process(tmp_path: Path, fields: dict[str, object], precision: str, lag: int) -> None:
