@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import torch
 from torch import fx, nn
@@ -226,6 +226,9 @@ def _example_size(name: str, bounds: tuple[int, int]) -> int:
     return min(max(_EXAMPLE_SIZES.get(name, 7), low), high)
 
 
+_SIZES: Final = {"b": "batch", "s": "sequence"}
+
+
 def _explain(error: Exception) -> ModelError:
     """What, where, and what to do, in the model's own terms."""
     text = str(error)
@@ -235,10 +238,15 @@ def _explain(error: Exception) -> ModelError:
             f"the model decides by the values of tensors{where}, which a graph can't follow.",
             hint="Replace the branch by torch.where or arithmetic, or move it out of forward.",
         )
+    if apart := re.search(r"specified range (\w+) <= (\d+) satisfy the generated guard [^\n]* != \2\b", text):
+        name, most = _SIZES.get(apart[1], apart[1]), int(apart[2])
+        return ModelError(
+            f"the model treats a {name} of exactly {most} apart{where}: one graph can't do both.",
+            hint=f"Ask for at most {most - 1}.",
+        )
     if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
-        names = {"b": "batch", "s": "sequence"}
         found: list[str] = re.findall(r"marked (\w+) as dynamic", text) or re.findall(r"violated \((\w+)\)", text)
-        fixed = sorted({names.get(name, name) for name in found})
+        fixed = sorted({_SIZES.get(name, name) for name in found})
         return ModelError(
             f"the model works at one size of the {' and '.join(fixed) or 'batch or sequence'} only{where}: its "
             "operations depend on the example's size.",

@@ -284,3 +284,16 @@ def test_tasks_of_a_plain_module(task: Task) -> None:
     }
     assert set(made.graph.outputs) == expected[task]
     assert self_check(made).forward_diff == 0.0
+
+
+def test_a_length_that_the_model_treats_apart_is_named() -> None:
+    """Masks cut from one buffer: the whole of it is another path."""
+    config = {
+        "model_type": "gpt_neo", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 31,
+        "max_position_embeddings": 32, "attention_types": [[["global", "local"], 1]], "window_size": 5,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="treats a sequence of exactly 32 apart") as refused:
+        capture(ConfigSource(config), batch=(1, 4), sequence=(1, 32))
+    assert refused.value.hint == "Ask for at most 31."
+    assert capture(ConfigSource(config), batch=(1, 4), sequence=(1, 31)).graph.nodes
