@@ -398,7 +398,7 @@ def _to_few(x: Floats, few: _Few, scales: npt.NDArray[np.uint16]) -> npt.NDArray
     # By a power of two, so that squares neither vanish nor overflow.
     power = np.where(usable, largest & _NOT_FINITE, np.uint32(0x3F800000)).astype(np.uint32).view(np.float32)
     x = x / power[:, None]
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         deviation = np.sqrt(_summed(x * x) * np.float32(1 / x.shape[1]))
         factors = np.float32(1), np.float32(1) / np.float32(few.levels[-1])
         usual, even = (_tried(x, few, deviation * factor) for factor in factors)

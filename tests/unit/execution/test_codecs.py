@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -160,6 +160,7 @@ def test_a_row_s_bits_are_its_own(codec: Packing, width: int) -> None:
     ),
     st.sampled_from(LOSSY),
 )
+@example(np.concatenate([np.zeros(FEWEST, np.float32), np.array([3.4028235e38, 1.0141205e31], np.float32)]), "int2")
 def test_bits_are_the_same_without_a_compiler(values: np.ndarray, codec: Packing) -> None:
     pytest.importorskip("numba", reason="without it there is one way only")
     fast = packed(floats(values), codec)
