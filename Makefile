@@ -57,7 +57,6 @@ test: lint types contracts
 
 test-long: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
-	$(TEST_ENV) $(PYTEST) -m "not long and not slow" --timeout 3600 tests/property tests/conformance tests/unit/scheduling
 
 bench: setup
 	for subject in planner transport training recovery serving; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done

@@ -145,16 +145,8 @@ async def near(home: str, host: str, seconds: float, way: str) -> dict[str, floa
 def measured(home: str, shape: Shape, seconds: float, seed: int, way: str) -> dict[str, float]:
     """One run over a link of its own."""
     with ShapedLink(shape, seed=seed) as link:
-        argv = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            "--home",
-            home,
-            "--host",
-            link.address("far"),
-            "--way",
-            way,
-        ]
+        argv = [sys.executable, str(Path(__file__).resolve()), "--home", home, "--host", link.address("far")]
+        argv += ["--way", way]
         server = link.start("far", [*argv, "--side", "far"], stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

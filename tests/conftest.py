@@ -10,13 +10,10 @@ from typing import Final
 
 import pytest
 
-from harness.examples import QUICK as QUICK_EXAMPLES
-from harness.examples import SUITE, set_fewer
+from harness.examples import set_quick
 
 QUICK: Final = "not slow and not long"
 """What `make quick` selects by."""
-WHOLE: Final = "not long"
-"""What `make test` selects by."""
 COLLECTED_EVERY: Final = (20_000, 5, 5)
 """Objects until the collector looks at the youngest, and so on. With Python's 700 a tenth of the tests' time is its."""
 ALL_SLOW: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|long)\b", re.MULTILINE)
@@ -25,9 +22,7 @@ ALL_SLOW: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|long)\b",
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK:
-        set_fewer(QUICK_EXAMPLES)
-    elif config.option.markexpr == WHOLE:
-        set_fewer(SUITE)
+        set_quick()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

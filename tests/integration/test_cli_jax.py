@@ -14,7 +14,7 @@ from fusionai.backends.tolerance import TOLERANCES
 from harness.live_pool import LivePool, fusion, write_recipe, write_text
 
 pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 
 def trained(pool: LivePool, directory: Path) -> dict[str, Any]:

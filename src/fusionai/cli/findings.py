@@ -329,10 +329,10 @@ def _of_network(addresses: tuple[str, ...]) -> Iterator[Finding]:
 
 
 def _of_bulk(available: bool) -> Iterator[Finding]:
-    """How tensors and weights go over long lines. Elsewhere than on Linux a program can't choose."""
+    """How tensors and weights go over long lines that lose packets. Elsewhere than on Linux a program can't choose."""
     if available:
         yield Finding(
-            area="bulk", state="good", what="tensors and weights go by BBR: lines that lose packets are filled"
+            area="bulk", state="good", what="there is BBR: tensors and weights fill long lines that lose packets, too"
         )
     elif sys.platform == "linux":
         yield Finding(

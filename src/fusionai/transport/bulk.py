@@ -81,7 +81,6 @@ class Bulk:
             if line is not None and not self._is_near():
                 await self._turns.take(self, self._rate)
                 if self._gone:
-                    self._turns.give_back(self)
                     return
             self._over.clear()
             self._began_s, self._turn_bytes = self._loop.time(), 0

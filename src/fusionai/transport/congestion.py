@@ -150,8 +150,7 @@ class Losses:
 
 
 def use_for_bulk(sock: socket.socket, way: str = LOSSY_PATHS) -> bool:
-    """From now on this side's bytes go by BBR, or another way. False where that can't be had: no such kernel, module or
-    permission."""
+    """From now on this side's bytes go that way. False where it can't be had: no such kernel, module or permission."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return False
     try:

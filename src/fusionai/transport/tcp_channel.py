@@ -248,6 +248,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 for start in range(0, tensor.nbytes, slice_bytes):
                     piece = tensor.data[start : start + slice_bytes]
                     await self._bulk.slice(piece.nbytes)
+                    self._live_transport()  # it may have gone while others had their turn
                     if upload is not None:
                         await self._wait(upload.take(piece.nbytes, asyncio.get_running_loop().time()))
                     transport.write(piece)

@@ -84,8 +84,12 @@ class Turns:
         return bool(self._waiting)
 
     def give_back(self, who: object) -> None:
-        """Its turn is over, if it had one."""
+        """Its turn is over, if it had one; who still waits for one is let go without."""
         self._holders.pop(who, None)
+        for entry in [one for one in self._waiting if one[0] is who]:
+            self._waiting.remove(entry)
+            if not entry[2].cancelled():
+                entry[2].set_result(None)
         while self._waiting and self._admits():
             next_one, rate, granted = self._waiting.popleft()
             if not granted.cancelled():

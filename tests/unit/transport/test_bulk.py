@@ -125,6 +125,21 @@ async def test_a_connection_that_goes_gives_its_turn_back_and_one_that_waits_is_
 
 
 @in_a_loop
+async def test_who_waits_and_goes_is_let_go_at_once_and_holds_nothing(house: House):
+    (one, first), (_, second), (other, third) = house.connection(), house.connection(), house.connection()
+    await frame(one, first)
+    waiting = asyncio.create_task(second.slice(PIECE))
+    last = asyncio.create_task(frame(other, third))
+    assert await pending(waiting, 0.01)
+    second.end()
+    await asyncio.wait_for(waiting, 1)
+    assert await pending(last, 0.01), "the first still has its turn"
+    first.end()
+    await asyncio.wait_for(last, 5)
+    third.end()
+
+
+@in_a_loop
 async def test_who_gets_nowhere_holds_nobody_up_for_long(house: House, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "LEAST_TOO_LONG_S", 0.01)
     monkeypatch.setattr(module, "TOO_LONG", 0.1)
