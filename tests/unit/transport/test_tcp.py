@@ -18,10 +18,11 @@ import pytest
 
 from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport import event_loop
+from fusionai.transport import bulk, event_loop
 from fusionai.transport.addresses import parse_address
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
 from fusionai.transport.interface import Channel, Listener
+from fusionai.transport.rate_limit import Limits
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.transport.tcp_listener import DoorLimits
@@ -476,6 +477,39 @@ def test_a_connection_that_breaks_ends_every_call(pool, run: Run):
             await waiting
         with pytest.raises(ChannelClosed):
             await channel.send(Ping(sequence=1, sent_at_s=0.0))
+        await channel.close()
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_a_frame_whose_connection_goes_while_others_have_their_turn_is_not_taken_for_sent(
+    by_us: bool, pool, run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bulk, "NEARBY_S", 0.0)  # loopback, too, is a line that is shared
+
+    async def main() -> None:
+        door = Door(pool.credentials("broker", "broker"))
+        listener = await door.open()
+        limits = Limits()
+        limits.turns.measured(1e6)
+        someone = object()
+        await limits.turns.take(someone, None)
+        transport = TcpTransport(pool.credentials("a"), rates=limits)
+        channel = await transport.dial(listener.addresses, expect=None, stream="state")
+        far = await door.let_in.get()
+        assert isinstance(channel, TcpChannel)
+        assert isinstance(far, TcpChannel)
+        message, tensor = big()
+        sending = asyncio.create_task(channel.send(message, [tensor]))
+        while not limits.turns.somebody_waits:
+            await asyncio.sleep(0)
+        (channel if by_us else far).abort()
+        with pytest.raises(ChannelClosed):
+            await sending
+        assert channel.stats.sent_frames == 0
+        assert not limits.turns.somebody_waits
         await channel.close()
         await listener.close()
 
