@@ -39,6 +39,7 @@ from fusionai.corpus.tables import (
     ModelTable,
     Output,
     Placement,
+    PrivacyTable,
     RecipeTables,
     ReplicasTable,
     TokenizerTable,
@@ -64,6 +65,7 @@ RECIPE_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "placement": Placement,
     "faults": Faults,
     "replicas": ReplicasTable,
+    "privacy": PrivacyTable,
     "output": Output,
 }
 Arrow = tuple[str, str, str]

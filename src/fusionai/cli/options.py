@@ -14,6 +14,7 @@ import click
 
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.privacy import LEVELS
 from fusionai.transport.addresses import SCHEME, parse_address
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -73,6 +74,15 @@ def _writable(home: Path) -> Path:
             hint="Choose another directory with --home or FUSION_HOME.",
         )
     return home
+
+
+def privacy_option(function: _Function) -> _Function:
+    """Give a command the parameter `privacy: PrivacyLevel | None`."""
+    return click.option(
+        "--privacy",
+        type=click.Choice(LEVELS),
+        help="What stays with the job owner; before what a recipe says.",
+    )(function)
 
 
 def address_option(function: _Function) -> _Function:

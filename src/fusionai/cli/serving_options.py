@@ -12,6 +12,9 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 import click
 
+from fusionai.cli.options import privacy_option
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.scheduling.types import ServingNeeds
 from fusionai.serving.speculating import MOST_FIXED
 from fusionai.wire.serving import MAX_SESSIONS
@@ -30,13 +33,15 @@ PASS_TOKENS: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """`context_tokens` None: what the model can, at most `CONTEXT_TOKENS`."""
+    """`context_tokens` None: what the model can, at most `CONTEXT_TOKENS`. `ends` are the owner's where `privacy` keeps
+    them there."""
 
     weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
     cache: Literal["fp32", "bf16", "fp16"]
     context_tokens: int | None
     sessions: int
     ends: Literal["owner", "pool"]
+    privacy: PrivacyLevel = "split"
 
     def needs(self, model_tokens: int | None) -> ServingNeeds:
         """`model_tokens`: positions the model has, None where it has no limit or nobody knows."""
@@ -98,21 +103,45 @@ def serving_options(function: _Function) -> _Function:
     @click.option(
         "--ends",
         type=click.Choice(["owner", "pool"]),
-        default="owner",
-        show_default=True,
-        help="Who has embedding and head: this machine (tokens and logits never leave it) or the pool.",
+        help="Who has embedding and head: this machine (tokens and logits never leave it) or the pool.  "
+        "[default: owner]",
     )
+    @privacy_option
     @wraps(function)
     def with_options(
-        *, weights: str, cache: str, context_tokens: int | None, sessions: int, ends: str, **rest: object
+        *,
+        weights: str,
+        cache: str,
+        context_tokens: int | None,
+        sessions: int,
+        ends: Literal["owner", "pool"] | None,
+        privacy: PrivacyLevel | None,
+        **rest: object,
     ) -> object:
+        level, place = _resolved(privacy, ends)
         served = ServingOptions(
             weights=cast(Any, weights),
             cache=cast(Any, cache),
             context_tokens=context_tokens,
             sessions=sessions,
-            ends=cast(Any, ends),
+            ends=place,
+            privacy=level,
         )
         return function(served=served, **rest)
 
     return cast(_Function, with_options)
+
+
+def _resolved(
+    privacy: PrivacyLevel | None, ends: Literal["owner", "pool"] | None
+) -> tuple[PrivacyLevel, Literal["owner", "pool"]]:
+    """Ends with the pool are what no level that keeps them can mean. Raises `UsageError`."""
+    level = privacy or ("encrypted" if ends == "pool" else "split")
+    if level in ("split-k", "trusted"):
+        raise UsageError(f"--privacy {level} is not carried out yet.", hint="Take split.")
+    if ends == "pool" and keeps_ends(level):
+        raise UsageError(
+            f"--ends pool sends token ids and logits to peers, --privacy {level} keeps them here.",
+            hint="Leave one of them out.",
+        )
+    return level, ends or "owner"

@@ -11,8 +11,9 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, privacy_option
 from fusionai.cli.running import run_until_stopped
+from fusionai.primitives.privacy import PrivacyLevel
 
 
 @click.command()
@@ -26,10 +27,17 @@ from fusionai.cli.running import run_until_stopped
     help="Where this machine computes the job owner's part (the loss).",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads for the job owner's part.  [default: all cores]")
+@privacy_option
 @home_option
 @json_option
 def train(
-    recipe: Path, invitation: str | None, device: str, threads: int | None, home: Path, json_file: Path | None
+    recipe: Path,
+    invitation: str | None,
+    device: str,
+    threads: int | None,
+    privacy: PrivacyLevel | None,
+    home: Path,
+    json_file: Path | None,
 ) -> None:
     """Train the model of RECIPE.toml on the pool. Interrupted or stopped, the same command goes on where it was."""
     from fusionai.cli.observation import show_observation
@@ -40,7 +48,7 @@ def train(
     from fusionai.corpus.recipe import load_recipe
     from fusionai.dashboard.report import write_report
 
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe, privacy=privacy)
     console.note(loaded.describe())
     options = TrainOptions(home=home, invitation=invitation, device=device, threads=threads)
     if loaded.replicas is not None:

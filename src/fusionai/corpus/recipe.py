@@ -33,6 +33,8 @@ from fusionai.corpus.tables import (
     ModelTable,
     Output,
     Placement,
+    Privacy,
+    PrivacyTable,
     RecipeTables,
     Replicas,
     TensorData,
@@ -42,6 +44,7 @@ from fusionai.corpus.tables import (
     TrainTokenizer,
 )
 from fusionai.primitives.errors import RecipeError
+from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_count
 from fusionai.wire.messages import OptimizerSpec
 
@@ -65,6 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     faults: Faults
     replicas: Replicas | None = None
     summed: int | Literal["auto"] = 1
+    privacy: Privacy = Privacy()
     output: Output
 
     @property
@@ -87,12 +91,14 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             f"{'no clipping' if train.clip_norm is None else f'clipping at {train.clip_norm:g}'}, {train.precision}, "
             f"{'' if train.compression == 'none' else f'{train.compression} between stages, '}"
             f"{'' if self.replicas is None else f'{_replica_words(self.replicas)}, '}"
-            f"{'' if self.summed == 1 else f'{_summed_words(self.summed)}, '}seed {self.job.seed}"
+            f"{'' if self.summed == 1 else f'{_summed_words(self.summed)}, '}privacy {self.privacy.level}, "
+            f"seed {self.job.seed}"
         )
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """Read and check a recipe file. Raises `RecipeError` with one sentence that says what to mend."""
+def load_recipe(path: str | Path, *, privacy: PrivacyLevel | None = None) -> Recipe:
+    """Read and check a recipe file. `privacy`: its level, whatever the file says. Raises `RecipeError` with one
+    sentence that says what to mend."""
     file = Path(path).expanduser().absolute()
     try:
         text = file.read_text(encoding="utf-8")
@@ -106,6 +112,8 @@ def load_recipe(path: str | Path) -> Recipe:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         raise RecipeError(f"{path}: not valid TOML: {problem}.") from None
+    if privacy is not None and isinstance(written := table.setdefault("privacy", {}), dict):
+        written["level"] = privacy
     return recipe_from_table(table, file)
 
 
@@ -128,6 +136,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
         faults=tables.faults,
         replicas=check.replicas(tables),
         summed=check.summed(tables),
+        privacy=check.privacy(tables.privacy),
         output=tables.output,
     )
 
@@ -350,6 +359,18 @@ class _Checker:
                 hint="Remove it.",
             )
         return replicas
+
+    def privacy(self, table: PrivacyTable) -> Privacy:
+        if table.level in ("split", "split-k", "trusted"):
+            raise self.fail("privacy", f"level = {table.level!r} is not carried out yet.", hint="Take 'encrypted'.")
+        if table.confidential:
+            raise self.fail(
+                "privacy", "confidential = true asks for level 'trusted'.", hint="Confidential jobs can't be run yet."
+            )
+        because = f"with level = {table.level!r}; it belongs to 'split-k'"
+        self.no_effect("privacy", "first", table.first, because)
+        self.no_effect("privacy", "last", table.last, because)
+        return Privacy(level=table.level, confidential=table.confidential)
 
     def placement(self, placement: Placement) -> Placement:
         both = sorted(set(placement.required) & set(placement.excluded))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.wire.codecs import Compression, Exchanged
 from fusionai.wire.messages import OptimizerSpec
 
@@ -272,6 +273,25 @@ class Replicas(_Table, frozen=True, kw_only=True):
         return MOST_REPLICAS if self.count == "auto" else self.count
 
 
+class PrivacyTable(_Table, frozen=True, kw_only=True):
+    """What stays with the job owner. `first`, `last`: layers at each end that do, with `split-k` alone."""
+
+    level: PrivacyLevel = "open"
+    first: NotNegative | None = None
+    last: NotNegative | None = None
+    confidential: bool = False
+
+
+class Privacy(_Table, frozen=True, kw_only=True):
+    """The level of a job (see `primitives.privacy`); so many layers at each end stay with the job owner besides what
+    the level keeps there."""
+
+    level: PrivacyLevel = "open"
+    first: int = 0
+    last: int = 0
+    confidential: bool = False
+
+
 class Output(_Table, frozen=True, kw_only=True):
     """What is written besides checkpoints and telemetry."""
 
@@ -290,4 +310,5 @@ class RecipeTables(_Table, frozen=True, kw_only=True):
     placement: Placement = Placement()
     faults: Faults = Faults()
     replicas: ReplicasTable | None = None
+    privacy: PrivacyTable = PrivacyTable()
     output: Output = Output()

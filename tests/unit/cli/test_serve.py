@@ -6,10 +6,12 @@ import json
 import socket
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from fusionai.cli.main import main
-from fusionai.cli.serving_options import ServingOptions
+from fusionai.cli.serving_options import ServingOptions, serving_options
 
 
 @pytest.fixture
@@ -65,3 +67,19 @@ def test_a_context_is_the_models_unless_it_is_asked_for() -> None:
     asked = ServingOptions(weights="fp32", cache="fp32", context_tokens=8192, sessions=64, ends="owner")
     assert (asked.needs(100_000).context_tokens, asked.needs(2048).context_tokens) == (8192, 2048)
     assert asked.needs(100_000).cache_tokens == 4 * 8192
+
+
+def test_ends_with_the_pool_are_no_split() -> None:
+    @click.command()
+    @serving_options
+    def shown(served: ServingOptions) -> None:
+        click.echo(f"{served.privacy} {served.ends}")
+
+    def said(*flags: str) -> str:
+        result = CliRunner().invoke(shown, flags)
+        return result.output.strip() or str(result.exception)
+
+    assert said() == "split owner"
+    assert said("--ends", "pool") == "encrypted pool"
+    assert said("--privacy", "open") == "open owner"
+    assert "sends token ids and logits" in said("--privacy", "split", "--ends", "pool")

@@ -260,3 +260,21 @@ def test_resuming_refuses_changes_that_would_change_history() -> None:
         check_resumable(encode_recipe(cosine), longer)
     with pytest.raises(RecipeError, match="not understood"):
         check_resumable(b"{}", before)
+
+
+def test_privacy_levels_and_what_goes_with_them() -> None:
+    assert recipe_from_table(changed(privacy={"level": "encrypted"}), FILE).privacy.level == "encrypted"
+    with pytest.raises(RecipeError, match="first = 2 has no effect with level = 'open'"):
+        recipe_from_table(changed(privacy={"level": "open", "first": 2}), FILE)
+    with pytest.raises(RecipeError, match="level"):
+        recipe_from_table(changed(privacy={"level": "splitt"}), FILE)
+
+
+def test_a_command_names_the_level_before_what_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        '[job]\nname = "a"\nsteps = 1\n[model]\nconfig = { model_type = "llama" }\n[data]\nfiles = ["*.txt"]\n'
+        "sequence_length = 8\ntokenizer = { train = 512 }\n[train]\nbatch_size = 1\nlearning_rate = 1.0\n"
+        '[privacy]\nlevel = "open"\n'
+    )
+    assert load_recipe(tmp_path / "a.toml").privacy.level == "open"
+    assert load_recipe(tmp_path / "a.toml", privacy="encrypted").privacy.level == "encrypted"
