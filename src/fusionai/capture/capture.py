@@ -120,7 +120,7 @@ def draft(
             raise ModelError(f"the range of {name} sizes is {low} to {high}.", hint="Give 1 <= smallest <= largest.")
     built = build(source, seed)
     examples = example_inputs or built.example_inputs
-    if examples is None and built.huggingface is not None and task not in ("causal_lm", "masked_lm"):
+    if examples is None and built.huggingface is not None and task not in ("causal_lm", "counted_lm", "masked_lm"):
         examples = model_inputs(built.module, built.huggingface.config)
     specs, names = input_specs(built.module, task, examples, output_dims)
     used_symbols = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}

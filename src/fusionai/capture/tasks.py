@@ -17,14 +17,20 @@ from torch import nn
 
 from fusionai.primitives.errors import ModelError
 
-Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss", "none"]
-"""`causal_lm`: next token, labels shifted by the feed. `masked_lm`: labels at their own position. `seq2seq_lm`: labels
-at the decoder's positions, whose inputs are given. `classification`: cross entropy of logits [b, c]. `regression`: mean
-squared error. `module_loss`: the module returns its loss. `none`: the module's outputs only."""
+Task = Literal[
+    "causal_lm", "counted_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss", "none"
+]
+"""`causal_lm`: next token, labels shifted by the feed. `counted_lm`: the same where microbatches have unequal numbers
+of labels; the loss is their sum divided by an input, the mean number of labels in a microbatch of the step, so that
+the mean over microbatches is the mean over labels (transformers' `num_items_in_batch`). `masked_lm`: labels at their
+own position. `seq2seq_lm`: labels at the decoder's positions, whose inputs are given. `classification`: cross entropy
+of logits [b, c]. `regression`: mean squared error. `module_loss`: the module returns its loss. `none`: the module's
+outputs only."""
 
 IGNORED_LABEL: Final = -100
 BATCH: Final = "b"
 DECODER: Final = "decoder_input_ids"
+LABEL_COUNT: Final = "labels_per_microbatch"
 SEQUENCE: Final = "s"
 
 
@@ -67,6 +73,15 @@ class TaskModule(nn.Module):
                     logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1), ignore_index=IGNORED_LABEL
                 )
                 return {"logits": logits, "loss": loss}
+            case "counted_lm":
+                logits = _tensor(result, "logits").float()
+                total = F.cross_entropy(
+                    logits.view(-1, logits.shape[-1]),
+                    inputs["labels"].view(-1),
+                    ignore_index=IGNORED_LABEL,
+                    reduction="sum",
+                )
+                return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
             case "classification":
                 logits = _tensor(result, "logits").float()
                 return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"])}
@@ -110,7 +125,7 @@ def input_specs(
     """The graph's inputs and the names of those that go to the module. `output_dims` answers where labels must
     have the shape of the module's output. Raises `ModelError`."""
     if examples is None:
-        if task not in ("causal_lm", "masked_lm"):
+        if task not in ("causal_lm", "counted_lm", "masked_lm"):
             raise ModelError(
                 f"the task {task!r} needs example inputs to know the module's inputs.",
                 hint="Return (module, {name: example tensor}) from your function.",
@@ -143,10 +158,13 @@ def _token_inputs(module: nn.Module, task: Task) -> tuple[tuple[InputSpec, ...],
     vocabulary = _vocabulary(module)
     dims = (BATCH, SEQUENCE)
     specs = [InputSpec("input_ids", dims, torch.int64, vocabulary)]
-    if task == "causal_lm" and "position_ids" in inspect.signature(module.forward).parameters:
+    if task != "masked_lm" and "position_ids" in inspect.signature(module.forward).parameters:
         specs.append(InputSpec("position_ids", dims, torch.int64))
     names = tuple(spec.name for spec in specs)
-    return (*specs, InputSpec("labels", dims, torch.int64, vocabulary)), names
+    specs.append(InputSpec("labels", dims, torch.int64, vocabulary))
+    if task == "counted_lm":
+        specs.append(InputSpec(LABEL_COUNT, (), torch.float32, example=torch.tensor(7.0)))
+    return tuple(specs), names
 
 
 def _vocabulary(module: nn.Module) -> int:

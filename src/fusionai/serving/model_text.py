@@ -1,6 +1,6 @@
 """What turns requests into tokens and tokens into answers, for one model. Decides which of a model's files say what.
 
-Neighbours: the gateway and the terminal chat use it; `text`, `templates`, `tools`, `constraint` do the work.
+Neighbours: the gateway and the terminal chat use it; `text`, `corpus.templates`, `tools`, `constraint` do the work.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fusionai.corpus.conversations import for_template
+from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
 from fusionai.primitives.errors import ModelError
 from fusionai.serving.decoding import Decoder
 from fusionai.serving.interface import Sampling
-from fusionai.serving.templates import PLAIN_STOPS, ChatTemplate
 from fusionai.serving.text import Tokenizer, read_json
-from fusionai.serving.tools import ToolForm, for_template, tool_form
+from fusionai.serving.tools import ToolForm, tool_form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,29 +105,17 @@ class ModelText:
 
 def _templates(directory: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatTemplate]:
     """For conversations without and with tools."""
-    sources: dict[str, str] = {}
-    told = read_json(directory / "tokenizer_config.json").get("chat_template")
-    if isinstance(told, str):
-        sources["default"] = told
-    elif isinstance(told, list):
-        sources |= {str(entry["name"]): str(entry["template"]) for entry in told if isinstance(entry, dict)}
-    # Files beside it are newer than what the configuration holds.
+    texts: dict[str, str] = {}
     for name, file in (
         ("default", directory / "chat_template.jinja"),
         ("tool_use", directory / "additional_chat_templates" / "tool_use.jinja"),
     ):
         if file.is_file():
             try:
-                sources[name] = file.read_text(encoding="utf-8")
+                texts[name] = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as problem:
                 raise ModelError(f"{file}: can't be read: {problem}") from problem
-    first = sources.get("default") or next(iter(sources.values()), None)
-    if first is None:
-        plain = ChatTemplate.plain()
-        return plain, plain
-    variables = tokenizer.special_texts
-    template = ChatTemplate(first, variables)
-    return template, ChatTemplate(sources["tool_use"], variables) if "tool_use" in sources else template
+    return chat_templates(read_json(directory / "tokenizer_config.json"), texts, tokenizer.special_texts)
 
 
 def _stop_tokens(tokenizer: Tokenizer, generation: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:

@@ -6,11 +6,10 @@ one, the gateway sends what was found.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
@@ -104,34 +103,3 @@ def calls_of(pieces: Iterable[CallPiece]) -> list[ToolCall]:
         else:
             calls[piece.index] = replace(known, arguments=known.arguments + piece.arguments)
     return [calls[index] for index in sorted(calls)]
-
-
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as clients send them, as templates read them: the arguments of earlier calls as objects, not as JSON
-    text; content that came in parts as one text; none as an empty one."""
-    return [_for_template(message) for message in messages]
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    changed = dict(message)
-    content = changed.get("content")
-    if content is None:
-        changed["content"] = ""
-    elif isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        changed["content"] = "\n".join(str(part["text"]) for part in content)
-    if isinstance(changed.get("tool_calls"), list):
-        changed["tool_calls"] = [_with_object(call) for call in changed["tool_calls"]]
-        if not changed["tool_calls"]:
-            del changed["tool_calls"]
-    return changed
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -11,11 +11,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fusionai.corpus.templates import PLAIN_STOPS, ConversationError
 from fusionai.corpus.tokenizer import train_tokenizer
 from fusionai.primitives.errors import ModelError
 from fusionai.serving.interface import Sampling
 from fusionai.serving.model_text import ModelText
-from fusionai.serving.templates import PLAIN_STOPS, ConversationError
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tools import ToolForm
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.serving.tool_reading import Read, ToolReader
-from fusionai.serving.tools import CallPiece, Tool, ToolForm, calls_of, for_template, tool_form
+from fusionai.serving.tools import CallPiece, Tool, ToolForm, calls_of, tool_form
 from harness.examples import examples
 
 Told = tuple[str, list[tuple[str, Any]]]
@@ -264,21 +264,3 @@ def test_ids_are_as_the_form_wants_them() -> None:
 )
 def test_the_form_is_told_by_the_template(template: str, form: ToolForm | None) -> None:
     assert tool_form(template) is form
-
-
-def test_messages_as_templates_read_them() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
-    broken = {"id": "2", "type": "function", "function": {"name": "f", "arguments": "not json"}}
-    told = for_template(
-        [
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": [call, broken]},
-            {"role": "assistant", "content": "x", "tool_calls": []},
-        ]
-    )
-    assert told[0]["content"] == "a\nb"
-    assert told[1]["content"] == ""
-    assert told[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
-    assert told[1]["tool_calls"][1] == broken
-    assert "tool_calls" not in told[2]
-    assert call["function"]["arguments"] == '{"a": [1]}'

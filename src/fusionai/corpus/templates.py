@@ -1,15 +1,16 @@
 """A conversation as the text a model was trained on. Decides nothing of its form: that is the model's template.
 
 Renders as transformers' `apply_chat_template` does, in Jinja's sandbox: a template reads what it is given, no files, no
-network. Neighbours: `model_text` finds the template and counts the tokens, `tools` knows how the model answers
-when it calls one.
+network. Training and serving use the same ones, so a model answers in the form it was trained in. Neighbours:
+`serving.model_text` writes prompts with it, `chat_tokens` trains on what it writes, `conversations` are what it is
+given.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ from fusionai.primitives.errors import ModelError, UsageError
 
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
+_ANSWER, _ANSWERED = "\U000f0002", "\U000f0003"
+_SIGNS: Final = re.compile(f"[{_OPEN}{_CLOSE}{_ANSWER}{_ANSWERED}]")
+_GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\b")
 MAX_RENDERED_CHARACTERS: Final = 16_777_216
 
 PLAIN: Final = """\
@@ -56,9 +60,14 @@ class ChatTemplate:
         self.source = source
         self.is_plain = is_plain
         self._variables = dict(variables or {})
-        environment = _environment(now)
+        self._template = self._compiled(_environment(now, _Generation))
+        says = _GENERATION.search(source) is not None
+        self._signed = self._compiled(_environment(now, _SignedGeneration)) if says else None
+        """The same with signs around what `{% generation %}` holds."""
+
+    def _compiled(self, environment: ImmutableSandboxedEnvironment) -> jinja2.Template:
         try:
-            self._template = environment.from_string(source)
+            return environment.from_string(self.source)
         except jinja2.TemplateError as problem:
             raise ModelError(f"the model's chat template can't be compiled: {problem}") from problem
 
@@ -78,6 +87,17 @@ class ChatTemplate:
     ) -> str:
         """The text. `variables`: more of what the template may name, such as `enable_thinking`; they can't replace the
         conversation. Raises `ConversationError` with what the template says."""
+        return self._rendered(self._template, messages, tools, documents, add_generation_prompt, variables)
+
+    def _rendered(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
         chat = [_with_reasoning(message) for message in _plain_data(messages)]
         if self.is_plain:
             chat = [{**message, "content": _text_of(message.get("content"))} for message in chat]
@@ -90,7 +110,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _joined(self._template.generate(given))
+            return _joined(template.generate(given))
         except jinja2.TemplateError as problem:
             raise ConversationError(f"the model's chat template refuses this conversation: {problem}") from problem
         # A template indexes and adds what it was given: a message in another form fails in any way Python knows.
@@ -103,17 +123,114 @@ class ChatTemplate:
     ) -> list[tuple[str, bool]]:
         """As `render`, in (text, trusted) pieces: names of tokens among `marks` that stand in what the user wrote are
         pieces of their own and not trusted, so they can be encoded as mere text. `options`: as for `render`."""
-        longest_first = sorted(marks, key=len, reverse=True)
-        if not longest_first:
+        mark = _any_of(marks)
+        if mark is None:
             return [(self.render(messages, **options), True)]
-        mark = re.compile("|".join(map(re.escape, longest_first)))
         for name in ("tools", "documents", "variables"):
             if options.get(name):
                 options[name] = _marked(_plain_data(options[name]), mark)
-        text = self.render(_marked(_plain_data(messages), mark), **options)
-        # A template may cut a text between the signs; one that stands alone says nothing but still parts the text.
-        parts = re.split(f"{_OPEN}({mark.pattern}){_CLOSE}|[{_OPEN}{_CLOSE}]", text)
-        return [(part, index % 2 == 0) for index, part in enumerate(parts) if part]
+        return _parted(self.render(_marked(_plain_data(messages), mark), **options), mark)
+
+    def render_answers(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        marks: Iterable[str],
+        answers: Collection[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[list[tuple[str, bool]], list[tuple[int, int]]]:
+        """As `render_pieces` of a whole conversation, and where in the joined text the messages `answers` stand: first
+        character and the one after the last, in order.
+
+        What an answer is the template says with `{% generation %}`. Where it does not, an answer is what follows the
+        prompt for it, up to where the next message begins. Raises `ConversationError`, also where the template writes a
+        message in another way when others follow it, so that nobody can tell.
+        """
+        mark = _any_of(marks)
+        plain, offered = _marked(_plain_data(messages), mark), _marked(_plain_data(tools or []), mark) or None
+        whole = self.render(plain, tools=offered, add_generation_prompt=False)
+        pieces = _parted(whole, mark)
+        if self._signed is not None:
+            signed = self._rendered(self._signed, plain, offered, None, False, None)
+            # A template that cuts or measures what it has written there would write another text around signs.
+            if signed.replace(_ANSWER, "").replace(_ANSWERED, "") == whole:
+                speakers = [number for number, message in enumerate(plain) if message.get("role") == "assistant"]
+                return pieces, _signed_spans(signed, mark, speakers, answers)
+        spans: list[tuple[int, int]] = []
+        for answer in sorted(answers):
+            prompt = self.render(plain[:answer], tools=offered, add_generation_prompt=True)
+            told = self.render(plain[: answer + 1], tools=offered, add_generation_prompt=False)
+            start, end = (_length(text, mark) for text in (prompt, told))
+            if not (whole.startswith(told) and told.startswith(prompt)) or start >= end:
+                raise ConversationError(
+                    f"the model's chat template writes message {answer + 1} or those before it in another way when "
+                    "more follow, so where this answer stands can't be told."
+                )
+            spans.append((start, end))
+        return pieces, spans
+
+
+def chat_templates(
+    config: Mapping[str, Any], texts: Mapping[str, str], variables: Mapping[str, str], **options: Any
+) -> tuple[ChatTemplate, ChatTemplate]:
+    """A model's templates for conversations without and with tools; `PLAIN` where it has none.
+
+    `config`: of `tokenizer_config.json`. `texts`: templates that lie in files of their own, `default` and `tool_use`;
+    they are newer than what the configuration holds. `options`: as for `ChatTemplate`. Raises `ModelError`.
+    """
+    sources: dict[str, str] = {}
+    told = config.get("chat_template")
+    if isinstance(told, str):
+        sources["default"] = told
+    elif isinstance(told, list):
+        sources |= {str(entry["name"]): str(entry["template"]) for entry in told if isinstance(entry, dict)}
+    sources |= texts
+    first = sources.get("default") or next(iter(sources.values()), None)
+    if first is None:
+        plain = ChatTemplate.plain()
+        return plain, plain
+    template = ChatTemplate(first, variables, **options)
+    return template, ChatTemplate(sources["tool_use"], variables, **options) if "tool_use" in sources else template
+
+
+def _any_of(marks: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(marks, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _parted(text: str, mark: re.Pattern[str] | None) -> list[tuple[str, bool]]:
+    """(text, trusted). A template may cut a text between the signs; one that stands alone says nothing but still parts
+    the text."""
+    if mark is None:
+        return [(text, True)] if text else []
+    parts = re.split(f"{_OPEN}({mark.pattern}){_CLOSE}|[{_OPEN}{_CLOSE}]", text)
+    return [(part, index % 2 == 0) for index, part in enumerate(parts) if part]
+
+
+def _length(text: str, mark: re.Pattern[str] | None) -> int:
+    """Without signs."""
+    return sum(len(part) for part, _ in _parted(text, mark))
+
+
+def _signed_spans(
+    signed: str, mark: re.Pattern[str] | None, speakers: Sequence[int], answers: Collection[int]
+) -> list[tuple[int, int]]:
+    """Of the answers wanted, in a text with signs around all of them."""
+    spans: list[tuple[int, int]] = []
+    written = 0
+    for part in re.split(f"({_ANSWER}[^{_ANSWERED}]*{_ANSWERED})", signed):
+        length = _length(part.strip(_ANSWER + _ANSWERED), mark)
+        if part.startswith(_ANSWER):
+            spans.append((written, written + length))
+        written += length
+    if set(answers) != set(speakers):
+        if len(spans) != len(speakers):
+            raise ConversationError(
+                f"the model's chat template marks {len(spans)} answers of {len(speakers)}, so which of them are to be "
+                "left out can't be told."
+            )
+        spans = [span for span, number in zip(spans, speakers, strict=True) if number in answers]
+    return [span for span in spans if span[0] < span[1]]
 
 
 def _joined(pieces: Iterable[str]) -> str:
@@ -127,9 +244,9 @@ def _joined(pieces: Iterable[str]) -> str:
     return "".join(written)
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+def _environment(now: Callable[[], datetime], generation: type[_Generation]) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols]
     )
 
     def strftime_now(form: str) -> str:
@@ -156,6 +273,13 @@ class _Generation(Extension):
 
     def _through(self, caller: Macro) -> str:
         return caller()
+
+
+class _SignedGeneration(_Generation):
+    """`{% generation %}` with signs around what is to be trained on."""
+
+    def _through(self, caller: Macro) -> str:
+        return f"{_ANSWER}{caller()}{_ANSWERED}"
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -206,12 +330,12 @@ def _plain_data(value: Any) -> Any:
             raise ConversationError(f"a conversation consists of JSON values, got {type(value).__name__}.")
 
 
-def _marked(value: Any, mark: re.Pattern[str]) -> Any:
+def _marked(value: Any, mark: re.Pattern[str] | None) -> Any:
     match value:
         case str():
             # Signs that are there already would let a user forge one.
-            clean = value.replace(_OPEN, "").replace(_CLOSE, "")
-            return mark.sub(f"{_OPEN}\\g<0>{_CLOSE}", clean)
+            clean = _SIGNS.sub("", value)
+            return clean if mark is None else mark.sub(f"{_OPEN}\\g<0>{_CLOSE}", clean)
         case dict():
             return {name: _marked(inner, mark) for name, inner in value.items()}
         case list():

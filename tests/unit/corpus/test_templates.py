@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from fusionai.corpus.templates import PLAIN, ChatTemplate, ConversationError
 from fusionai.primitives.errors import ModelError
-from fusionai.serving.templates import PLAIN, ChatTemplate, ConversationError
 
 CHATML_TOOLS = """\
 {%- if tools %}

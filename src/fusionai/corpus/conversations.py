@@ -1,0 +1,151 @@
+"""A row of chat or instruction data as a conversation. Decides what a row must look like and which answers are trained.
+
+Two layouts: OpenAI's, `{"messages": [{"role", "content", "tool_calls"?, "weight"?}], "tools"?}`, and Alpaca's,
+`{"instruction", "input"?, "output"}`. What is wrong with a row is said without a word of it: messages may leave this
+machine. Neighbours: `rows` reads files, `templates` writes conversations as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from fusionai.corpus.strict import kind_word, nearest
+
+Layout = Literal["chat", "instructions"]
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+KEYS: Final[dict[Layout, tuple[str, ...]]] = {
+    "chat": ("messages", "tools"),
+    "instructions": ("instruction", "input", "output"),
+}
+"""What is read of a row; other keys say nothing here."""
+_OTHER_NAMES: Final = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
+class RowError(Exception):
+    """A row that is not what it should be: `expected ..., got ...`, without a word of the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`messages` as templates read them. `answers`: which of them are trained, at least one."""
+
+    messages: tuple[dict[str, Any], ...]
+    answers: frozenset[int]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+def conversation_of(row: Mapping[str, object], layout: Layout) -> Conversation:
+    """Raises `RowError`."""
+    match layout:
+        case "chat":
+            return _chat(row)
+        case "instructions":
+            return _instruction(row)
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as clients send them, as templates read them: the arguments of earlier calls as objects, not as JSON
+    text; content that came in parts as one text; none as an empty one."""
+    return [_for_template(message) for message in messages]
+
+
+def _chat(row: Mapping[str, object]) -> Conversation:
+    if "messages" not in row:
+        raise RowError(f"expected the key 'messages'; {nearest('messages', row)}")
+    messages, tools = row["messages"], row.get("tools")
+    if not isinstance(messages, list) or not messages:
+        got = "an empty list" if messages == [] else kind_word(messages)
+        raise RowError(f"expected messages to be a list of messages, got {got}.")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RowError(f"expected tools to be a list of tables, got {kind_word(tools)}.")
+    checked = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    answers = frozenset(
+        number for number, message in enumerate(checked) if message["role"] == "assistant" and message["weight"]
+    )
+    if not answers:
+        raise RowError("expected an answer (a message of role 'assistant', its weight not 0), got none.")
+    plain = [{name: value for name, value in message.items() if name != "weight"} for message in checked]
+    return Conversation(tuple(for_template(plain)), answers, tuple(tools or ()))
+
+
+def _message(message: object, number: int) -> dict[str, Any]:
+    """Checked, without keys that say nothing (Parquet has every key in every message) and with a weight."""
+    where = f"message {number}: "
+    if not isinstance(message, dict):
+        raise RowError(f"{where}expected a table, got {kind_word(message)}.")
+    said = {name: value for name, value in message.items() if value is not None}
+    role, content, calls = said.get("role"), said.get("content"), said.get("tool_calls", [])
+    if role not in ROLES:
+        raise RowError(f"{where}expected a role, one of {', '.join(ROLES)}; got {_role_word(role)}.")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError(f"{where}expected tool_calls to be a list of tables, got {kind_word(calls)}.")
+    if calls and role != "assistant":
+        raise RowError(f"{where}expected tool_calls of an assistant alone, got some of role {role!r}.")
+    weight = said.get("weight", 1)
+    if weight not in (0, 1) or ("weight" in said and role != "assistant"):
+        raise RowError(f"{where}expected a weight of 0 or 1, of an assistant's message alone.")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise RowError(f"{where}expected all parts of the content to be texts, got something else.")
+    elif content is not None and not isinstance(content, str):
+        raise RowError(f"{where}expected the content to be a text, got {kind_word(content)}.")
+    if content is None and not calls:
+        raise RowError(f"{where}expected the key 'content', got none.")
+    if role == "assistant" and not calls and not for_template([said])[0]["content"].strip():
+        raise RowError(f"{where}expected an answer, got an empty one.")
+    return {**said, "weight": weight}
+
+
+def _instruction(row: Mapping[str, object]) -> Conversation:
+    for key in ("instruction", "output"):
+        if key not in row:
+            raise RowError(f"expected the key {key!r}; {nearest(key, row)}")
+    texts: dict[str, str] = {}
+    for key in KEYS["instructions"]:
+        value = row.get(key)
+        if value is None and key == "input":
+            value = ""
+        if not isinstance(value, str):
+            raise RowError(f"expected {key} to be a text, got {kind_word(value)}.")
+        if not value.strip() and key != "input":
+            raise RowError(f"expected {key} to say something, got an empty text.")
+        texts[key] = value
+    asked = f"{texts['instruction']}\n\n{texts['input']}" if texts["input"].strip() else texts["instruction"]
+    messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]})
+    return Conversation(messages, frozenset({1}))
+
+
+def _role_word(role: object) -> str:
+    if not isinstance(role, str):
+        return kind_word(role)
+    meant = _OTHER_NAMES.get(role)
+    return "another text" if meant is None else f"{role!r}, which is {meant!r} here"
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(message)
+    content = changed.get("content")
+    if content is None:
+        changed["content"] = ""
+    elif isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        changed["content"] = "\n".join(str(part["text"]) for part in content)
+    if isinstance(changed.get("tool_calls"), list):
+        changed["tool_calls"] = [_with_object(call) for call in changed["tool_calls"]]
+        if not changed["tool_calls"]:
+            del changed["tool_calls"]
+    return changed
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
