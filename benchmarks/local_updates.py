@@ -1,14 +1,15 @@
 """What it costs to agree only now and then: replicas with local updates against gradients summed at every step.
 
-    python benchmarks/local_updates.py [--steps 2000] [--every 50] [--replicas 2] [--codecs int4,int2] [--seeds 1]
+    python benchmarks/local_updates.py [--steps 2000] [--every 50] [--replicas 2] [--codecs int4,int4+5] [--seeds 1]
         [--json FILE]
 
 A Llama type of 1.3M parameters on the source text of this Python's library; shipped `fusion join` processes on
-loopback. The base is one job whose batch is all replicas' together: bit for bit what replicas do that sum gradients at
-every step. Both take the same tokens; within a seed everything begins with the same weights. Quoted: the loss on
-held-out text at the end and the mean over the last tenth of the steps, as ratios to the base; bytes exchanged among
-replicas, and how many times more gradients at every step would have been (sent and received, float32). Rows are
-written as soon as they are known; what FILE has already is not run again.
+loopback. `int4+5`: in int4, and five steps go on while an exchange travels. The base is one job whose batch is all
+replicas' together: bit for bit what replicas do that sum gradients at every step. Both take the same tokens; within a
+seed everything begins with the same weights. Quoted: the loss on held-out text at the end and the mean over the last
+tenth of the steps, as ratios to the base; bytes exchanged among replicas, and how many times more gradients at every
+step would have been (sent and received, float32). Rows are written
+as soon as they are known; what FILE has already is not run again.
 """
 
 from __future__ import annotations
@@ -115,6 +116,12 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def _parted(kind: str) -> tuple[str, int]:
+    """Its codec, and the steps that go on meanwhile."""
+    codec, _, steps = kind.partition("+")
+    return codec, int(steps or 0)
+
+
 def _shown(row: dict[str, Any]) -> str:
     return (
         f"seed {row['seed']}, {row['kind']}: held-out {row['held_out']:.4f}, last steps {row['last_steps']:.4f}, "
@@ -158,15 +165,18 @@ def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, repli
         "output": {"tensorboard": False, "report": False},
     }
     if kind != BASE:
-        table["replicas"] = {"count": replicas, "every": every, "codec": kind}
+        codec, overlap = _parted(kind)
+        table["replicas"] = {"count": replicas, "every": every, "codec": codec, "overlap": overlap}
     return recipe_from_table(table, directory / "bench.toml")
 
 
 def _arguments() -> argparse.Namespace:
     def codecs(text: str) -> list[str]:
         names = text.split(",")
-        if unknown := [name for name in names if name not in KINDS]:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(KINDS)}, got {', '.join(unknown)}")
+        for name in names:
+            codec, _, steps = name.partition("+")
+            if codec not in KINDS or not (steps.isdigit() or name == codec):
+                raise argparse.ArgumentTypeError(f"expected some of {', '.join(KINDS)}, or one and +STEPS; got {name}")
         return names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,7 +184,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--codecs", type=codecs, default=["int4", "int2"])
+    parser.add_argument("--codecs", type=codecs, default=["int4", "int4+5"])
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

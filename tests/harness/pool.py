@@ -334,6 +334,7 @@ class Job:
     exchange: Exchange | None = None
     """With other jobs that train the same model."""
     sync_every: int = 0
+    sync_lag: int = 0
     sync_codec: Codec = "none"
     version: int = 1
     patience_s: float = 20.0
@@ -382,10 +383,14 @@ class Job:
             options=StageOptions(
                 seed=self.seed,
                 microbatches=self.microbatches,
-                optimizer=msgspec.structs.replace(self.optimizer, anchored=self.sync_every > 0),
+                optimizer=msgspec.structs.replace(
+                    self.optimizer, anchored=self.sync_every > 0, overlapped=self.sync_lag > 0
+                ),
                 precision=self.precision,  # pyright: ignore[reportArgumentType]
                 takeover="tolerant" if self.tolerant else "exact",
                 sync_every=self.sync_every,
+                sync_lag=self.sync_lag,
+                sync_steps=self.steps,
                 sync_codec=self.sync_codec,
             ),
             steps=self.steps,

@@ -34,7 +34,7 @@ from harness.pool import Data, Job, MemoryPool, Run, array, peer_id, tokens
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
 
-VOCABULARY, EVERY, STEPS, SEED = 31, 3, 9, 7
+VOCABULARY, EVERY, LAG, STEPS, SEED = 31, 3, 2, 9, 7
 LLAMA = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -160,8 +160,8 @@ def assert_all_agree(story: Story) -> None:
             np.testing.assert_array_equal(weights[f"model/{key}"], value, err_msg=key)
 
 
-def plain(rules: OuterRules) -> dict[str, list[float]]:
-    """Two models, two AdamW, and torch's SGD with Nesterov's momentum on what they agree on."""
+def plain(rules: OuterRules, lag: int) -> dict[str, list[float]]:
+    """Two models, two AdamW, and torch's SGD with Nesterov's momentum on what is agreed, adopted `lag` steps late."""
     models = {name: transformers_model() for name in JOBS}
     for model in models.values():
         model.load_state_dict({key: torch.from_numpy(array(value).copy()) for key, value in first_values().items()})
@@ -171,6 +171,8 @@ def plain(rules: OuterRules) -> dict[str, list[float]]:
     agreed = [nn.Parameter(value.detach().clone()) for value in models["a"].parameters()]
     outer = torch.optim.SGD(agreed, lr=rules.learning_rate, momentum=rules.momentum, nesterov=True)
     losses: dict[str, list[float]] = {name: [] for name in JOBS}
+    told: dict[str, list[torch.Tensor]] = {}
+    due = -1
     for step in range(STEPS):
         for name, model in models.items():
             for group in inner[name].param_groups:
@@ -192,19 +194,23 @@ def plain(rules: OuterRules) -> dict[str, list[float]]:
                 present = [list(model.parameters())[place].detach() for model in models.values()]
                 value.grad = sum(value.detach() - one for one in present) / len(present)
             outer.step()
+            told = {name: [one.detach().clone() for one in model.parameters()] for name, model in models.items()}
+            due = step if step == STEPS - 1 else step + lag
+        if step == due:
             with torch.no_grad():
-                for model in models.values():
-                    for parameter, value in zip(model.parameters(), agreed, strict=True):
-                        parameter.copy_(value)
+                for name, model in models.items():
+                    for parameter, value, was in zip(model.parameters(), agreed, told[name], strict=True):
+                        parameter.copy_(value + (parameter - was))
     return losses
 
 
-def test_it_is_diloco(tmp_path: Path) -> None:
-    story = run(tmp_path)
+@pytest.mark.parametrize("lag", [0, LAG])
+def test_it_is_diloco(lag: int, tmp_path: Path) -> None:
+    story = run(tmp_path, sync_lag=lag)
     assert_ended(story)
     assert story.rounds == STEPS // EVERY
     assert_all_agree(story)
-    for name, losses in plain(PATIENT).items():
+    for name, losses in plain(PATIENT, lag).items():
         np.testing.assert_allclose(story.runs[name][-1].losses, losses, rtol=1e-5)
 
 
@@ -232,6 +238,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return run(tmp_path_factory.mktemp("undisturbed"), rules=OuterRules(codec="int8", deadline_s=60.0))
 
 
+@pytest.fixture(scope="module")
+def undisturbed_beside(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    rules = OuterRules(codec="int8", deadline_s=60.0)
+    story = run(tmp_path_factory.mktemp("beside"), rules=rules, sync_lag=LAG)
+    assert_ended(story)
+    assert_all_agree(story)
+    return story
+
+
 def assert_nothing_changed(story: Story, undisturbed: Story) -> None:
     assert_ended(story)
     for name, runs in story.runs.items():
@@ -254,12 +269,49 @@ def assert_nothing_changed(story: Story, undisturbed: Story) -> None:
 def test_a_stage_dies_around_an_exchange_and_no_bit_changes(
     at: str, victim: int, guarded: bool, undisturbed: Story, tmp_path: Path
 ) -> None:
-    struck: list[str] = []
+    strike_a_stage(DIES[at], victim, guarded, undisturbed, tmp_path, lag=0)
+
+
+DIES_BESIDE: dict[str, Callable[[wire.Message], bool]] = {
+    "its difference": DIES["its difference"],
+    "the step behind": lambda m: isinstance(m, wire.Applied) and m.step == 6,
+    "the agreement": DIES["the agreement"],
+    "the last commit before it counts": lambda m: isinstance(m, wire.Commit) and m.record.step == 5 + LAG,
+    "that it has adopted it": lambda m: isinstance(m, wire.Applied) and m.step == 5 + LAG,
+    "the end of the last agreement": lambda m: isinstance(m, wire.Agreement) and (m.step, m.last) == (8, True),
+}
+OFTEN_BESIDE = [
+    "the step behind",
+    "the last commit before it counts",
+    *(
+        pytest.param(at, marks=LONG)
+        for at in DIES_BESIDE
+        if at not in ("the step behind", "the last commit before it counts")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("guarded", "victim"),
+    [(True, 1), *(pytest.param(*case, marks=LONG) for case in ((False, 0), (True, 0), (False, 1)))],
+    ids=["guarded-1", "unguarded-0", "guarded-0", "unguarded-1"],
+)
+@pytest.mark.parametrize("at", OFTEN_BESIDE)
+def test_a_stage_dies_beside_an_exchange_and_no_bit_changes(
+    at: str, victim: int, guarded: bool, undisturbed_beside: Story, tmp_path: Path
+) -> None:
+    strike_a_stage(DIES_BESIDE[at], victim, guarded, undisturbed_beside, tmp_path, lag=LAG)
+
+
+def strike_a_stage(
+    due: Callable[[wire.Message], bool], victim: int, guarded: bool, undisturbed: Story, directory: Path, *, lag: int
+) -> None:
+    struck: list[wire.Message] = []
     returned: list[asyncio.Task[None]] = []
 
     def watch(pool: MemoryPool, job: Job, message: wire.Message) -> None:
-        if not struck and DIES[at](message):
-            struck.append(at)
+        if not struck and due(message):
+            struck.append(message)
             pool.kill(peer_id(victim))
             if not guarded:
                 returned.append(asyncio.get_running_loop().create_task(back(pool)))
@@ -269,31 +321,52 @@ def test_a_stage_dies_around_an_exchange_and_no_bit_changes(
         await pool.revive(peer_id(victim))
 
     story = run(
-        tmp_path,
+        directory,
         watch,
         rules=OuterRules(codec="int8", deadline_s=60.0),
         guards={0: 2, 1: 3} if guarded else {},
         checkpoint_every=4,
+        sync_lag=lag,
     )
     assert struck
     assert any(isinstance(event, progress.FaultSeen) for event in story.runs["b"][-1].events)
     assert_nothing_changed(story, undisturbed)
 
 
+POWER_CUT = pytest.mark.parametrize(
+    "power_cut", [False, pytest.param(True, marks=LONG)], ids=["its process", "all processes"]
+)
+
+
 @pytest.mark.parametrize("at", [at for at in DIES if at != "a forward before"])
-@pytest.mark.parametrize("power_cut", [False, pytest.param(True, marks=LONG)], ids=["its process", "all processes"])
+@POWER_CUT
 def test_the_driver_dies_around_an_exchange_and_no_bit_changes(
     at: str, power_cut: bool, undisturbed: Story, tmp_path: Path
 ) -> None:
-    struck: list[str] = []
+    strike_the_driver(DIES[at], power_cut, undisturbed, tmp_path, lag=0)
+
+
+@pytest.mark.parametrize("at", OFTEN_BESIDE)
+@POWER_CUT
+def test_the_driver_dies_beside_an_exchange_and_no_bit_changes(
+    at: str, power_cut: bool, undisturbed_beside: Story, tmp_path: Path
+) -> None:
+    strike_the_driver(DIES_BESIDE[at], power_cut, undisturbed_beside, tmp_path, lag=LAG)
+
+
+def strike_the_driver(
+    due: Callable[[wire.Message], bool], power_cut: bool, undisturbed: Story, directory: Path, *, lag: int
+) -> None:
+    struck: list[wire.Message] = []
 
     def watch(pool: MemoryPool, job: Job, message: wire.Message) -> None:
-        if not struck and DIES[at](message):
-            struck.append(at)
+        if not struck and due(message):
+            struck.append(message)
             job.die()
 
     rules = OuterRules(codec="int8", deadline_s=60.0)
-    story = run(tmp_path, watch, rules=rules, starts=({}, {"power_cut": power_cut}), checkpoint_every=4)
+    starts = ({}, {"power_cut": power_cut})
+    story = run(directory, watch, rules=rules, starts=starts, checkpoint_every=4, sync_lag=lag)
     assert struck
     assert_nothing_changed(story, undisturbed)
 

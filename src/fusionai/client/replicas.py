@@ -271,7 +271,8 @@ class _Replicas:
 
     def _divided(self, problem: Problem) -> tuple[Group, ...]:
         if self.replicas.count == "auto":
-            return fastest(problem, self.replicas.most, Exchanging(self.replicas.every, self.replicas.codec))
+            exchanging = Exchanging(self.replicas.every, self.replicas.codec, self.replicas.overlap)
+            return fastest(problem, self.replicas.most, exchanging)
         return divide(problem, self.replicas.count)
 
     def _wait_for_more(self) -> None:

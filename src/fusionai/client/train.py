@@ -365,6 +365,8 @@ def _training_job(
             takeover=recipe.faults.numerics,
             sync_every=0 if replicas is None else replicas.every,
             sync_codec="none" if replicas is None else replicas.codec,
+            sync_lag=0 if replicas is None else replicas.overlap,
+            sync_steps=0 if replicas is None else recipe.job.steps,
         ),
         steps=recipe.job.steps,
         learning_rate=lambda step: learning_rate(recipe.train, total_steps, first_step + step),

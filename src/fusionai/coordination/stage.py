@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal
 
+from fusionai.coordination.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.wire.messages import CommitRecord, Fence, Mode
 
 
@@ -54,8 +55,8 @@ class StageShape:
     replica: int = 0
     replicas: int = 1
     """Microbatch m of a step crosses the stages of replica m mod `replicas`."""
-    sync_every: int = 0
-    """Steps between two exchanges with other jobs that train the same model (local updates); 0: none."""
+    exchanges: Exchanges = NO_EXCHANGES
+    """With other jobs that train the same model (local updates)."""
 
     @property
     def shares_with(self) -> frozenset[int]:
@@ -69,10 +70,6 @@ class StageShape:
     def microbatch(self, turn: int) -> int:
         """Its number in the step."""
         return turn * self.replicas + self.replica
-
-    def ends_in_exchange(self, step: int) -> bool:
-        """Whether the state this step leads to is what others agree on."""
-        return self.sync_every > 0 and (step + 1) % self.sync_every == 0
 
 
 Source = Literal["keep", "initialise", "import", "snapshot"]
@@ -343,9 +340,9 @@ class StageMachine:
     _gradients: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _commit: CommitRecord | None = None
     _updated: bool = False
-    """Of a step that ends in an exchange: whether the optimizer has taken it, and the agreement is what is missing."""
+    """Of a step that counts with an agreement: whether the optimizer has taken it, and that is what is missing."""
     _differed: bool = False
-    """Whether the difference was sent under this fence."""
+    """Whether the difference that is outstanding was sent under this fence."""
     _agreements: set[int] = field(default_factory=set[int])
     """Steps whose agreement is here."""
     _exports: list[int] = field(default_factory=list)
@@ -412,7 +409,7 @@ class StageMachine:
 
     def wants_agreement(self, step: int) -> bool:
         """Whether it may still be adopted."""
-        return step >= self.applied and step not in self._agreements and self.shape.ends_in_exchange(step)
+        return step not in self._agreements and self.shape.exchanges.may_adopt(step, self.applied)
 
     @property
     def awaits_word(self) -> bool:
@@ -484,14 +481,19 @@ class StageMachine:
         """The optimizer's step; where others take part, then the exchange: the step counts once it is over."""
         if not self._updated:
             return Work("apply", step=commit.step, record=commit)
-        if commit.step in self._agreements:
-            return Work("adopt", step=commit.step)
-        return None if self._differed else Work("difference", step=commit.step)
+        told = self.shape.exchanges.adopts(commit.step)
+        assert told is not None, "other steps count as soon as they are applied"
+        if told in self._agreements:
+            return Work("adopt", step=told)
+        return None if self._differed else Work("difference", step=told)
 
     def _running_work(self) -> Work | None:
         step = self.applied
         if self._commit is not None:
             return self._applying_work(self._commit)
+        told = self.shape.exchanges.outstanding(step)
+        if told is not None and not self._differed and told not in self._agreements:
+            return Work("difference", step=told)
         if step in self._exports:  # asked for before anything of the step had begun
             return Work("export", step=step)
         numbered = self.shape.microbatch
@@ -704,12 +706,16 @@ class StageMachine:
                 if self.phase is StagePhase.REPLAYING:
                     self._commit = self._records[work.step]
                 return [ReportPrepared(work.step)]
-            case "apply" if self.shape.ends_in_exchange(work.step):
+            case "apply" if self.shape.exchanges.adopts(work.step) is not None:
                 self._updated = True
             case "difference":
                 self._differed = True
-            case "apply" | "adopt":
-                return self._apply_done(work)
+            case "apply":
+                return self._apply_done(work.step)
+            case "adopt":
+                assert self._commit is not None, "an agreement is adopted before a commit counts"
+                self._differed = False
+                return self._apply_done(self._commit.step)
             case "export":
                 self._exports.remove(work.step)
         return []
@@ -723,15 +729,15 @@ class StageMachine:
             self.dropped += 1
         return []
 
-    def _apply_done(self, work: Work) -> list[StageCommand]:
-        self.applied = work.step + 1
-        self._updated = self._differed = False
+    def _apply_done(self, step: int) -> list[StageCommand]:
+        self.applied = step + 1
+        self._updated = False
         self._clear_step(keep_sums=False)
         match self.phase:
             case StagePhase.RUNNING:
                 due = self.snapshot_every > 0 and self.applied % self.snapshot_every == 0
                 snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
-                return [ReportApplied(work.step), *snapshot, *self._forget_past()]
+                return [ReportApplied(step), *snapshot, *self._forget_past()]
             case StagePhase.REPLAYING if self.applied < self._target:
                 return []
             case _:
@@ -778,7 +784,7 @@ class StageMachine:
         self._gradients = {key: by for key, by in self._gradients.items() if key[0] >= self.applied}
         self._shared_partials = {step: by for step, by in self._shared_partials.items() if step >= self.applied}
         self._shared_totals = {step: by for step, by in self._shared_totals.items() if step >= self.applied}
-        self._agreements = {step for step in self._agreements if step >= self.applied}
+        self._agreements = {told for told in self._agreements if self.shape.exchanges.may_adopt(told, self.applied)}
         if keep_sums:
             self._shared_totals[self.applied] = {self.shape.stage, *self.shape.summed_by}
         self._commit = None

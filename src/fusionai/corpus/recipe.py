@@ -74,7 +74,9 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def optimizer(self) -> OptimizerSpec:
         """As the stages run it: where replicas exchange, its state has what that needs, too."""
-        return msgspec.structs.replace(self.train.optimizer, anchored=self.replicas is not None)
+        apart = self.replicas
+        overlapped = apart is not None and apart.overlap > 0
+        return msgspec.structs.replace(self.train.optimizer, anchored=apart is not None, overlapped=overlapped)
 
     def describe(self) -> str:
         """One line for logs; names, sizes and settings, never a word of the data."""
@@ -301,7 +303,8 @@ class _Checker:
         foreign = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps", "state_bits")}[optimizer.kind]
         for key in foreign:
             self.no_effect(table, key, written.get(key), f"with kind = {optimizer.kind!r}")
-        self.no_effect(table, "anchored", written.get("anchored"), "in a recipe")
+        for key in ("anchored", "overlapped"):
+            self.no_effect(table, key, written.get(key), "in a recipe")
         for beta in optimizer.betas:
             if not 0 <= beta < 1:
                 raise self.fail(table, f"betas: expected two numbers in [0, 1), got {list(optimizer.betas)}.")
@@ -328,7 +331,7 @@ class _Checker:
         table = tables.replicas
         if table is None or table.gradients == "local":
             return 1
-        for key in ("every", "codec", "learning_rate", "momentum", "deadline_s"):
+        for key in ("every", "codec", "learning_rate", "momentum", "deadline_s", "overlap"):
             self.no_effect("replicas", key, getattr(table, key), 'with gradients = "summed"; it belongs to "local"')
         if table.count != "auto" and tables.train.microbatches < table.count:
             raise self.fail(
@@ -350,6 +353,12 @@ class _Checker:
                 "replicas",
                 f"the job's {tables.job.steps} steps can't be divided into rounds of every = {replicas.every}.",
                 hint=f"The last round must be whole: {_next_multiple(tables.job.steps, replicas.every)} steps are.",
+            )
+        if replicas.overlap >= replicas.every:
+            raise self.fail(
+                "replicas",
+                f"overlap = {replicas.overlap}: expected fewer steps than there are between two exchanges "
+                f"(every = {replicas.every}).",
             )
         if tables.placement.required:
             raise self.fail(
@@ -394,7 +403,8 @@ def _next_multiple(number: int, of: int) -> int:
 def _replica_words(replicas: Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
     number = "as many replicas as pay" if replicas.count == "auto" else f"{replicas.count} replicas"
-    return f"{number} that exchange every {replicas.every} steps{packed}"
+    beside = f", {replicas.overlap} steps beside" if replicas.overlap else ""
+    return f"{number} that exchange every {replicas.every} steps{packed}{beside}"
 
 
 def _summed_words(count: int | Literal["auto"]) -> str:

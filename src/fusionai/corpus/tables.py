@@ -253,12 +253,14 @@ class ReplicasTable(_Table, frozen=True, kw_only=True):
     learning_rate: PositiveFloat | None = None
     momentum: Annotated[float, Meta(ge=0, lt=1)] | None = None
     deadline_s: PositiveFloat | None = None
+    overlap: NotNegative | None = None
 
 
 class Replicas(_Table, frozen=True, kw_only=True):
     """Several pipelines train one model, each on `train.batch_size` sequences of its own at a time, and agree every
     `every` steps (DiLoCo, arXiv 2311.08105). `codec`: how differences and agreements are packed; `learning_rate` and
-    `momentum` are the outer step's. Nobody waits longer than `deadline_s` for the others."""
+    `momentum` are the outer step's. Nobody waits longer than `deadline_s` for the others. `overlap`: steps that go on
+    while what was found out travels (arXiv 2501.18512)."""
 
     count: Count
     every: Positive = 50
@@ -266,6 +268,7 @@ class Replicas(_Table, frozen=True, kw_only=True):
     learning_rate: PositiveFloat = 0.7
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     deadline_s: PositiveFloat = 60.0
+    overlap: NotNegative = 0
 
     @property
     def most(self) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from fusionai.coordination.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.coordination.stage import StageShape
 from fusionai.ir.partition import Partition, SharedParam
 from fusionai.ir.schema import Graph, ListArg, Ref
@@ -113,7 +114,9 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """What goes to the driver: the loss in training and evaluation, everything else in inference."""
         return tuple(meaning for meaning in self.outputs if (meaning == LOSS) != (mode == "infer"))
 
-    def shape(self, *, microbatches: int, in_flight: int, weight_lag: int = 0, sync_every: int = 0) -> StageShape:
+    def shape(
+        self, *, microbatches: int, in_flight: int, weight_lag: int = 0, exchanges: Exchanges = NO_EXCHANGES
+    ) -> StageShape:
         """The stage machine's view of this boundary. `microbatches`: of a step, over all replicas."""
         modes: tuple[Mode, ...] = ("train", "eval", "infer")
         if microbatches < self.replicas or in_flight < 1:
@@ -132,7 +135,7 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             summed_by=self.summed_by,
             replica=self.replica,
             replicas=self.replicas,
-            sync_every=sync_every,
+            exchanges=exchanges,
         )
 
 

@@ -2,7 +2,9 @@
 
 Each stage keeps what was agreed on last (`anchor`). A difference is anchor - present + what packing the last one lost
 (error feedback, as F. Seide et al., "1-bit stochastic gradient descent", 2014); what packing this one loses is kept in
-turn when the agreement is adopted. Everything is computed from the state alone: asked twice, a stage says the same.
+turn when the agreement is adopted. Where a stage trains on meanwhile it keeps what it told of (`told`), too, and how
+far it has come since is added to the agreement. Everything is computed from the state alone: asked twice, a stage says
+the same.
 
 Decides nothing. Neighbours: `execution.work` calls it in the compute thread, `training.outer` is the other side.
 """
@@ -14,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from fusionai.backends.interface import StageProgram
-from fusionai.backends.state import ANCHOR, RESIDUAL
+from fusionai.backends.state import ANCHOR, RESIDUAL, TOLD
 from fusionai.execution.accumulate import as_array, as_bytes
 from fusionai.execution.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
@@ -29,16 +31,27 @@ def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
         program.import_state([(f"optimizer/{key}/{ANCHOR}", present)])
 
 
-def differences(program: StageProgram, keys: Iterable[str], codec: Exchanged) -> Iterator[tuple[str, Carried]]:
-    """Of each parameter, packed, float32."""
+def keep_told(program: StageProgram, keys: Iterable[str]) -> None:
+    """The next difference is of what the parameters are now, whatever they become meanwhile."""
     for key in keys:
-        yield key, pack(key, _difference(program, key)[0], codec)
+        ((_, present),) = program.export_entries([f"model/{key}"])
+        program.import_state([(f"optimizer/{key}/{TOLD}", present)])
 
 
-def adopt(program: StageProgram, agreed: Mapping[str, Carried], codec: Exchanged, *, moves: bool) -> None:
+def differences(
+    program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
+) -> Iterator[tuple[str, Carried]]:
+    """Of each parameter, packed, float32. `overlapped`: of what was told, not of what is there now."""
+    for key in keys:
+        yield key, pack(key, _difference(program, key, overlapped=overlapped)[0], codec)
+
+
+def adopt(
+    program: StageProgram, agreed: Mapping[str, Carried], codec: Exchanged, *, moves: bool, overlapped: bool
+) -> None:
     """`agreed`: of each parameter what to take off its anchor if it `moves`, else the new anchor itself."""
     for key, carried in agreed.items():
-        difference, anchor = _difference(program, key)
+        difference, anchor = _difference(program, key, overlapped=overlapped)
         value = as_array(unpack(carried))
         if moves:
             value = as_array(anchor) - value
@@ -46,8 +59,18 @@ def adopt(program: StageProgram, agreed: Mapping[str, Carried], codec: Exchanged
         new = host_tensor(anchor.dtype, anchor.shape, as_bytes(value, anchor.dtype))
         residual = host_tensor("float32", anchor.shape, as_bytes(lost, "float32"))
         program.import_state(
-            [(f"model/{key}", new), (f"optimizer/{key}/{ANCHOR}", new), (f"optimizer/{key}/{RESIDUAL}", residual)]
+            [
+                (f"model/{key}", _with_what_came_since(program, key, new) if overlapped else new),
+                (f"optimizer/{key}/{ANCHOR}", new),
+                (f"optimizer/{key}/{RESIDUAL}", residual),
+            ]
         )
+
+
+def _with_what_came_since(program: StageProgram, key: str, agreed: HostTensor) -> HostTensor:
+    names = [f"model/{key}", f"optimizer/{key}/{TOLD}"]
+    present, told = (as_array(tensor) for _, tensor in program.export_entries(names))
+    return host_tensor(agreed.dtype, agreed.shape, as_bytes(as_array(agreed) + (present - told), agreed.dtype))
 
 
 def check_values(
@@ -68,9 +91,10 @@ def check_values(
             )
 
 
-def _difference(program: StageProgram, key: str) -> tuple[HostTensor, HostTensor]:
+def _difference(program: StageProgram, key: str, *, overlapped: bool) -> tuple[HostTensor, HostTensor]:
     """(difference, anchor)."""
-    names = [f"optimizer/{key}/{ANCHOR}", f"model/{key}", f"optimizer/{key}/{RESIDUAL}"]
+    where = f"optimizer/{key}/{TOLD}" if overlapped else f"model/{key}"
+    names = [f"optimizer/{key}/{ANCHOR}", where, f"optimizer/{key}/{RESIDUAL}"]
     anchor, present, residual = (tensor for _, tensor in program.export_entries(names))
     value = (as_array(anchor) - as_array(present)) + as_array(residual)
     return host_tensor("float32", anchor.shape, as_bytes(value.astype(np.float32, copy=False), "float32")), anchor

@@ -17,6 +17,7 @@ from functools import partial
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import state_entries
 from fusionai.coordination import stage as machine
+from fusionai.coordination.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.coordination.stage import StageCommand, StageEvent, StageMachine, Work
 from fusionai.execution.arrivals import Arrivals
 from fusionai.execution.boundary import Boundary
@@ -79,7 +80,7 @@ class StageRuntime:
                 microbatches=options.microbatches,
                 in_flight=options.in_flight,
                 weight_lag=options.weight_lag,
-                sync_every=options.sync_every if self._trainable else 0,
+                exchanges=_exchanges(options) if self._trainable else NO_EXCHANGES,
             )
         )
         self._copies = Copies(boundary.stage, program, compute, self._send_copy, self._guard_lost)
@@ -253,7 +254,7 @@ class StageRuntime:
         post = self._postman.to_driver
         match command:
             case machine.Compute(work):
-                self._start(partial(self._work, work))
+                self.start(partial(self._work, work))
             case machine.ReportStatus(applied, prepared, retained_from):
                 post(
                     wire.Status(
@@ -267,7 +268,7 @@ class StageRuntime:
                     )
                 )
             case machine.ReportReady(applied):
-                self._start(partial(self._report_ready, self.fence, applied))
+                self.start(partial(self._report_ready, self.fence, applied))
             case machine.ReportPrepared(step):
                 post(
                     wire.Prepared(
@@ -284,21 +285,21 @@ class StageRuntime:
                 post(wire.Applied(fence=self.fence, stage=self.stage, step=step))
             case machine.DropSums():
                 dropped = self._compute.run(self.program.discard)
-                self._start(partial(_finish, dropped))
+                self.start(partial(_finish, dropped))
             case machine.DropHeld(below):
                 self.held.drop(below)
             case machine.DropRetained(line):
                 self.retained.drop_below(line)
             case machine.SendRetained(to, first, below):
-                self._start(partial(self._send_retained, self.fence, to, first, below))
+                self.start(partial(self._send_retained, self.fence, to, first, below))
             case machine.LoadSnapshot(step):
-                self._start(partial(self._load_snapshot, self.fence, step))
+                self.start(partial(self._load_snapshot, self.fence, step))
             case machine.TakeSnapshot(step):
                 self._copies.begin(step)
             case machine.Refuse(reason):
                 self._failed("bad_message", reason)
 
-    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
+    def start(self, work: Callable[[], Awaitable[None]]) -> None:
         task = asyncio.create_task(self._reported(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -395,6 +396,10 @@ class StageRuntime:
 
     def _failed(self, code: wire.RefusalCode, reason: str) -> None:
         self._postman.failed(self.stage, self.fence, code, reason)
+
+
+def _exchanges(options: StageOptions) -> Exchanges:
+    return Exchanges(every=options.sync_every, lag=options.sync_lag, steps=options.sync_steps)
 
 
 async def _finish(work: Awaitable[object]) -> None:

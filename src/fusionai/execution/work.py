@@ -9,7 +9,8 @@ compute.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
 from fusionai.execution.codecs import Carried, pack, split, unpack_all
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.copies import Chunk, Copies
-from fusionai.execution.exchange import adopt, differences, keep_anchor
+from fusionai.execution.exchange import adopt, differences, keep_anchor, keep_told
 from fusionai.execution.held import Held
 from fusionai.execution.retained import Sent
 from fusionai.execution.state import chunks, headers
@@ -40,11 +41,17 @@ class Stage(Protocol):
     @property
     def fence(self) -> Fence: ...
 
+    def accepts(self, fence: Fence) -> bool: ...
+
     def send(self, receiver: int, message: Sent, tensors: Sequence[HostTensor]) -> None: ...
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
 
     async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None: ...
+
+    def start(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Beside other work; what goes wrong is reported as the stage's failure."""
+        ...
 
 
 class Bench:
@@ -108,6 +115,9 @@ class Bench:
                 await self._share(work.step)
             case "total":
                 await self._sum_shared(work.step)
+            case "difference" if self._options.sync_lag:
+                # What it is taken of stays as it is until the answer is there: the next steps are not kept waiting.
+                self._stage.start(partial(self._send_differences, work.step))
             case "difference":
                 await self._send_differences(work.step)
             case "adopt":
@@ -217,14 +227,17 @@ class Bench:
         if record is None:
             raise ExecutionError(f"stage {self._boundary.stage} was told to apply a step without its commit record.")
 
-        every = self._options.sync_every
-        first = every > 0 and record.step % every == 0
+        options = self._options
+        first = options.sync_every > 0 and record.step == 0  # later on, an agreement is the anchor
+        tells = options.sync_lag > 0 and (record.step + 1) % options.sync_every == 0
 
         def work() -> None:
             self._copies.complete()
-            if first:  # of the steps until the next exchange
+            if first:
                 keep_anchor(self._program, self._trainable)
             self._program.apply(scale=record.scale, learning_rate=record.learning_rate)
+            if tells:
+                keep_told(self._program, self._trainable)
 
         _, timed = await self._compute.run(work)
         self._span("apply", 0, timed)
@@ -265,14 +278,16 @@ class Bench:
 
     async def _send_differences(self, step: int) -> None:
         """To the driver: how far this stage has come since the last agreement."""
-        pending = chunks(differences(self._program, self._trainable, self._options.sync_codec))
+        codec, overlapped = self._options.sync_codec, self._options.sync_lag > 0
+        pending, fence = (
+            chunks(differences(self._program, self._trainable, codec, overlapped=overlapped)),
+            self._stage.fence,
+        )
 
         def message(chunk: Sequence[tuple[str, Carried]] | None) -> tuple[wire.Difference, Sequence[HostTensor]]:
             body, packed = split(dict(chunk or ()))
             last, own = chunk is None, self._boundary.stage
-            made = wire.Difference(
-                fence=self._stage.fence, stage=own, step=step, last=last, packed=packed, tensors=headers(body)
-            )
+            made = wire.Difference(fence=fence, stage=own, step=step, last=last, packed=packed, tensors=headers(body))
             return made, tuple(body.values())
 
         await self._stream(pending, message)
@@ -282,7 +297,8 @@ class Bench:
 
         def work() -> None:
             self._copies.complete()
-            adopt(self._program, agreed, self._options.sync_codec, moves=moves)
+            options = self._options
+            adopt(self._program, agreed, options.sync_codec, moves=moves, overlapped=options.sync_lag > 0)
 
         _, timed = await self._compute.run(work)
         self._span("apply", 0, timed)
@@ -294,9 +310,9 @@ class Bench:
     ) -> None:
         """One message after the other, None for the last. Ends early when a later attach waits: nobody would read the
         rest, and a full connection blocks."""
-        superseded = asyncio.create_task(self.superseded.wait())
+        superseded, fence = asyncio.create_task(self.superseded.wait()), self._stage.fence
         try:
-            while not self.superseded.is_set():
+            while self._stage.accepts(fence) and not self.superseded.is_set():
                 chunk, _ = await self._compute.run(lambda: next(pending, None))
                 # Half a message must not be left on the connection: what was begun goes on alone.
                 sending = asyncio.create_task(self._stage.state(*message(chunk)))

@@ -39,10 +39,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Exchanging:
-    """How often replicas agree, and how what they send is packed."""
+    """How often replicas agree, and how what they send is packed. `lag`: steps they take meanwhile."""
 
     every: int
     codec: Exchanged
+    lag: int = 0
+
+    @property
+    def beside(self) -> float:
+        """So much of a step is there for an exchange, on average, without making it longer."""
+        return self.lag / self.every
 
 
 def divide(problem: Problem, most: int) -> tuple[Group, ...]:
@@ -59,6 +65,7 @@ def divide(problem: Problem, most: int) -> tuple[Group, ...]:
 def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> tuple[Group, ...]:
     """Of so many groups as take most steps together in the same time; the fewest of equals. Raises as `divide`."""
     share_s = 0.0 if exchange is None else exchange_s(problem, exchange)
+    beside = 0.0 if exchange is None else exchange.beside
     best = divide(problem, 1)
     for count in COUNTS:
         if count > min(most, len(problem.peers)):
@@ -66,16 +73,17 @@ def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> 
         groups = divide(problem, count)
         if len(groups) < count:  # more don't fit either
             break
-        if pace(groups, share_s) > pace(best, share_s):
+        if pace(groups, share_s, beside) > pace(best, share_s, beside):
             best = groups
     return best
 
 
-def pace(groups: Sequence[Group], share_s: float = 0.0) -> float:
+def pace(groups: Sequence[Group], share_s: float = 0.0, beside: float = 0.0) -> float:
     """Steps of all groups together, per second, by their plans. `share_s`: what each group's part in the exchanges
-    takes of every step of all; a group alone has none."""
+    takes of every step of all; a group alone has none. `beside`: so much of a step hides it."""
+    step_s = max(group.plan.step_time_s for group in groups)
     exchanging_s = len(groups) * share_s if len(groups) > 1 else 0.0
-    return len(groups) / (max(group.plan.step_time_s for group in groups) + exchanging_s)
+    return len(groups) / (step_s + max(0.0, exchanging_s - beside * step_s))
 
 
 def exchange_s(problem: Problem, exchange: Exchanging) -> float:

@@ -230,7 +230,7 @@ class Driver:
                 for stage in self._machine.roles.stages:
                     saves = save and self._cut.saves(stage)
                     self._to(stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=saves))
-                self._forget_agreements(min(line, max(0, self._machine.saved)) - 1)
+                self._forget_agreements(min(line, max(0, self._machine.saved)) - 1 - self._job.options.sync_lag)
             case commands.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
@@ -358,7 +358,7 @@ class Driver:
         )
         self._start(self._push_state(command))
         if self._exchange is not None and self._cut.stages[command.stage].trainable:
-            self._start(self._push_agreements(command.stage, command.base - 1))
+            self._start(self._push_agreements(command.stage, command.base - 1 - self._job.options.sync_lag))
 
     async def _push_state(self, command: commands.SendResume) -> None:
         """Send the stage what it can't make itself; nothing at all if it makes or has everything."""

@@ -323,6 +323,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Of AdamW's moments: 8 are an eighth of the bits, in blocks of 256 numbers with a scale each."""
     anchored: bool = False
     """Local updates: the state has what was agreed on last and what packing the difference lost, too."""
+    overlapped: bool = False
+    """Local updates that train on during an exchange: the state has what the last difference was taken of, too."""
 
 
 class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -349,6 +351,10 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Local updates: steps between two exchanges with other jobs that train the same model; 0: none."""
     sync_codec: Exchanged = "none"
     """How differences and agreements are packed."""
+    sync_lag: Count = 0
+    """Steps that a stage takes between telling its difference and adopting what was agreed on; below `sync_every`."""
+    sync_steps: Count = 0
+    """Steps of the job: after the last one nobody trains on."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

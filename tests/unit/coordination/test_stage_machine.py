@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from fusionai.coordination.exchanges import Exchanges
 from fusionai.coordination.stage import (
     EVERY_STEP,
     TABLE,
@@ -773,7 +774,7 @@ def test_a_stage_of_a_replica_runs_its_microbatches_by_their_numbers_in_the_step
 
 def agreeing(at: int = 0, **changes: object) -> StageMachine:
     """Every second step ends in an exchange."""
-    return running(at, microbatches=1, sync_every=2, **changes)
+    return running(at, microbatches=1, exchanges=Exchanges(every=2, steps=8), **changes)
 
 
 def voted(machine: StageMachine, step: int) -> None:
@@ -829,7 +830,7 @@ def test_a_fault_during_an_exchange_has_the_difference_sent_again_and_takes_no_s
 
 
 def test_a_replay_adopts_what_it_is_given_and_says_nothing_again():
-    machine = StageMachine(shape(microbatches=1, sync_every=2))
+    machine = StageMachine(shape(microbatches=1, exchanges=Exchanges(every=2, steps=8)))
     machine.handle(Attached(FIRST))
     machine.handle(Resumed(2, "import", 1, (record(1),)))
     machine.handle(StateArrived(1))
@@ -853,6 +854,67 @@ def test_an_adoption_that_failed_leaves_no_state():
     machine.handle(AgreementArrived(1))
     assert DropSums() in machine.handle(WorkFailed(Work("adopt", 1)))
     assert machine.applied == -1
+
+
+def training_on(at: int = 0) -> StageMachine:
+    """Every third step's end is told, and counts with the second step after it."""
+    return running(at, microbatches=1, exchanges=Exchanges(every=3, lag=2, steps=9))
+
+
+def taken(machine: StageMachine, step: int) -> list[StageCommand]:
+    """A step up to what follows the optimizer's."""
+    voted(machine, step)
+    apply = Work("apply", step, record=record(step))
+    assert work_of(machine.handle(Committed(record(step), 0))) == apply
+    return done(machine, apply)
+
+
+def test_steps_go_on_while_a_difference_travels():
+    machine = training_on(at=2)
+    commands = taken(machine, 2)
+    assert ReportApplied(2) in commands, "it does not wait"
+    assert work_of(commands) == Work("difference", 2)
+    done(machine, Work("difference", 2))
+    assert ReportApplied(3) in taken(machine, 3)
+    assert ReportApplied(4) not in taken(machine, 4), "so far it may go alone"
+    assert machine.wants_agreement(2)
+    assert work_of(forward(machine, 0, 5)) is None
+    assert work_of(machine.handle(AgreementArrived(2))) == Work("adopt", 2)
+    commands = done(machine, Work("adopt", 2))
+    assert ReportApplied(4) in commands
+    assert work_of(commands) == Work("forward", 5, 0)
+    assert not machine.wants_agreement(2)
+
+
+def test_an_agreement_that_comes_early_waits_for_its_step():
+    machine = training_on(at=2)
+    taken(machine, 2)
+    done(machine, Work("difference", 2))
+    assert machine.handle(AgreementArrived(2)) == []
+    assert ReportApplied(3) in taken(machine, 3)
+    assert work_of(taken(machine, 4)) == Work("adopt", 2)
+    assert ReportApplied(4) in done(machine, Work("adopt", 2))
+
+
+def test_after_the_last_step_nobody_trains_on():
+    machine = training_on(at=8)
+    assert work_of(taken(machine, 8)) == Work("difference", 8)
+    assert machine.applied == 8
+    done(machine, Work("difference", 8))
+    assert work_of(machine.handle(AgreementArrived(8))) == Work("adopt", 8)
+    assert ReportApplied(8) in done(machine, Work("adopt", 8))
+
+
+def test_a_fault_while_a_difference_travels_has_it_sent_again():
+    machine = training_on(at=2)
+    taken(machine, 2)
+    done(machine, Work("difference", 2))
+    taken(machine, 3)
+    assert ReportStatus(4, 3, 4) in machine.handle(Attached(SECOND))
+    assert work_of(machine.handle(Resumed(4, "keep", 4, (record(3),)))) == Work("difference", 2)
+    done(machine, Work("difference", 2))
+    machine.handle(AgreementArrived(2))
+    assert work_of(taken(machine, 4)) == Work("adopt", 2)
 
 
 # ------------------------------------------------------------------------------------------------ retained, the line

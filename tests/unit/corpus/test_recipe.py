@@ -95,6 +95,10 @@ def test_replicas() -> None:
     assert not recipe.train.optimizer.anchored
     assert recipe.replicas.most == 3
     assert "3 replicas that exchange every 5 steps in int2" in recipe.describe()
+    assert not recipe.optimizer.overlapped
+    beside = recipe_from_table(changed(replicas={"count": 3, "every": 5, "overlap": 4}), FILE)
+    assert beside.optimizer.overlapped
+    assert "exchange every 5 steps in int4, 4 steps beside" in beside.describe()
     free = recipe_from_table(changed(replicas={"count": "auto", "every": 10}), FILE)
     assert free.replicas is not None
     assert free.replicas.most == 64
@@ -165,6 +169,12 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"train__optimizer__weight_decay": -1.0}, "weight_decay: expected a number of at least 0, got -1."),
         ({"train__optimizer__momentum": 0.5}, "momentum = 0.5 has no effect with kind = 'adamw'."),
         ({"train__optimizer__anchored": True}, "anchored = true has no effect in a recipe."),
+        ({"train__optimizer__overlapped": True}, "overlapped = true has no effect in a recipe."),
+        (
+            {"replicas": {"count": 2, "every": 5, "overlap": 5}},
+            "overlap = 5: expected fewer steps than there are between",
+        ),
+        ({"replicas": {"count": 2, "gradients": "summed", "overlap": 1}}, "overlap = 1 has no effect with gradients ="),
         ({"train__optimizer": {"kind": "sgd", "betas": [0.9, 0.9]}}, "betas = [0.9, 0.9] has no effect"),
         ({"train__optimizer": {"kind": "sgd", "nesterov": True}}, "nesterov = true needs a momentum above 0."),
         ({"train": None}, "the table [train] is missing."),
@@ -258,6 +268,10 @@ def test_resuming_refuses_changes_that_would_change_history() -> None:
     longer = recipe_from_table(changed(train__schedule="cosine", job__steps=20), FILE)
     with pytest.raises(RecipeError, match=r"job\.steps"):
         check_resumable(encode_recipe(cosine), longer)
+    beside = {"count": 2, "every": 5, "overlap": 2}
+    kept_beside = encode_recipe(recipe_from_table(changed(replicas=beside), FILE))
+    with pytest.raises(RecipeError, match=r"job\.steps"):
+        check_resumable(kept_beside, recipe_from_table(changed(replicas=beside, job__steps=20), FILE))
     with pytest.raises(RecipeError, match="not understood"):
         check_resumable(b"{}", before)
 

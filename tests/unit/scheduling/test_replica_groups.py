@@ -118,6 +118,16 @@ def test_a_slow_line_of_the_owner_makes_replicas_fewer() -> None:
     assert len(fastest(narrow, 4, seldom)) == 4
 
 
+def test_what_travels_beside_steps_costs_what_they_do_not_hide() -> None:
+    groups = divide(pool(1, 1), 2)
+    step_s = max(group.plan.step_time_s for group in groups)
+    share_s = step_s / 4
+    assert pace(groups, share_s) == pytest.approx(2 / (step_s + 2 * share_s))
+    assert pace(groups, share_s, Exchanging(every=10, codec="none", lag=2).beside) == pytest.approx(2 / (1.3 * step_s))
+    assert pace(groups, share_s, Exchanging(every=10, codec="none", lag=5).beside) == pytest.approx(2 / step_s)
+    assert pace(groups, share_s, Exchanging(every=10, codec="none", lag=9).beside) == pytest.approx(2 / step_s)
+
+
 def test_exchanging_takes_memory() -> None:
     assert anchored(pool(1)).optimizer_bytes_per_trainable_byte == 4.0
 

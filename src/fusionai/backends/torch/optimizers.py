@@ -18,7 +18,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from fusionai.backends.state import ANCHOR, EIGHT_BIT_BLOCK, RESIDUAL, SCALE, optimizer_slots
+from fusionai.backends.state import ASIDE, EIGHT_BIT_BLOCK, SCALE, optimizer_slots
 from fusionai.backends.torch.eight_bit import decode, encode, zero_code
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
 from fusionai.backends.torch.slots import MemorySlots, Slots
@@ -55,7 +55,7 @@ class StageOptimizer:
     def step(self, learning_rate: float) -> None:
         """One update from the parameters' `.grad`, those without one left alone."""
         for key in self._parameters:
-            own = [slot for slot in self._shapes[key] if slot not in (ANCHOR, RESIDUAL)]
+            own = [slot for slot in self._shapes[key] if slot not in ASIDE]
             missing = [slot for slot in own if not self._there(key, slot)]
             if missing and len(missing) != len(own):
                 raise ExecutionError(f"optimizer state of {key!r} lacks {', '.join(missing)}; import all slots.")
@@ -84,7 +84,7 @@ class StageOptimizer:
             return
         self._begin(key)
         values, gradients = parameter.view(-1), gradient.reshape(-1)
-        aside = {"step", ANCHOR, RESIDUAL}
+        aside = {"step", *ASIDE}
         moments = [slot for slot in self._shapes[key] if slot not in aside and not slot.endswith(SCALE)]
         counter = self._counters.get(key)
         for start in range(0, values.numel(), PIECE):
