@@ -39,13 +39,17 @@ from fusionai.training.deployment import Cut, cut, stage_options
 from fusionai.training.driver import Driver
 from fusionai.training.job import StateSource, TrainingJob
 from fusionai.training.local_updates import Exchange
+from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
 from fusionai.transport.memory import MemoryNetwork
+from fusionai.transport.placements import Seal
 from fusionai.transport.tickets import Ticket, sign_ticket
 from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import Message, OptimizerSpec, StageOptions, Stream
 
-OWNER = PeerId("z" * 52)
+OWNER_KEY = Ed25519PrivateKey.from_private_bytes(b"the job owner's key in all tests")
+OWNER = peer_of(public_bytes(OWNER_KEY.public_key()))
+SEAL = Seal(OWNER_KEY, "open")
 JOB = JobId("job-1")
 
 
@@ -107,6 +111,7 @@ class MemoryPool:
             transport=transport,
             fingerprint="test",
             clock=SystemClock(),
+            seal=SEAL if peer == OWNER else None,
         )
 
     def ticket(

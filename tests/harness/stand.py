@@ -7,7 +7,7 @@ played too. Values are those of the null backend. Neighbour: `harness.pool` has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
-from harness.pool import JOB, OWNER, MemoryPool, peer_id, tensor
+from harness.pool import JOB, OWNER, SEAL, MemoryPool, peer_id, tensor
 
 NEIGHBOUR = peer_id(4)
 FENCE = Fence(1, 1, 0)
@@ -151,13 +151,16 @@ class Stand:
         job: str = JOB,
         fence: Fence = FENCE,
         ticket: bytes | None = None,
+        placement: bytes | None = None,
         to: int = 0,
     ) -> tuple[Channel, wire.Message]:
-        """Dial, show a ticket (by default a good one), wait for the answer."""
+        """Dial, show a ticket and a signed placement (by default good ones), wait for the answer."""
         if ticket is None:
             ticket = self.pool.ticket(as_peer, driver=as_peer == OWNER, version=fence.plan_version)
         channel = await self.dial(stream, as_peer=as_peer, to=to)
-        await channel.send(wire.OpenJob(job=job, fence=fence, ticket=ticket))
+        if placement is None:
+            placement = signed(self.neighbours(), fence, job=job)
+        await channel.send(wire.OpenJob(job=job, fence=fence, ticket=ticket, placement=placement))
         return channel, (await receive(channel)).message
 
     def neighbours(self, at: int = 0) -> tuple[wire.Neighbour, ...]:
@@ -168,8 +171,8 @@ class Stand:
             wire.Neighbour(stage=stage, peer=peer, addresses=addresses.get(peer, ())) for stage, peer in places
         )
 
-    def enlist(self, **changes: Any) -> wire.Enlist:
-        """A good one but for `changes`."""
+    def enlist(self, to: PeerId | None = None, **changes: Any) -> wire.Enlist:
+        """A good one but for `changes`; `to` guards what they say, by default the peer under test."""
         fence: Fence = changes.get("fence", FENCE)
         fields: dict[str, Any] = {
             "fence": fence,
@@ -178,7 +181,10 @@ class Stand:
             "partition": "a cut",
             "ticket": self.pool.ticket(self.peer, version=fence.plan_version),
         }
-        return wire.Enlist(**{**fields, **changes})
+        told = {**fields, **changes}
+        guards = [(stage, to or self.peer) for stage in told.get("guards", ())]
+        placement = signed(told["neighbours"], fence, job=told["job"], guards=guards)
+        return wire.Enlist(**{"placement": placement, **told})
 
     def attach(
         self, *, tensors: dict[str, HostTensor] | None = None, **changes: Any
@@ -222,7 +228,7 @@ class Stand:
 
     async def enlisted(self, control: Channel, **changes: Any) -> wire.Enlisted:
         """Begin a round."""
-        await control.send(self.enlist(**changes))
+        await control.send(self.enlist(control.remote.peer, **changes))
         answer = (await receive(control)).message
         assert isinstance(answer, wire.Enlisted), answer
         return answer
@@ -253,6 +259,13 @@ class Stand:
         assert isinstance(ready, wire.Ready), ready
         neighbour = await asyncio.wait_for(self.from_peer.get(), PATIENCE_S)
         return Running(self, control, feed, state, neighbour)
+
+
+def signed(
+    neighbours: Iterable[wire.Neighbour], fence: Fence, *, job: str = JOB, guards: Iterable[tuple[int, str]] = ()
+) -> bytes:
+    """Their placement, signed by the owner."""
+    return SEAL.placement(job, fence, stages=((one.stage, one.peer) for one in neighbours), guards=guards)
 
 
 class Running:

@@ -54,6 +54,7 @@ from fusionai.serving.job import ServingJob
 from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.storage.weight_store import WeightStore
+from fusionai.transport.placements import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 
@@ -233,6 +234,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
                 transport=pool.transport,
                 fingerprint=report.fingerprint,
                 clock=clock,
+                seal=Seal(membership.credentials.identity.key, "open"),
             ),
             deployment,
             replanner=replanner,

@@ -55,6 +55,7 @@ from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.driver import Driver
 from fusionai.training.job import TrainingJob
 from fusionai.transport.enrolment import Membership
+from fusionai.transport.placements import Seal
 from fusionai.wire.messages import StageOptions
 
 
@@ -194,6 +195,7 @@ async def _run(
             transport=pool.transport,
             fingerprint=report.fingerprint,
             clock=clock,
+            seal=Seal(membership.credentials.identity.key, "open"),
         )
         await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
         job = job_id(recipe, membership.peer, directory)

@@ -80,6 +80,8 @@ class Keeper:
         if message.fence != placement.fence:
             self.stale_dropped += 1
             return
+        if peer not in placement.named:
+            raise ExecutionError(f"peer {short(peer)} sent a snapshot; the job's signed placement does not name it.")
         home, guarded = placement.peer_of(stage), stage in placement.guards
         if home != placement.me and not (guarded and home == peer):
             raise ExecutionError(f"peer {short(peer)} sent a snapshot of stage {stage}, which is not for this member.")

@@ -23,9 +23,10 @@ from fusionai.execution.links import Links, dials
 from fusionai.execution.outbox import Outbox
 from fusionai.execution.part import Task
 from fusionai.execution.placement import Placement
+from fusionai.execution.roster import Roster
 from fusionai.execution.runtime import StageRuntime
 from fusionai.execution.stages import Stages
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
@@ -66,6 +67,7 @@ class JobMember:
         self._on_output = on_output
         self._on_link_lost = on_link_lost
         self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened)
+        self._roster = Roster(job, owner, host.peer)
         self._enlisted = False
         """Whether `_placement` came with an `Enlist`."""
         self._failed: dict[int, Fence] = {}
@@ -265,6 +267,10 @@ class JobMember:
         if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
             self.stale_dropped += 1
             return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
+        try:
+            self._roster.adopt(enlist)
+        except TrustError as error:
+            return wire.Refused(code="bad_placement", reason=str(error))
         self._placement = Placement(
             job=self.job,
             me=self._host.peer,
@@ -273,6 +279,8 @@ class JobMember:
             neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
             guards=frozenset(enlist.guards),
             ticket=enlist.ticket,
+            signed=enlist.placement,
+            named=self._roster.named,
         )
         self.fence = enlist.fence
         if not self._enlisted:
@@ -298,6 +306,10 @@ class JobMember:
             return False
         self.fence = opened
         return True
+
+    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
+        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
+        self._roster.check(peer, opening)
 
     async def _attach(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> None:
         """Loads if need be, one stage after the other; later rounds may come meanwhile."""

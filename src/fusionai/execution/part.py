@@ -51,6 +51,10 @@ class Part(Protocol):
         """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
         ...
 
+    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
+        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
+        ...
+
     async def serve_control(self, channel: Channel) -> bool:
         """Obey the driver. True if the job is over here; False if this part waits for its driver to come back."""
         ...
@@ -60,11 +64,11 @@ class Part(Protocol):
         ...
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """A neighbour dialled this machine."""
+        """A neighbour dialled this machine, and passed `check`."""
         ...
 
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
-        """Another member's state connection."""
+        """Another member's state connection; it passed `check`."""
         ...
 
     async def close(self) -> None:

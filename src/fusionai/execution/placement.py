@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fusionai.execution.boundary import FEED
+from fusionai.execution.part import Task
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.wire import messages as wire
@@ -25,6 +26,11 @@ class Placement:
     neighbours: dict[int, wire.Neighbour] = field(default_factory=dict[int, wire.Neighbour])
     guards: frozenset[int] = frozenset()
     ticket: bytes = b""
+    signed: bytes = b""
+    """By the owner; shown to others."""
+    named: frozenset[PeerId] = frozenset()
+    """Everybody whom it names: guards of others, too."""
+    task: Task = "train"
 
     @property
     def places(self) -> dict[int, PeerId]:
@@ -38,7 +44,9 @@ class Placement:
     @property
     def opening(self) -> wire.OpenJob:
         """What this member shows to others."""
-        return wire.OpenJob(job=self.job, fence=self.fence, ticket=self.ticket)
+        return wire.OpenJob(
+            job=self.job, fence=self.fence, ticket=self.ticket, placement=self.signed, task=self.task
+        )
 
     def peer_of(self, stage: int) -> PeerId:
         """Raises `ExecutionError` for a stage outside the plan."""

@@ -23,10 +23,11 @@ from fusionai.execution.links import Links, dials
 from fusionai.execution.outbox import Outbox
 from fusionai.execution.part import Task
 from fusionai.execution.placement import Placement
+from fusionai.execution.roster import Roster
 from fusionai.execution.serving_loading import identity_of, prepare_stage
 from fusionai.execution.serving_stage import ServingStage
 from fusionai.execution.serving_weights import StageWeights
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
@@ -72,7 +73,8 @@ class ServingMember:
         self._weights = weights
         self._on_result = on_result
         self._on_link_lost = on_link_lost
-        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened)
+        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened, task=self.task)
+        self._roster = Roster(job, owner, host.peer)
         self._enlisted = False
         """Whether `_placement` came with an `Enlist`."""
         self._stages: dict[int, ServingStage] = {}
@@ -81,6 +83,8 @@ class ServingMember:
         self._links_told: set[tuple[Fence, PeerId]] = set()
         self._visitors: set[PeerId] = set()
         """Linked without a stage: guards."""
+        self._guests: dict[Channel, PeerId] = {}
+        """Members that ask for weights."""
         self._tasks: set[asyncio.Task[object]] = set()
         self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
         self._driver: Outbox | None = None
@@ -165,8 +169,12 @@ class ServingMember:
 
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
         """Another member asks for weights."""
-        with self._served():
-            await self._weights.to_other(peer, channel)
+        self._guests[channel] = peer
+        try:
+            with self._served():
+                await self._weights.to_other(peer, channel)
+        finally:
+            del self._guests[channel]
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
         """A neighbour dialled this machine, or whoever will be one when it takes a stage over."""
@@ -174,6 +182,17 @@ class ServingMember:
             self._visitors.add(peer)
         with self._served():
             await self._links.serve(peer, channel)
+
+    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
+        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
+        self._roster.check(peer, opening)
+
+    def _see_off(self) -> None:
+        """Whom the placement of the round names no more; the driver's machine has asked its visitors in itself."""
+        if self.owner != self._host.peer:
+            self._visitors = {peer for peer in self._visitors if self._roster.may_stay(peer)}
+        for channel in [channel for channel, peer in self._guests.items() if not self._roster.may_stay(peer)]:
+            channel.abort()
 
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         message = envelope.message
@@ -225,6 +244,10 @@ class ServingMember:
         if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
             self.stale_dropped += 1
             return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
+        try:
+            self._roster.adopt(enlist)
+        except TrustError as error:
+            return wire.Refused(code="bad_placement", reason=str(error))
         self._placement = Placement(
             job=self.job,
             me=self._host.peer,
@@ -233,12 +256,16 @@ class ServingMember:
             neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
             guards=frozenset(enlist.guards),
             ticket=enlist.ticket,
+            signed=enlist.placement,
+            named=self._roster.named,
+            task=self.task,
         )
         self.fence = enlist.fence
         if not self._enlisted:
             self._enlisted = True
             self._start(self._beat())
         self._keep_only(self._own | self._placement.guards)
+        self._see_off()
         # Others drop their ends too, and that is no loss to tell of.
         linked = self._placement.peers if self._exchanges else {PeerId(one.peer) for one in self._linked()}
         self._links.begin_round({*linked, self.owner} | self._visitors)
@@ -266,10 +293,7 @@ class ServingMember:
         other = PeerId(neighbour.peer)
         turn = dials(self._host.peer, other, self.owner) if self._exchanges else other != self.owner
         if other != self._host.peer and turn:
-            opening = wire.OpenJob(
-                job=self.job, fence=self._placement.fence, ticket=self._placement.ticket, task=self.task
-            )
-            self._links.dial(other, neighbour.addresses, opening)
+            self._links.dial(other, neighbour.addresses, self._placement.opening)
 
     def dial_guard(self, peer: PeerId, addresses: Sequence[str], fence: Fence, ticket: bytes) -> None:
         """The driver's: it will exchange tensors with this guard once that takes over."""
@@ -354,8 +378,7 @@ class ServingMember:
         def refused(source: PeerId, key: str) -> None:
             self.to_driver(wire.WeightRefused(fence=load.fence, stage=load.stage, source=source, key=key))
 
-        opening = wire.OpenJob(job=self.job, fence=load.fence, ticket=self._placement.ticket, task=self.task)
-        fetched_bytes = await self._weights.fetch(load, opening, progress, refused)
+        fetched_bytes = await self._weights.fetch(load, self._placement.opening, progress, refused)
         with self._weights.holding(load.weights):
             for spec in load.weights:
                 # One after the other, so that passes of other stages get their turns in between.

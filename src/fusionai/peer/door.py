@@ -2,7 +2,8 @@
 
 Every connection between members of a job starts with `OpenJob`: a ticket signed by the pool's authority, naming the
 sender's key, the job and the plan version. A control connection needs the driver's ticket; the driver's state
-connection brings and takes states or weights, other members' bring snapshots or ask for weights.
+connection brings and takes states or weights, other members' bring snapshots or ask for weights. A ticket is the
+broker's word alone: whoever is not the driver is let in only if the placement that the job's owner signed names it.
 
 A job whose driver's connection ended is kept for it to come back: for `ORPHANED_S`, or until another job's driver comes
 with a valid ticket, for then the broker has given this machine away. A neighbour that heard of a round earlier than
@@ -107,6 +108,12 @@ class Door:
                 if opening.fence.plan_version < member.fence.plan_version:
                     await self._refuse(channel, "stale_fence", f"the plan's version is {member.fence.plan_version}.")
                     return
+                if ticket.role != "driver":
+                    try:
+                        member.check(peer, opening)
+                    except TrustError as error:
+                        await self._refuse(channel, "bad_placement", str(error))
+                        return
                 await channel.send(wire.Done())
                 if stream == "tensors":
                     await member.serve_link(peer, channel)

@@ -99,8 +99,11 @@ class ServingDriver:
         sink: PassSink,
         on_progress: Callable[[progress.Progress], None],
     ) -> None:
+        if host.seal is None:
+            raise PlanError(f"{job.job} needs its owner's key to sign placements with; this machine has none.")
         self._job = job
         self._host = host
+        self._seal = host.seal
         self._replanner = replanner
         self._faults = faults
         self._sink = sink
@@ -112,6 +115,8 @@ class ServingDriver:
         self.fence = Fence(roles.version, self.machine.incarnation, 0)
         self._highest = self.fence
         """Of all told to anybody."""
+        self._placement: tuple[Fence, ServingRoles, bytes] | None = None
+        """The one signed last, and for what."""
         self._asked: set[tuple[Fence, int, str]] = set()
         """Under which fence, which stage, whom: what was to be loaded in this round or beside it."""
         self.resident_bytes: dict[tuple[int, str], int] = {}
@@ -259,6 +264,7 @@ class ServingDriver:
             guards=roles.guarded_by(peer),
             partition=roles.partition,
             ticket=deployment.tickets.get(peer, b""),
+            placement=self._signed(fence, roles),
         )
         if self._connections.is_open(peer):
             self._connections.tell(peer, enlist)
@@ -272,6 +278,13 @@ class ServingDriver:
         if former is not None:
             former.cancel()
         self._opening[peer] = self._start(open_first())
+
+    def _signed(self, fence: Fence, roles: ServingRoles) -> bytes:
+        """One and the same for everybody in a round."""
+        if self._placement is None or self._placement[:2] != (fence, roles):
+            signed = self._seal.placement(self._job.job, fence, stages=roles.places.items(), guards=roles.guards.items())
+            self._placement = (fence, roles, signed)
+        return self._placement[2]
 
     @property
     def _newest_deployment(self) -> Deployment:

@@ -79,8 +79,13 @@ class Driver:
     ) -> None:
         if (exchange is None) != ((every := job.options.sync_every) == 0):
             raise PlanError(f"{job.job} exchanges every {every} steps, with {'nobody' if every else 'somebody'}.")
+        if host.seal is None:
+            raise PlanError(f"{job.job} needs its owner's key to sign placements with; this machine has none.")
         self._job = job
         self._host = host
+        self._seal = host.seal
+        self._placement = b""
+        """Of the present round, signed."""
         self._journal = journal
         self._checkpoints = checkpoints
         self._replanner = replanner
@@ -275,6 +280,12 @@ class Driver:
         self._start(self._fed.run())
         members = {*command.roles.places.values(), *command.guards.values(), self._job.owner}
         self._connections.dismiss(members, self.fence)
+        self._placement = self._seal.placement(
+            self._job.job,
+            self.fence,
+            stages=((one.stage, one.peer) for one in self.deployment.neighbours()),
+            guards=command.guards.items(),
+        )
         for member in sorted(members):
             self._start(self._enlist(PeerId(member), command))
 
@@ -293,6 +304,7 @@ class Driver:
                 guards=tuple(stage for stage, guard in sorted(guards.items()) if guard == peer),
                 partition=self._cut.name,
                 ticket=ticket,
+                placement=self._placement,
             ),
         )
         for stage in command.roles.stages_of(peer):

@@ -1,8 +1,9 @@
-"""Statements signed by the pool's authority: the signature, then the content. Decides how they are made and opened.
+"""Signed statements: the signature, then the content. Decides how they are made and opened.
 
 A domain stands in front of the content when it is signed, so that no signature over one kind of statement (or over a
 certificate) can pass as another's. Never says what a statement means.
-Neighbours: `tickets` (a part in a job) and `pairing` (a meeting at a relay) are statements.
+Neighbours: `tickets` (a part in a job) and `pairing` (a meeting at a relay) are statements of the pool's authority,
+`placements` of a job's owner, `endorsements` of whoever is trusted to make them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ def signed(content: bytes, domain: bytes, key: Ed25519PrivateKey) -> bytes:
     return key.sign(domain + content) + content
 
 
-def content_of(data: bytes, domain: bytes, public_key: bytes, *, what: str, max_bytes: int) -> bytes:
+def content_of(
+    data: bytes, domain: bytes, public_key: bytes, *, what: str, max_bytes: int, by: str = "by this pool's authority"
+) -> bytes:
     """The content, if the holder of `public_key` (32 raw bytes) signed it in this domain. Raises `TrustError`."""
     if not SIGNATURE_BYTES < len(data) <= max_bytes:
-        raise TrustError(f"expected a {what} of {SIGNATURE_BYTES + 1} to {max_bytes} bytes, got {len(data)}.")
+        raise TrustError(f"expected {_an(what)} of {SIGNATURE_BYTES + 1} to {max_bytes} bytes, got {len(data)}.")
     signature, content = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
     if not holds(signature, domain + content, public_key):
-        raise TrustError(f"expected a {what} signed by this pool's authority, got one that is not.")
+        raise TrustError(f"expected {_an(what)} signed {by}, got one that is not.")
     return content
 
 
@@ -38,3 +41,7 @@ def holds(signature: bytes, data: bytes, public_key: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def _an(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

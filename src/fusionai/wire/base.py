@@ -16,6 +16,9 @@ OLDEST_PROTOCOL_VERSION: Final = 1
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Blob = Annotated[bytes, Meta(max_length=65_536)]
+MAX_PLACEMENT_BYTES: Final = 2**19
+Placement = Annotated[bytes, Meta(max_length=MAX_PLACEMENT_BYTES)]
+"""Signed by the job's owner: which keys hold which stages in one round (`transport.placements`)."""
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**40)]
 StepIndex = Annotated[int, Meta(ge=-1, le=2**40)]
@@ -35,6 +38,7 @@ RefusalCode = Literal[
     "bad_invitation",
     "bad_ticket",
     "expired_ticket",
+    "bad_placement",
     "stale_fence",
     "unknown_job",
     "unknown_peer",
@@ -52,6 +56,7 @@ REFUSAL_SENTENCES: Final[dict[str, str]] = {
     "bad_invitation": "The invitation is unknown, used up or expired; ask the broker's owner for a new one.",
     "bad_ticket": "The ticket does not name this peer, job or plan, or its signature does not hold.",
     "expired_ticket": "The ticket has expired; the job owner must ask the broker for a new one.",
+    "bad_placement": "The placement signed by the job's owner is missing, does not hold or does not name this peer.",
     "stale_fence": "The message belongs to an older plan version or attempt.",
     "unknown_job": "No such job in this pool.",
     "unknown_peer": "No such peer in this pool.",

@@ -29,6 +29,7 @@ from fusionai.wire.base import (
     Name,
     Neighbour,
     Peer,
+    Placement,
     RefusalCode,
     Seconds,
     StepIndex,
@@ -378,6 +379,8 @@ class OpenJob(WireMessage, frozen=True, kw_only=True, tag="open_job"):
     job: Job
     fence: Fence
     ticket: Blob
+    placement: Placement = b""
+    """Of this round, signed by the job's owner; the owner itself needs none."""
     task: Literal["train", "serve"] = "train"
     """What kind of part the listener is to open, if it has none in this job yet."""
 
@@ -395,6 +398,8 @@ class Enlist(WireMessage, frozen=True, kw_only=True, tag="enlist"):
     """Names the cut of the graph: snapshots of another cut are dropped."""
     ticket: Blob
     """The receiver's own ticket, for the connections it dials."""
+    placement: Placement
+    """Signed by the job's owner, and shown with the ticket: whom it does not name nobody lets in."""
 
 
 class SnapshotAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, order=True):

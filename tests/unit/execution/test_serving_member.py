@@ -21,8 +21,10 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Load, Neighbour, ServeOptions
+from harness.pool import OWNER
+from harness.stand import signed
 
-ME, OWNER = PeerId("m" * 52), PeerId("o" * 52)
+ME = PeerId("m" * 52)
 OPTIONS = ServeOptions(page_tokens=2, pages=8, sessions=4, pass_tokens=6)
 
 
@@ -75,7 +77,12 @@ class Bench:
         places = {stage: ME if stage in runs else OWNER for stage in range(4)}
         neighbours = tuple(Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in places.items())
         fence = Fence(1, 1, attempt)
-        await self.driver.send(wire.Enlist(fence=fence, job="job", neighbours=neighbours, guards=guards, ticket=b""))
+        placement = signed(neighbours, fence, job="job", guards=[(stage, ME) for stage in guards])
+        await self.driver.send(
+            wire.Enlist(
+                fence=fence, job="job", neighbours=neighbours, guards=guards, ticket=b"", placement=placement
+            )
+        )
 
     async def load(self, attempt: int, stage: int, *, standby: bool) -> None:
         load = Load(

@@ -1,0 +1,179 @@
+"""The circle of trust: whose signatures this machine's owner believes, whom it has endorsed or revoked itself.
+
+Kept in `home/trust.json`, which only its owner may read or write. Decides who is in the circle, and fails closed: with
+no file, one that can't be read, or one that breaks its schema, nobody is. Never asks anybody over the network.
+
+Neighbours: `endorsements` has the statements; `client` plans with members of the circle alone where a job asks for it,
+`broker` may admit nobody else, `cli` changes the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.primitives.errors import FusionError, StorageError, TrustError
+from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
+from fusionai.transport.endorsements import (
+    MAX_ENDORSEMENT_BYTES,
+    Endorsement,
+    key_text,
+    parse_key,
+    read_endorsement,
+    verify_endorsement,
+)
+from fusionai.transport.private_files import read_private, write_private
+
+TRUST_FILE: Final = "trust.json"
+CARRIED_FILE: Final = "endorsements.json"
+MAX_CARRIED: Final = 16
+"""Endorsements of one member."""
+MAX_KEPT: Final = 4096
+MAX_FILE_BYTES: Final = 8 * 2**20
+
+Statement = Annotated[bytes, Meta(max_length=MAX_ENDORSEMENT_BYTES)]
+
+
+class Signer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key whose endorsements count here."""
+
+    key: Annotated[str, Meta(max_length=128)]
+    name: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Revoked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A member's key that no endorsement helps any more."""
+
+    peer: Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+    at_s: Annotated[int, Meta(ge=0, le=10**12)]
+
+
+class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`endorsements`: those this machine knows itself; members show theirs besides."""
+
+    schema: Literal["fusionai.trust/1"] = "fusionai.trust/1"
+    signers: Annotated[tuple[Signer, ...], Meta(max_length=MAX_KEPT)] = ()
+    endorsements: Annotated[tuple[Statement, ...], Meta(max_length=MAX_KEPT)] = ()
+    revoked: Annotated[tuple[Revoked, ...], Meta(max_length=MAX_KEPT)] = ()
+
+    @property
+    def keys(self) -> frozenset[bytes]:
+        return frozenset(parse_key(signer.key) for signer in self.signers)
+
+    def name_of(self, key: bytes) -> str:
+        text = key_text(key)
+        return next((signer.name for signer in self.signers if signer.key == text and signer.name), text)
+
+    def endorsement_of(self, peer: PeerId, carried: Sequence[bytes], now_wall_s: float) -> Endorsement:
+        """The first that holds, of those kept here and those the member shows (`carried`). Raises `TrustError` with the
+        reason when `peer` is not in the circle."""
+        if any(one.peer == peer for one in self.revoked):
+            raise TrustError("its key is revoked in this machine's trust file.")
+        keys = self.keys
+        if not keys:
+            raise TrustError("this machine trusts no signing key.", hint="`fusion trust key` makes its own.")
+        reasons: list[str] = []
+        for data in (*self.endorsements, *carried[:MAX_CARRIED]):
+            try:
+                return verify_endorsement(data, keys, peer=peer, now_wall_s=now_wall_s)
+            except TrustError as error:
+                reasons.append(error.message)
+        shown = reasons[len(self.endorsements) :]
+        why = shown[0] if shown else "no key that this machine trusts has endorsed it."
+        raise TrustError(why, hint=f"`fusion trust sign {peer}` on a machine whose signing key is trusted.")
+
+
+def load_circle(path: Path) -> Circle:
+    """Raises `TrustError` where there is no file or one that others may read, `StorageError` for a broken one."""
+    data = read_private(path, limit_bytes=MAX_FILE_BYTES)
+    if data is None:
+        raise TrustError(
+            f"this machine trusts nobody yet (there is no {path}).",
+            hint="`fusion trust key` and `fusion trust sign` begin a circle.",
+        )
+    try:
+        circle = msgspec.json.decode(data, type=Circle)
+        _ = circle.keys
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FusionError) as error:
+        raise StorageError(
+            f"expected a trust file in {path}, got something else: {error}.",
+            hint="Restore it from a backup, or delete it and begin the circle anew; until then nobody is trusted.",
+        ) from error
+    return circle
+
+
+def keep_circle(path: Path, circle: Circle) -> None:
+    """Raises `StorageError`."""
+    write_private(path, msgspec.json.format(msgspec.json.encode(circle)))
+
+
+@dataclass(slots=True)
+class CircleFile:
+    """The circle as its file has it at each question: what is revoked meanwhile counts at once. `wall_s`: the clock."""
+
+    path: Path
+    wall_s: Callable[[], float]
+    _seen: tuple[int, int, int, int] | None = field(default=None, init=False)
+    _circle: Circle | None = field(default=None, init=False)
+
+    def check(self, peer: PeerId, carried: Sequence[bytes]) -> Endorsement:
+        """Raises `TrustError` when `peer` is not in the circle, for whatever reason: a file that can't be read says
+        nothing for anybody."""
+        try:
+            circle = self._read()
+        except TrustError:
+            raise
+        except FusionError as error:
+            raise TrustError(error.message, hint=error.hint) from error
+        return circle.endorsement_of(peer, carried, self.wall_s())
+
+    def _read(self) -> Circle:
+        try:
+            status = self.path.stat()
+        except OSError:
+            self._circle = None
+            return load_circle(self.path)  # says what is the matter
+        seen = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
+        if self._circle is None or seen != self._seen:
+            self._circle = None
+            self._circle, self._seen = load_circle(self.path), seen
+        return self._circle
+
+
+class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: Literal["fusionai.endorsements/1"]
+    endorsements: Annotated[tuple[Statement, ...], Meta(max_length=MAX_CARRIED)]
+
+
+def carried_endorsements(home: Path) -> tuple[bytes, ...]:
+    """What this machine shows of itself when it lends. Raises `StorageError` for a broken file, `TrustError` for one
+    that others may read."""
+    path = home / CARRIED_FILE
+    data = read_private(path)
+    if data is None:
+        return ()
+    try:
+        return msgspec.json.decode(data, type=_Carried).endorsements
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StorageError(
+            f"expected this machine's endorsements in {path}, got something else: {error}.",
+            hint="Delete the file and carry them anew (`fusion trust carry`).",
+        ) from error
+
+
+def carry(home: Path, data: bytes, peer: PeerId) -> None:
+    """Keep an endorsement of this machine's own key, newest first. Raises `TrustError` for another key's."""
+    statement = read_endorsement(data)
+    if statement.peer != peer:
+        raise TrustError(
+            f"this endorsement is of {short(PeerId(statement.peer))}, this machine lends as {short(peer)}.",
+            hint=f"Have {peer} signed instead.",
+        )
+    known = [one for one in carried_endorsements(home) if one != data]
+    kept = _Carried("fusionai.endorsements/1", (data, *known)[:MAX_CARRIED])
+    write_private(home / CARRIED_FILE, msgspec.json.format(msgspec.json.encode(kept)))

@@ -1,0 +1,105 @@
+"""Signed placements: "in this round of my job these keys hold these stages", signed by the job owner's key.
+
+The broker grants plans and signs tickets; it can't sign as the owner. A member keeps the placement that its driver
+brought, shows it to whomever it dials, and lets in nobody whom the owner's signature does not name. Decides fields,
+their one spelling as bytes, and the checks.
+
+Neighbours: `execution.connections` signs for a driver, `execution.roster` checks for a member, `tickets` is the broker's
+word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import Meta
+
+from fusionai.primitives.errors import TrustError
+from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
+from fusionai.primitives.privacy import PrivacyLevel
+from fusionai.transport.identity import peer_of, public_bytes, public_key_of
+from fusionai.transport.signed import content_of, signed
+from fusionai.wire.base import MAX_PLACEMENT_BYTES, Fence
+
+_DOMAIN: Final = b"fusionai placement 1\x00"
+
+Holder = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+Stage = Annotated[int, Meta(ge=0, le=2**20)]
+Places = Annotated[tuple[tuple[Stage, Holder], ...], Meta(max_length=4096)]
+
+
+class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Of one round. `stages` and `guards`: (stage, peer) in ascending order; the owner's own stages have its id."""
+
+    version: Literal[1]
+    job: Annotated[str, Meta(min_length=1, max_length=128)]
+    owner: Holder
+    level: PrivacyLevel
+    fence: Fence
+    stages: Places
+    guards: Places
+
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        """Everybody it names, the owner included."""
+        return frozenset(PeerId(peer) for _, peer in (*self.stages, *self.guards)) | {PeerId(self.owner)}
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(SignedPlacement)
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A job owner's means to sign: `key` is the one its certificate is of. `level`: of its jobs in this process."""
+
+    key: Ed25519PrivateKey = field(repr=False, compare=False)
+    level: PrivacyLevel
+
+    def placement(
+        self, job: str, fence: Fence, *, stages: Iterable[tuple[int, str]], guards: Iterable[tuple[int, str]]
+    ) -> bytes:
+        """Signed: who holds and who guards which stage of `job` in the round of `fence`. Raises `TrustError` for one
+        that is too large to be sent."""
+        placement = SignedPlacement(
+            version=1,
+            job=job,
+            owner=peer_of(public_bytes(self.key.public_key())),
+            level=self.level,
+            fence=fence,
+            stages=tuple(sorted(stages)),
+            guards=tuple(sorted(guards)),
+        )
+        data = sign_placement(placement, self.key)
+        if len(data) > MAX_PLACEMENT_BYTES:
+            raise TrustError(f"expected a placement of at most {MAX_PLACEMENT_BYTES} bytes, got {len(data)}.")
+        return data
+
+
+def sign_placement(placement: SignedPlacement, key: Ed25519PrivateKey) -> bytes:
+    """`key`: the owner's, whose certificate it shows in TLS."""
+    return signed(msgspec.msgpack.encode(placement), _DOMAIN, key)
+
+
+def verify_placement(data: bytes, owner: PeerId, *, job: str, fence: Fence) -> SignedPlacement:
+    """The placement, if `owner` signed it for exactly this round of this job. Raises `TrustError` saying what failed."""
+    by = f"by the job's owner {short(owner)}"
+    content = content_of(
+        data, _DOMAIN, public_key_of(owner), what="placement", by=by, max_bytes=MAX_PLACEMENT_BYTES
+    )
+    try:
+        placement = _DECODER.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TrustError(f"expected a placement of version 1, got another content: {error}.") from error
+    if msgspec.msgpack.encode(placement) != content:
+        raise TrustError("expected a placement in its one spelling, got another.")
+    if placement.owner != owner:
+        raise TrustError(f"expected a placement of {short(owner)}, got one of {short(PeerId(placement.owner))}.")
+    if placement.job != job:
+        raise TrustError(f"expected a placement of job {job}, got one of {placement.job}.")
+    if placement.fence != fence:
+        raise TrustError(f"expected the placement of {fence}, got that of {placement.fence}.")
+    return placement
