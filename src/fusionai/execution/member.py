@@ -26,7 +26,14 @@ from fusionai.execution.placement import Placement
 from fusionai.execution.roster import Roster
 from fusionai.execution.runtime import StageRuntime
 from fusionai.execution.stages import Stages
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError, TrustError
+from fusionai.primitives.errors import (
+    ChannelClosed,
+    ExecutionError,
+    FusionError,
+    GraphError,
+    TransportError,
+    TrustError,
+)
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope

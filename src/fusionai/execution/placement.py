@@ -44,9 +44,7 @@ class Placement:
     @property
     def opening(self) -> wire.OpenJob:
         """What this member shows to others."""
-        return wire.OpenJob(
-            job=self.job, fence=self.fence, ticket=self.ticket, placement=self.signed, task=self.task
-        )
+        return wire.OpenJob(job=self.job, fence=self.fence, ticket=self.ticket, placement=self.signed, task=self.task)
 
     def peer_of(self, stage: int) -> PeerId:
         """Raises `ExecutionError` for a stage outside the plan."""

@@ -27,7 +27,14 @@ from fusionai.execution.roster import Roster
 from fusionai.execution.serving_loading import identity_of, prepare_stage
 from fusionai.execution.serving_stage import ServingStage
 from fusionai.execution.serving_weights import StageWeights
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError, TrustError
+from fusionai.primitives.errors import (
+    ChannelClosed,
+    ExecutionError,
+    FusionError,
+    GraphError,
+    TransportError,
+    TrustError,
+)
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope

@@ -35,7 +35,7 @@ from fusionai.execution.serving_weights import OwnWeights
 from fusionai.execution.state import headers
 from fusionai.execution.weight_desk import WeightDesk
 from fusionai.ir.serving import LOGITS
-from fusionai.primitives.errors import FusionError
+from fusionai.primitives.errors import FusionError, PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.scheduling.types import Guard, Plan
@@ -282,7 +282,9 @@ class ServingDriver:
     def _signed(self, fence: Fence, roles: ServingRoles) -> bytes:
         """One and the same for everybody in a round."""
         if self._placement is None or self._placement[:2] != (fence, roles):
-            signed = self._seal.placement(self._job.job, fence, stages=roles.places.items(), guards=roles.guards.items())
+            signed = self._seal.placement(
+                self._job.job, fence, stages=roles.places.items(), guards=roles.guards.items()
+            )
             self._placement = (fence, roles, signed)
         return self._placement[2]
 

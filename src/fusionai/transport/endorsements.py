@@ -4,7 +4,8 @@ After Tailnet Lock: the broker certifies whoever comes with an invitation, and c
 can't do is sign with a key that the job owner trusts. It only carries these statements. Decides their fields, their
 one spelling as bytes, and what must hold for one to be believed. Time and trusted keys are arguments.
 
-Neighbours: `circle` keeps the trusted keys, a peer's profile carries its endorsements, `placements` says who holds what.
+Neighbours: `circle` keeps the trusted keys, a peer's profile carries its endorsements, `placements` says who has which
+stage.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ def verify_endorsement(
     Raises `TrustError` saying what failed."""
     statement = read_endorsement(data)
     if statement.signer not in signers:
-        raise TrustError(
-            f"its endorsement is signed by {key_text(statement.signer)}, which is not a key trusted here."
-        )
+        raise TrustError(f"its endorsement is signed by {key_text(statement.signer)}, which is not a key trusted here.")
     content_of(
         data,
         _DOMAIN,

@@ -4,8 +4,8 @@ The broker grants plans and signs tickets; it can't sign as the owner. A member 
 brought, shows it to whomever it dials, and lets in nobody whom the owner's signature does not name. Decides fields,
 their one spelling as bytes, and the checks.
 
-Neighbours: `execution.connections` signs for a driver, `execution.roster` checks for a member, `tickets` is the broker's
-word.
+Neighbours: drivers sign with their host's `Seal`, `execution.roster` checks for a member; `tickets` are the broker's
+word for the same.
 """
 
 from __future__ import annotations
@@ -85,11 +85,9 @@ def sign_placement(placement: SignedPlacement, key: Ed25519PrivateKey) -> bytes:
 
 
 def verify_placement(data: bytes, owner: PeerId, *, job: str, fence: Fence) -> SignedPlacement:
-    """The placement, if `owner` signed it for exactly this round of this job. Raises `TrustError` saying what failed."""
+    """The placement, if `owner` signed it for exactly this round of this job. Raises `TrustError` with what failed."""
     by = f"by the job's owner {short(owner)}"
-    content = content_of(
-        data, _DOMAIN, public_key_of(owner), what="placement", by=by, max_bytes=MAX_PLACEMENT_BYTES
-    )
+    content = content_of(data, _DOMAIN, public_key_of(owner), what="placement", by=by, max_bytes=MAX_PLACEMENT_BYTES)
     try:
         placement = _DECODER.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

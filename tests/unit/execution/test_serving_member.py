@@ -79,9 +79,7 @@ class Bench:
         fence = Fence(1, 1, attempt)
         placement = signed(neighbours, fence, job="job", guards=[(stage, ME) for stage in guards])
         await self.driver.send(
-            wire.Enlist(
-                fence=fence, job="job", neighbours=neighbours, guards=guards, ticket=b"", placement=placement
-            )
+            wire.Enlist(fence=fence, job="job", neighbours=neighbours, guards=guards, ticket=b"", placement=placement)
         )
 
     async def load(self, attempt: int, stage: int, *, standby: bool) -> None:

@@ -331,14 +331,10 @@ def test_a_snapshot_is_handed_on_to_a_machine_that_has_none():
         holder = stand.pool.hosts[1].peer
         placement = signed(places, later, guards=[(0, holder)])
         ticket = stand.pool.ticket(holder, version=2)
-        await stand.enlisted(
-            guard, fence=later, neighbours=places, ticket=ticket, guards=(0,), placement=placement
-        )
+        await stand.enlisted(guard, fence=later, neighbours=places, ticket=ticket, guards=(0,), placement=placement)
         control, _ = await stand.open(to=2, fence=later)
         ticket = stand.pool.ticket(newcomer, version=2)
-        enlisted = await stand.enlisted(
-            control, fence=later, neighbours=places, ticket=ticket, placement=placement
-        )
+        enlisted = await stand.enlisted(control, fence=later, neighbours=places, ticket=ticket, placement=placement)
         assert enlisted.snapshots == ()
         assert isinstance(await stand.attach_on(control, fence=later), wire.Status)
         await stand.open("tensors", to=2, fence=later)
