@@ -156,7 +156,7 @@ class Line:
             microbatch_tokens=1,
         )
         self._rules = Rules(steps=1, bare=True, weight_lag=lag)
-        self._pipeline = Pipeline(self.problem, self.problem.peers, loss_at_owner=False)
+        self._pipeline = Pipeline(self.problem, self.problem.peers)
         self._cuts = range(0, STAGES * BLOCKS_PER_STAGE + 1, BLOCKS_PER_STAGE)
         found = self._pipeline.fold(range(STAGES), self._cuts)
         assert found is not None, "memory for everything"

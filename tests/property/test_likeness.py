@@ -55,7 +55,7 @@ def alike_problems(draw: st.DrawFn, *, spread: float = 0.0) -> Problem:
 def brute_force_step_s(problem: Problem) -> float:
     """Every choice and order of peers, every cut; `Pipeline.fold` itself is held against formulas written out again in
     the planner's own tests."""
-    pipeline = Pipeline(problem, problem.peers, at_owner(problem))
+    pipeline = Pipeline(problem, problem.peers)
     limits = limits_of(problem, pipeline)
     best = inf
     for count in range(limits.fewest, limits.most + 1):
@@ -81,7 +81,7 @@ def limits_of(problem: Problem, pipeline: Pipeline) -> Limits:
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(alike_problems())
 def test_nothing_is_lost_without_surplus_machines(problem: Problem) -> None:
-    pipeline = Pipeline(problem, problem.peers, at_owner(problem))
+    pipeline = Pipeline(problem, problem.peers)
     most = limits_of(problem, pipeline).most
     kept = without_surplus(problem, problem.peers, most)
     fewer = msgspec.structs.replace(problem, peers=tuple(kept))
@@ -108,11 +108,11 @@ def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> Non
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(alike_problems(spread=0.02))
 def test_bound_and_plan_of_nearly_equal_machines_hold_the_best_between_them(problem: Problem) -> None:
-    real = Pipeline(problem, problem.peers, at_owner(problem))
+    real = Pipeline(problem, problem.peers)
     limits = limits_of(problem, real)
     if limits.most < limits.fewest:
         return
-    near = nearly(problem, real, problem.peers, limits, loss_at_owner=at_owner(problem))
+    near = nearly(problem, real, problem.peers, limits)
     if near is None:
         return
     best_s = brute_force_step_s(problem)
@@ -168,7 +168,7 @@ def test_whoever_differs_in_one_figure_is_no_surplus() -> None:
 
 def test_many_kinds_are_too_much_to_look_at() -> None:
     posed = _pool(30, 30, 0.0)
-    assert not few_states(Pipeline(posed, posed.peers, loss_at_owner=False), 0)
+    assert not few_states(Pipeline(posed, posed.peers), 0)
 
 
 def _pool(count: int, kinds: int, spread: float) -> Problem:

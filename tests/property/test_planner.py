@@ -120,7 +120,7 @@ def flight(before: tuple[BlockCost, ...] | None, stage: tuple[BlockCost, ...], a
 
 
 def posed(problem: Problem) -> tuple[Pipeline, Limits]:
-    pipeline = Pipeline(problem, problem.peers, loss_at_owner=problem.roles[1].place == "owner")
+    pipeline = Pipeline(problem, problem.peers)
     most = min(len(problem.peers), pipeline.chain.length)
     required = sum(1 << i for i, peer in enumerate(pipeline.peers) if peer.peer in problem.required)
     return pipeline, Limits(fewest=problem.stages or 1, most=problem.stages or most, required=required)
@@ -234,7 +234,7 @@ def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
     for seed in range(8):
         problem = ordinary_problem(seed)
         best_s = plan(problem).step_time_s
-        pipeline = Pipeline(problem, problem.peers, loss_at_owner=False)
+        pipeline = Pipeline(problem, problem.peers)
         limits = Limits(fewest=1, most=len(problem.peers))
         good, _ = improve(pipeline, limits, budget=10_000)
         assert good is not None

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
 def test_compiled_search_takes_the_same_steps(problem: Problem) -> None:
-    pipeline = Pipeline(problem, problem.peers, loss_at_owner=problem.roles[1].place == "owner")
+    pipeline = Pipeline(problem, problem.peers)
     limits = Limits(fewest=1, most=min(len(problem.peers), pipeline.chain.length))
     slow = search(pipeline, limits, known=None, budget=10**6, glance=10**6)
     fast = search(pipeline, limits, known=None, budget=10**6, glance=0)

@@ -50,7 +50,7 @@ def problem(seed: int, peers: int, layers: int = 12) -> Problem:
 
 def listed(posed: Problem) -> set[str]:
     chain = Chain(posed, posed.blocks)
-    peers, _ = shortlist(posed, chain, posed.peers, chain.length, loss_elsewhere=False)
+    peers, _ = shortlist(posed, chain, posed.peers, chain.length)
     return {peer.peer for peer in peers}
 
 
@@ -90,14 +90,14 @@ def test_a_required_machine_of_many_is_used() -> None:
 def test_everybody_of_a_smaller_pool_is_looked_at() -> None:
     posed = problem(3, LARGE)
     chain = Chain(posed, posed.blocks)
-    assert shortlist(posed, chain, posed.peers, chain.length, loss_elsewhere=False) == (list(posed.peers), None)
+    assert shortlist(posed, chain, posed.peers, chain.length) == (list(posed.peers), None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="numba is not installed")
 def test_annealing_and_the_bound_are_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     posed = problem(4, 24)
-    pipeline, limits = Pipeline(posed, posed.peers, loss_at_owner=False), Limits(fewest=1, most=12)
+    pipeline, limits = Pipeline(posed, posed.peers), Limits(fewest=1, most=12)
     monkeypatch.setattr("fusionai.scheduling.annealing.PERIODS", 3)
     fast = annealed(pipeline, limits, rounds=2000)
     monkeypatch.setattr("fusionai.scheduling.annealing.compiled", lambda kernel: kernel)

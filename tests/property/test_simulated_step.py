@@ -196,7 +196,7 @@ def test_eight_stages_far_apart_reach_the_closed_form_with_the_planners_credit(
     )
     flops = period_s * 1e10 / 3
     plan, problem = pipeline(tuple(block(n, flops, 2 * flops, crossing, crossing) for n in range(8)), peers, 64)
-    known = Pipeline(problem, peers, loss_at_owner=False)
+    known = Pipeline(problem, peers)
     found = known.fold(range(8), range(9))
     assert found is not None
     credited = msgspec.structs.replace(

@@ -21,6 +21,7 @@ from fusionai.client.preparation import Prepared, problem_for
 from fusionai.client.replanning import PoolReplanner, Replanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
+from fusionai.scheduling.ends import ends_stay
 from fusionai.scheduling.replicated import plan as planned
 from fusionai.scheduling.replicated import with_replicas
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
@@ -79,7 +80,7 @@ def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
         return None  # of another version of this program
     wanted = prepared.recipe.placement.stages
     pool_stages = sum("stage" in stage.roles for stage in plan.stages)
-    fits = wanted is None or wanted * plan.replicas == pool_stages
+    fits = (wanted is None or wanted * plan.replicas == pool_stages) and ends_stay(plan, replanner.problem)
     return plan if plan.graph_hash == prepared.graph_hash and fits else None
 
 

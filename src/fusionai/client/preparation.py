@@ -35,9 +35,11 @@ from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TensorSource, TokenSource, open_source
 from fusionai.corpus.tables import ConfigModel, FactoryModel, HubModel, LocalModel, TextData
 from fusionai.ir.cost import block_costs
-from fusionai.ir.schema import content_hash
+from fusionai.ir.ends import ends
+from fusionai.ir.schema import Graph, content_hash
 from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.privacy import keeps_ends
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
 from fusionai.storage.rundir import RunDirectory
 
@@ -194,6 +196,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
     """The same without the recipe's word on single peers: a job goes on when one it required is lost."""
     recipe = prepared.recipe
     costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
+    first, last = kept_ends(recipe, prepared.captured.graph)
     return Problem(
         graph_hash=prepared.graph_hash,
         blocks=tuple(BlockCost(**{name: getattr(cost, name) for name in cost.__struct_fields__}) for cost in costs),
@@ -201,6 +204,8 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         owner=owner,
         links=near_links(members),
         roles=(RolePlacement(role="feed"), RolePlacement(role="loss", place=recipe.placement.loss)),
+        kept_first=first,
+        kept_last=last,
         stages=recipe.placement.stages,
         replicas=recipe.summed,
         microbatches=recipe.train.microbatches,
@@ -211,6 +216,15 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         recompute=recipe.train.recompute,
         offload=recipe.train.offload,
     )
+
+
+def kept_ends(recipe: Recipe, graph: Graph) -> tuple[int, int]:
+    """Blocks at both ends that stay with the job owner, by the recipe's privacy level; 0 where it asks for none. Raises
+    `GraphError` where the model can't be split so."""
+    privacy = recipe.privacy
+    if not keeps_ends(privacy.level):
+        return 0, 0
+    return ends(graph, first_layers=privacy.first, last_layers=privacy.last)
 
 
 def excluded_peers(recipe: Recipe, members: tuple[Member, ...]) -> frozenset[str]:

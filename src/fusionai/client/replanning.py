@@ -25,6 +25,7 @@ from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling import settling
+from fusionai.scheduling.ends import check_ends
 from fusionai.scheduling.straggling import slowed
 from fusionai.scheduling.takeover import Waiting, replaced
 from fusionai.scheduling.types import PeerProfile, Plan, Problem
@@ -177,7 +178,7 @@ class PoolReplanner:
         """`plan` (version 0) with the version and the tickets the broker gives it. Raises `RefusedError`,
         `TransportError`, `StorageError`."""
         async with self._turn:
-            granted = await self.pool.request(self.job, self.title, plan, self.steps)
+            granted = await self._granted(plan)
             await asyncio.to_thread(self.adopt, granted)
             self._missing -= {one.peer for one in (*granted.plan.stages, *granted.plan.guards)}
             return granted
@@ -192,9 +193,15 @@ class PoolReplanner:
         """The plan in force with new tickets and the addresses of today. Raises `RefusedError` (`unknown_job` or
         `stale_fence`: it is not in force any more), `TransportError`."""
         async with self._turn:
-            granted = await self.pool.request(self.job, self.title, deployment.plan, self.steps)
+            granted = await self._granted(deployment.plan)
             await asyncio.to_thread(self.keep, granted)
             return granted
+
+    async def _granted(self, plan: Plan) -> Deployment:
+        """What stays with the owner stays there whatever the broker answers. Raises `PlanError`."""
+        granted = await self.pool.request(self.job, self.title, plan, self.steps)
+        check_ends(granted.plan, self.problem)
+        return granted
 
 
 @dataclass(kw_only=True)

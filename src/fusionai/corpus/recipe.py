@@ -34,7 +34,6 @@ from fusionai.corpus.tables import (
     Output,
     Placement,
     Privacy,
-    PrivacyTable,
     RecipeTables,
     Replicas,
     TensorData,
@@ -44,7 +43,7 @@ from fusionai.corpus.tables import (
     TrainTokenizer,
 )
 from fusionai.primitives.errors import RecipeError
-from fusionai.primitives.privacy import PrivacyLevel
+from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.primitives.units import format_count
 from fusionai.wire.messages import OptimizerSpec
 
@@ -138,7 +137,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
         faults=tables.faults,
         replicas=check.replicas(tables),
         summed=check.summed(tables),
-        privacy=check.privacy(tables.privacy),
+        privacy=check.privacy(tables),
         output=tables.output,
     )
 
@@ -369,17 +368,29 @@ class _Checker:
             )
         return replicas
 
-    def privacy(self, table: PrivacyTable) -> Privacy:
-        if table.level in ("split", "split-k", "trusted"):
-            raise self.fail("privacy", f"level = {table.level!r} is not carried out yet.", hint="Take 'encrypted'.")
+    def privacy(self, tables: RecipeTables) -> Privacy:
+        table = tables.privacy
+        if table.level == "trusted":
+            raise self.fail("privacy", f"level = {table.level!r} is not carried out yet.", hint="Take 'split'.")
         if table.confidential:
             raise self.fail(
                 "privacy", "confidential = true asks for level 'trusted'.", hint="Confidential jobs can't be run yet."
             )
-        because = f"with level = {table.level!r}; it belongs to 'split-k'"
-        self.no_effect("privacy", "first", table.first, because)
-        self.no_effect("privacy", "last", table.last, because)
-        return Privacy(level=table.level, confidential=table.confidential)
+        if keeps_ends(table.level) and tables.placement.loss == "pool":
+            raise self.fail(
+                "privacy",
+                f"level = {table.level!r} keeps the loss with the job owner, but [placement] has loss = 'pool'.",
+                hint="Remove that, or take level = 'encrypted'.",
+            )
+        if table.level != "split-k":
+            because = f"with level = {table.level!r}; it belongs to 'split-k'"
+            self.no_effect("privacy", "first", table.first, because)
+            self.no_effect("privacy", "last", table.last, because)
+        elif not (table.first or table.last):
+            raise self.fail(
+                "privacy", "level = 'split-k' needs first or last, the number of layers that stay at each end."
+            )
+        return Privacy(level=table.level, first=table.first or 0, last=table.last or 0, confidential=table.confidential)
 
     def placement(self, placement: Placement) -> Placement:
         both = sorted(set(placement.required) & set(placement.excluded))

@@ -22,6 +22,7 @@ _FREE: Final = (
     "job.keep_checkpoints",
     "evaluation.every",
     "placement",
+    "privacy",
     "faults",
     "replicas.deadline_s",
     "output",

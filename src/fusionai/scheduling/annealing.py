@@ -97,10 +97,11 @@ def _rankings(pipeline: Pipeline, limits: Limits) -> Iterator[Integers]:
     free = np.array([not limits.required >> peer & 1 for peer in range(peers)])
     for key in (-speed, speed, -memory, memory, access_s, -np.minimum(speed / speed.max(), memory / memory.max())):
         ranked = np.lexsort((key, free)).astype(np.int64)
-        yield ranked
         # The same choice of peers, the other way round: small memories suit the end, where little is in flight.
         most = min(limits.most, peers)
-        yield np.concatenate([ranked[:most][::-1], ranked[most:]])
+        for order in (ranked, np.concatenate([ranked[:most][::-1], ranked[most:]])):
+            first = order == (-1 if pipeline.front is None else pipeline.front)
+            yield np.concatenate([order[~first], order[first]])  # whose blocks are the first comes last
 
 
 def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:

@@ -22,6 +22,7 @@ import numpy as np
 from fusionai.scheduling.bound_kernels import Floats, Ground, Integers, extremes, reaches
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.compiled import available, compiled
+from fusionai.scheduling.ends import ends_of, front_of
 from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.types import Link, PeerProfile, Problem
 
@@ -63,6 +64,7 @@ def ground_of(
     if not loss_elsewhere:
         forward[length] = gradient[length] = 0.0
     index = {peer.peer: number for number, peer in enumerate(peers)}
+    front = front_of(problem, list(peers))
     special = {end for key in problem.links for end in key.split(">")}
     # On the owner's own machine the loss stage is next door.
     special |= {problem.owner.peer} if problem.owner is not None else set()
@@ -70,6 +72,10 @@ def ground_of(
         [chain.resident_bytes(a, b) + chain.in_flight_bytes(a, b) if a < b else 0.0 for b in range(length + 1)]
         for a in range(length)
     ]
+    memory = np.array(memory_bytes, dtype=np.float64)
+    if front is not None:
+        # The owner's first blocks and no more: longer ranges take more.
+        memory[front] = min(memory[front], needed[0][ends_of(problem).first])
     return Ground(
         work=np.array([chain.flops(0, end) for end in range(length + 1)]),
         forward_bytes=forward,
@@ -77,7 +83,7 @@ def ground_of(
         # `Pipeline.held` divides where this adds up.
         needed_bytes=np.array(needed) * _SLACK,
         speed=np.array([peer.effective_flops_per_s for peer in peers]),
-        memory_bytes=np.array(memory_bytes, dtype=np.float64),
+        memory_bytes=memory,
         up=np.array([peer.uplink.bandwidth_bytes_per_s for peer in peers]),
         down=np.array([peer.downlink.bandwidth_bytes_per_s for peer in peers]),
         latency_s=np.array([peer.uplink.latency_s + peer.downlink.latency_s for peer in peers]),
@@ -98,7 +104,9 @@ def around_of(
         hop_s = min(inner) / widest + 2 * latency_s
     last_hop_s = 0.0
     owner = problem.owner
-    if loss_elsewhere and owner is not None and all(peer.peer != owner.peer for peer in peers):
+    if front_of(problem, list(peers)) is not None and owner is not None:
+        peers = [peer for peer in peers if peer.peer != owner.peer]
+    if loss_elsewhere and owner is not None and peers and all(peer.peer != owner.peer for peer in peers):
         there, back = _best_hop(peers, [owner], problem.links), _best_hop([owner], peers, problem.links)
         last_hop_s = chain.forward_bytes[chain.length] / there[0] + there[1]
         last_hop_s += chain.gradient_bytes[chain.length] / back[0] + back[1]

@@ -116,9 +116,11 @@ def codecs_of(plan: Plan, replica: int = 0) -> dict[int, Codec]:
 
 
 def logits_block(problem: Problem) -> int | None:
-    """The block behind which logits go to the job owner, who has the loss; None where they stay in the pool."""
+    """The block behind which logits go to the job owner, who has the loss; None where nobody sends any: they stay in
+    the pool, or are made by the owner."""
     place = next((role.place for role in problem.roles if role.role == "loss"), "owner")
-    return problem.blocks[-2].block if place == "owner" and len(problem.blocks) > 1 else None
+    sent = place == "owner" and problem.kept_last < 2
+    return problem.blocks[-2].block if sent and len(problem.blocks) > 1 else None
 
 
 def check_blocks(blocks: tuple[BlockCost, ...]) -> None:

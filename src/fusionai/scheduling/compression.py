@@ -72,7 +72,8 @@ def _kept(pipeline: Pipeline, cuts: list[int], ends: list[int]) -> Mapping[int, 
     if running is None or not running.codecs:
         return None
     first = pipeline.chain.blocks[0].block
-    ranges = [stage.blocks for stage in running.stages if "stage" in stage.roles]
+    behind = first + pipeline.chain.length
+    ranges = [stage.blocks for stage in running.stages if stage.blocks[0] < behind]
     if ranges != [(first + begin, first + end) for begin, end in pairwise(cuts)]:
         return None
     known = codecs_of(running)

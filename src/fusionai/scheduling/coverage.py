@@ -31,7 +31,7 @@ from fusionai.scheduling.constructions import CONSTRUCTIONS
 from fusionai.scheduling.coverage_bound import Proof
 from fusionai.scheduling.coverage_kernels import Layout, Swarm, shake, sweep
 from fusionai.scheduling.eligibility import check_names, eligible
-from fusionai.scheduling.levers import NO_LEVERS
+from fusionai.scheduling.ends import ends_of, middle, owners_flops, place_of
 from fusionai.scheduling.links import check_access
 from fusionai.scheduling.swarm import idle, needed_bytes, stretches, swarm_of
 from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Problem
@@ -116,8 +116,8 @@ def cover(problem: Problem, *, in_flight: int = IN_FLIGHT, seed: int = 0, effort
     `microbatches` and `links` say nothing here."""
     check_blocks(problem.blocks)
     check_names(problem)
-    loss_elsewhere = any(role.role == "loss" and role.place == "owner" for role in problem.roles)
-    pool_blocks = problem.blocks[:-1] if loss_elsewhere else problem.blocks
+    loss_elsewhere = place_of(problem, "loss") == "owner"
+    pool_blocks = middle(problem)
     chain = Chain(problem, pool_blocks)
     needed = needed_bytes(chain, in_flight)
     smallest = min(needed[block, block + 1] for block in range(chain.length))
@@ -234,15 +234,17 @@ def _copied(layout: Layout) -> Layout:
 
 
 def _owner_per_s(problem: Problem, chain: Chain) -> float:
-    """Microbatches a second that the job owner's loss takes."""
+    """Microbatches a second that the job owner's blocks take."""
     owner = problem.owner
     if owner is None:
         raise PlanError("the loss is placed with the job owner, but the problem has no owner's profile.")
-    loss = Chain(problem, problem.blocks[-1:], levers=NO_LEVERS)
+    first = ends_of(problem).first
+    front = Chain(problem, problem.blocks[:first]) if first else None
+    sent, back = (0.0, 0.0) if front is None else (front.forward_bytes[first], front.gradient_bytes[first])
     seconds = (
-        loss.flops(0, 1) / owner.effective_flops_per_s,
-        chain.forward_bytes[chain.length] / owner.downlink.bandwidth_bytes_per_s,
-        chain.gradient_bytes[chain.length] / owner.uplink.bandwidth_bytes_per_s,
+        owners_flops(problem) / owner.effective_flops_per_s,
+        (chain.forward_bytes[chain.length] + back) / owner.downlink.bandwidth_bytes_per_s,
+        (chain.gradient_bytes[chain.length] + sent) / owner.uplink.bandwidth_bytes_per_s,
         1e-12,
     )
     return 1.0 / max(seconds)

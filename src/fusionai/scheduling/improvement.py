@@ -149,10 +149,10 @@ def _orders(pipeline: Pipeline, limits: Limits) -> Iterator[list[int]]:
     )
     for key in keys:
         ranked = sorted(everyone, key=lambda p: (not limits.required >> p & 1, -key(p), p))
-        yield ranked
         # The same choice of peers, the other way round: small memories suit the end, where little is in flight.
         chosen = ranked[: limits.most]
-        yield [*reversed(chosen), *ranked[limits.most :]]
+        for order in (ranked, [*reversed(chosen), *ranked[limits.most :]]):
+            yield sorted(order, key=lambda p: p == pipeline.front)  # whose blocks are the first
 
 
 def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:

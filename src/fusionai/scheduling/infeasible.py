@@ -16,7 +16,29 @@ _MORE = "Use smaller microbatches or fewer of them, let providers lend more memo
 
 def infeasible(problem: Problem, pipeline: Pipeline, limits: Limits, *, proven: bool) -> PlanError:
     """Memory is the only constraint left once names, counts and operators have been checked."""
-    return _block(pipeline) or _total(pipeline, limits) or _division(problem, pipeline, limits, proven)
+    return (
+        _owner(pipeline) or _block(pipeline) or _total(pipeline, limits) or _division(problem, pipeline, limits, proven)
+    )
+
+
+def _owner(pipeline: Pipeline) -> PlanError | None:
+    """The owner's first blocks, which must have one microbatch in flight for each stage."""
+    front = pipeline.front
+    if front is None:
+        return None
+    first = next(end for end in range(1, pipeline.chain.length + 1) if pipeline.allowed(front, 0, end))
+    # The stage itself, one of the pool, the owner's last.
+    in_flight = min(pipeline.microbatches, 2 + pipeline.tail.stages)
+    needed = pipeline.resident[0][first] + in_flight * pipeline.flight[0][first]
+    room = pipeline.memory_bytes[front]
+    if needed <= room:
+        return None
+    return PlanError(
+        f"the model's first {first} {'blocks need' if first > 1 else 'block needs'} {format_bytes(needed)} with the "
+        f"job owner, who has {format_bytes(max(room, 0.0))} beside the last ones: {format_bytes(needed - room)} are "
+        "missing.",
+        hint="Choose the privacy level `encrypted`, train with fewer rows per microbatch, or raise the owner's memory.",
+    )
 
 
 def _block(pipeline: Pipeline) -> PlanError | None:
@@ -55,8 +77,10 @@ def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
     stages = f"{limits.most} stages" if problem.stages is not None else f"up to {limits.most} stages"
     verdict = "no cut fits" if proven else "no cut was found that fits"
-    if problem.pinned:
-        pins = ", ".join(f"block {block} to {peer!r}" for block, peer in sorted(problem.pinned.items()))
+    own = None if pipeline.front is None else pipeline.owner_id
+    wished = {block: peer for block, peer in problem.pinned.items() if peer != own}
+    if wished:
+        pins = ", ".join(f"block {block} to {peer!r}" for block, peer in sorted(wished.items()))
         return PlanError(
             f"{verdict} {stages} with {pins} pinned into the {format_bytes(lent)} the peers lend.",
             hint="Pin fewer blocks, or blocks of one peer that lie together.",

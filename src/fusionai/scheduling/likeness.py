@@ -81,9 +81,7 @@ def limits_among(problem: Problem, pipeline: Pipeline, limits: Limits) -> Limits
     return Limits(fewest=limits.fewest, most=min(limits.most, pipeline.owner), required=required)
 
 
-def nearly(
-    problem: Problem, real: Pipeline, peers: Sequence[PeerProfile], limits: Limits, *, loss_at_owner: bool
-) -> Nearly | None:
+def nearly(problem: Problem, real: Pipeline, peers: Sequence[PeerProfile], limits: Limits) -> Nearly | None:
     """The best pipeline of machines taken as equal, and the bound; None where that leaves too much to look at. `peers`:
     all that may be used, of whom `real` may know only some."""
     kinds = _kinds(problem, peers)
@@ -92,8 +90,8 @@ def nearly(
     # As if both halves could be had by looking at one kind at a time: before any pipeline is built.
     if prod(min(len(kind), limits.most) + 1 for kind in kinds) * len(kinds) * real.chain.length > STATES:
         return None
-    poor = _levelled(problem, kinds, limits.most, loss_at_owner, poorest=True)
-    good = _levelled(problem, kinds, limits.most, loss_at_owner, poorest=False)
+    poor = _levelled(problem, kinds, limits.most, poorest=True)
+    good = _levelled(problem, kinds, limits.most, poorest=False)
     if poor is None or good is None:
         return None
     poor_limits = limits_among(problem, poor, limits)
@@ -156,16 +154,14 @@ def _within(one: float, other: float, ratio: float) -> bool:
     return max(one, other) <= ratio * min(one, other)
 
 
-def _levelled(
-    problem: Problem, kinds: Sequence[Sequence[PeerProfile]], most: int, loss_at_owner: bool, *, poorest: bool
-) -> Pipeline | None:
+def _levelled(problem: Problem, kinds: Sequence[Sequence[PeerProfile]], most: int, *, poorest: bool) -> Pipeline | None:
     """The pipeline of these machines, of each kind at most `most` and all alike; None if they are too many."""
     peers = [peer for kind in kinds for peer in _level(kind[:most], kind, poorest)]
     if len(peers) > MOST_PEERS:
         return None
     others = {peer.peer for peer in peers}
     pool = (*peers, *(peer for peer in problem.peers if peer.peer not in others))
-    return Pipeline(msgspec.structs.replace(problem, peers=pool), peers, loss_at_owner)
+    return Pipeline(msgspec.structs.replace(problem, peers=pool), peers)
 
 
 def _level(some: Sequence[PeerProfile], kind: Sequence[PeerProfile], poorest: bool) -> Iterable[PeerProfile]:

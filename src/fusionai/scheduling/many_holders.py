@@ -24,7 +24,7 @@ from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.coverage import CoveragePlan, cover
 from fusionai.scheduling.coverage_kernels import Floats
 from fusionai.scheduling.crossings import crossings
-from fusionai.scheduling.levers import NO_LEVERS
+from fusionai.scheduling.ends import middle, owners_flops, place_of
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem
 
@@ -67,8 +67,8 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
     if rounds:
         chain_period_s = max((chain_plan.step_time_s - chain_plan.commit_s - chain_trip_s) / rounds, chain_period_s)
     steady = problem.microbatch_tokens / chain_period_s
-    loss_elsewhere = any(role.role == "loss" and role.place == "owner" for role in problem.roles)
-    chain = Chain(problem, problem.blocks[:-1] if loss_elsewhere else problem.blocks)
+    loss_elsewhere = place_of(problem, "loss") == "owner"
+    chain = Chain(problem, middle(problem))
     # All machines busy all the time would not pass more: then nothing is worth being searched for.
     together = sum(peer.effective_flops_per_s for peer in problem.peers if peer.peer not in problem.excluded)
     if problem.microbatch_tokens * together < WORTH_A_WORD * steady * chain.flops(0, chain.length):
@@ -82,7 +82,7 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
         return None
     spread = _Spread(problem, chain, layout)
     period_s = 1 / layout.microbatches_per_s
-    trip_s = spread.trip_s() + (_loss_s(problem) if loss_elsewhere else 0.0)
+    trip_s = spread.trip_s() + (_owners_s(problem) if loss_elsewhere else 0.0)
     exchange_s = spread.exchange_s()
     step_s = rounds * period_s + trip_s + exchange_s + chain_plan.commit_s
     behind_s = trip_s + exchange_s - chain_trip_s
@@ -154,9 +154,7 @@ def _mean(values: Floats, weights: Floats, chosen: np.ndarray[tuple[int], np.dty
     return float((values[chosen] * weights[chosen]).sum() / weights[chosen].sum())
 
 
-def _loss_s(problem: Problem) -> float:
-    """Of the job owner's loss stage, per microbatch; 0.0 without an owner."""
+def _owners_s(problem: Problem) -> float:
+    """Of the job owner's blocks, per microbatch; 0.0 without an owner."""
     owner = problem.owner
-    if owner is None:
-        return 0.0
-    return Chain(problem, problem.blocks[-1:], levers=NO_LEVERS).flops(0, 1) / owner.effective_flops_per_s
+    return 0.0 if owner is None else owners_flops(problem) / owner.effective_flops_per_s

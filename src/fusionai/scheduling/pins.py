@@ -13,16 +13,26 @@ from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
 
 
 class Pins:
-    """`blocks`: those to be placed, in order; `peers`: by index."""
+    """`blocks`: those to be placed, in order; `peers`: by index. `only`: who holds its pins and nothing else."""
 
-    def __init__(self, pinned: Mapping[int, str], blocks: Sequence[BlockCost], peers: Sequence[PeerProfile]) -> None:
+    def __init__(
+        self,
+        pinned: Mapping[int, str],
+        blocks: Sequence[BlockCost],
+        peers: Sequence[PeerProfile],
+        only: int | None = None,
+    ) -> None:
         positions = {block.block: position for position, block in enumerate(blocks)}
         index = {peer.peer: number for number, peer in enumerate(peers)}
         self._pins = [(positions[block], index[peer]) for block, peer in pinned.items()]
         self.peers = frozenset(peer for _, peer in self._pins)
+        self._only = only
+        self._only_count = sum(peer == only for _, peer in self._pins)
 
     def allow(self, peer: int, start: int, end: int) -> bool:
         """Whether `peer` may hold [start, end): all of its own pins, none of others'."""
+        if peer == self._only and end - start != self._only_count:
+            return False
         return all((start <= position < end) == (peer == owner) for position, owner in self._pins)
 
 

@@ -25,8 +25,9 @@ from math import floor
 from typing import Final, NamedTuple
 
 from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.credits import credits_needed
-from fusionai.scheduling.levers import NO_LEVERS, flops_per_s
+from fusionai.scheduling.credits import SPARE, credits_needed
+from fusionai.scheduling.ends import ends_of, front_of, tail_chain
+from fusionai.scheduling.levers import flops_per_s
 from fusionai.scheduling.links import Hop, hops
 from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import PeerProfile, Problem
@@ -69,12 +70,7 @@ def fastest_first(peers: Iterable[PeerProfile]) -> list[PeerProfile]:
 class Pipeline:
     """Problem restricted to usable peers, in an order that does not depend on how they were listed."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        peers: Sequence[PeerProfile],
-        loss_at_owner: bool,
-    ) -> None:
+    def __init__(self, problem: Problem, peers: Sequence[PeerProfile]) -> None:
         owner = problem.owner
         self.problem = problem
         self.microbatches = problem.microbatches
@@ -82,14 +78,18 @@ class Pipeline:
         self.owner = len(self.peers)
         self.everyone = [*self.peers, *([] if owner is None else [owner])]
         everyone = self.everyone
-        blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
+        ends = ends_of(problem)
+        blocks = problem.blocks[: len(problem.blocks) - ends.last]
         self.chain = Chain(problem, blocks)
-        self.loss = Chain(problem, problem.blocks[-1:], levers=NO_LEVERS) if loss_at_owner else None
-        # The owner's loss, the last of them, keeps what it has.
+        self.loss = tail_chain(problem)
+        """The owner's last blocks."""
+        self.front = front_of(problem, self.peers)
+        """The peer that is the owner's machine with its first blocks."""
+        self._front_cut = ends.first
+        # The owner's last stage keeps what it has.
         self.speed = [flops_per_s(p, self.chain.levers) for p in self.peers]
         self.speed += [p.effective_flops_per_s for p in everyone[self.owner :]]
-        self._up = [p.uplink.bandwidth_bytes_per_s for p in everyone]
-        self._down = [p.downlink.bandwidth_bytes_per_s for p in everyone]
+        self.up, self.down = self._access()
         self._hops = hops(everyone, problem.links)
         self.commit_s = [
             0.0 if owner is None else row[self.owner].latency_s + self._hops[self.owner][index].latency_s
@@ -97,7 +97,7 @@ class Pipeline:
         ]
         """Of a pipeline whose first stage is there."""
         self.memory_bytes = [float(p.memory_bytes) for p in everyone]
-        self._pins = Pins(problem.pinned, blocks, self.peers)
+        self._pins = Pins(problem.pinned, blocks, self.peers, only=self.front)
         # The owner's machine may lend itself as a peer too: then the loss stage takes its part of both.
         self._busy_s = [0.0] * len(everyone)
         self.owner_id = None if owner is None else owner.peer
@@ -131,11 +131,11 @@ class Pipeline:
             transit_s += forward_s + backward_s + forward.latency_s + backward.latency_s
             head_up_s, head_down_s = suffix.up_s, suffix.down_s
             if forward.shared:
-                up_s = forward_bytes / self._up[peer]
-                head_down_s += forward_bytes / self._down[head]
+                up_s = forward_bytes / self.up[peer]
+                head_down_s += forward_bytes / self.down[head]
             if backward.shared:
-                down_s = gradient_bytes / self._down[peer]
-                head_up_s += gradient_bytes / self._up[head]
+                down_s = gradient_bytes / self.down[peer]
+                head_up_s += gradient_bytes / self.up[head]
             period_s = max(period_s, forward_s, backward_s, up_s, down_s, head_up_s, head_down_s)
         if held < self.microbatches:
             period_s = max(period_s, transit_s / held)
@@ -207,6 +207,7 @@ class Pipeline:
         """The same for stages between `cuts`, what crosses behind these blocks packed so."""
         other = copy(self)
         other.chain = self.chain.with_codecs(codecs)
+        other.up, other.down = other._access()
         other.flight = [row[:] for row in self.flight]
         for start, end in pairwise(cuts):
             other.flight[start][end] = other.chain.in_flight_bytes(start, end)
@@ -242,7 +243,7 @@ class Pipeline:
         last = end == chain.length and self.loss is None
         up = chain.gradient_bytes[start] + (0.0 if last else chain.forward_bytes[end])
         down = chain.forward_bytes[start] + (0.0 if last else chain.gradient_bytes[end])
-        return max(up / self._up[peer], down / self._down[peer])
+        return max(up / self.up[peer], down / self.down[peer])
 
     def access_only(self, peer: int) -> bool:
         """Whether every transfer of the peer takes its access link, whoever is next to it."""
@@ -261,22 +262,39 @@ class Pipeline:
         """Memory of the owner's loss stage; its input (usually the logits) is what counts."""
         if self.loss is None:
             return 0.0
-        return self.loss.resident_bytes(0, 1) + in_flight * self._loss_flight_bytes(self.loss)
+        return self.loss.resident_bytes(0, self.loss.length) + in_flight * self._loss_flight_bytes(self.loss)
 
     def _loss_flight_bytes(self, loss: Chain) -> float:
         cut = self.chain.length
-        return loss.in_flight_bytes(0, 1) + self.chain.forward_bytes[cut] + self.chain.gradient_bytes[cut]
+        return loss.in_flight_bytes(0, loss.length) + self.chain.forward_bytes[cut] + self.chain.gradient_bytes[cut]
+
+    def _access(self) -> tuple[list[float], list[float]]:
+        """Bandwidth of everybody's access link, up and down, for what its stage sends. The owner's line carries both
+        ends' tensors: for its first stage it is by so much narrower as the last one takes of it."""
+        up = [p.uplink.bandwidth_bytes_per_s for p in self.everyone]
+        down = [p.downlink.bandwidth_bytes_per_s for p in self.everyone]
+        if self.front is not None and self.loss is not None:
+            forward, gradient = self.chain.forward_bytes, self.chain.gradient_bytes
+            first, last = self._front_cut, self.chain.length
+            if forward[first] > 0:
+                up[self.front] *= forward[first] / (forward[first] + gradient[last])
+            if gradient[first] > 0:
+                down[self.front] *= gradient[first] / (gradient[first] + forward[last])
+        return up, down
 
     def _tail(self) -> Suffix:
         end = self.chain.length
         if self.loss is None:
             return Suffix(end, EMPTY_HEAD, 0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
-        compute_s = self.loss.flops(0, 1) / self.speed[self.owner]
-        free = self.memory_bytes[self.owner] - self.loss.resident_bytes(0, 1)
+        compute_s = self.loss.flops(0, self.loss.length) / self.speed[self.owner]
+        free = self.memory_bytes[self.owner] - self.loss_bytes(0)
         flight = self._loss_flight_bytes(self.loss)
         held = self.microbatches if flight * self.microbatches <= free else floor(free / flight)
+        if self.front is not None:
+            held = min(held, LOSS_IN_FLIGHT + SPARE)  # what is more is the first stage's
         for index, peer in enumerate(self.peers):
             if peer.peer == self.owner_id:
                 self._busy_s[index] = compute_s
-                self.memory_bytes[index] -= self.loss_bytes(min(held, LOSS_IN_FLIGHT, self.microbatches))
+                kept = held if index == self.front else min(held, LOSS_IN_FLIGHT)
+                self.memory_bytes[index] -= self.loss_bytes(min(kept, self.microbatches))
         return Suffix(end, self.owner, 1, compute_s, compute_s, 0.0, 0.0, held, compute_s, None)

@@ -29,6 +29,7 @@ def written_out(
     stages = tuple(_stages(pipeline, best, feed_at_owner))
     # The owner's machine, where it lends itself too, can stand by although it takes the loss.
     used = {stage.peer for stage in stages if "stage" in stage.roles}
+    used |= {pipeline.peers[pipeline.front].peer} if pipeline.front is not None else set()
     step_s = pipeline.step_s(best)
     return Plan(
         task=problem.task,
@@ -71,14 +72,16 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
                 *(("feed",) if number == 0 and not feed_at_owner else ()),
                 "stage",
                 *(("loss",) if loss_here else ()),
-            ),
+            )
+            if stage.head != pipeline.front
+            else ("feed",),
             in_flight=in_flight,
             compute_s=stage.compute_s,
             send_s=0.0 if head == EMPTY_HEAD else pipeline.transfer_s(stage.head, head, end),
             memory_bytes=_whole(pipeline.resident[stage.start][end] + in_flight * pipeline.flight[stage.start][end]),
             memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
             in_flight_bytes=_whole(pipeline.flight[stage.start][end]),
-            fingerprint=pipeline.peers[stage.head].fingerprint,
+            fingerprint="" if stage.head == pipeline.front else pipeline.peers[stage.head].fingerprint,
         )
     if pipeline.loss is not None:
         tail = pipeline.tail
@@ -86,7 +89,7 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
         yield StagePlacement(
             stage=len(pool),
             peer=_owner_id(pipeline),
-            blocks=pipeline.loss.numbers(0, 1),
+            blocks=pipeline.loss.numbers(0, pipeline.loss.length),
             roles=("loss",),
             in_flight=in_flight,
             compute_s=tail.compute_s,
@@ -107,7 +110,10 @@ def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
             causes.append((seconds, f"link from stage {number} on {name} to stage {number + 1}"))
     if pipeline.loss is not None:
         name = pool_name(problem, _owner_id(pipeline))
-        causes.append((pipeline.tail.compute_s, f"compute of the loss on {name}"))
+        what = "the loss" if pipeline.loss.length == 1 else "the last blocks"
+        causes.append((pipeline.tail.compute_s, f"compute of {what} on {name}"))
+        if pipeline.front is not None:
+            causes.append((pool[0].compute_s + pipeline.tail.compute_s, f"compute of both ends on {name}"))
     seconds, cause = max(causes, key=lambda c: c[0])
     # Occupancy of an access link and scarce memory show in no single stage or link.
     if best.period_s > seconds * (1 + 1e-9):

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from fusionai.primitives.errors import PlanError
-from fusionai.primitives.units import format_bytes, format_speed
+from fusionai.primitives.units import format_speed
 from fusionai.scheduling import likeness
 from fusionai.scheduling.alone import fastest_alone
 from fusionai.scheduling.annealing import ROUNDS, annealed
@@ -28,10 +28,10 @@ from fusionai.scheduling.bound import Bound, step_time_bound_s
 from fusionai.scheduling.chain import Chain, check_blocks, logits_block
 from fusionai.scheduling.compression import lightened
 from fusionai.scheduling.eligibility import check_names, eligible
+from fusionai.scheduling.ends import check_owners_memory, ends_of, middle, place_of, with_front
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.improvement import improve
 from fusionai.scheduling.infeasible import infeasible
-from fusionai.scheduling.levers import NO_LEVERS
 from fusionai.scheduling.likeness import few_states, limits_among, nearly, without_surplus
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.pace import paced
@@ -71,11 +71,10 @@ def plan(problem: Problem) -> Plan:
 def _chain_plan(problem: Problem) -> Plan:
     """Without guards, and not yet held against one machine alone."""
     _check(problem)
-    loss_at_owner = _place(problem, "loss") == "owner"
-    pool_blocks = problem.blocks[:-1] if loss_at_owner else problem.blocks
+    pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
-    chain = Chain(problem, pool_blocks)
-    smallest = min(chain.resident_bytes(b, b + 1) + chain.in_flight_bytes(b, b + 1) for b in range(chain.length))
+    pools = Chain(problem, pool_blocks)
+    smallest = min(pools.resident_bytes(b, b + 1) + pools.in_flight_bytes(b, b + 1) for b in range(pools.length))
     usable, refused = eligible(problem, pool_blocks, smallest)
     if not usable:
         reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
@@ -83,10 +82,15 @@ def _chain_plan(problem: Problem) -> Plan:
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
         )
-    limits_of_all = _limits(problem, usable, chain.length)
+    limits_of_all = _limits(problem, usable, pools.length)
+    asked, problem = problem, with_front(problem)
+    if problem is not asked:
+        usable = [*(one for one in usable if one.peer != problem.peers[-1].peer), problem.peers[-1]]
+        limits_of_all = Limits(fewest=limits_of_all.fewest + 1, most=limits_of_all.most + 1)
+    chain = Chain(problem, problem.blocks[: len(problem.blocks) - ends_of(problem).last])
     rivals = without_surplus(problem, usable, limits_of_all.most)
-    listed, bound = shortlist(problem, chain, rivals, limits_of_all.most, loss_elsewhere=loss_at_owner)
-    pipeline = Pipeline(problem, listed, loss_at_owner)
+    listed, bound = shortlist(problem, chain, rivals, limits_of_all.most)
+    pipeline = Pipeline(problem, listed)
     limits = limits_among(problem, pipeline, limits_of_all)
     solved = _solve(problem, pipeline, rivals, limits, bound)
     warnings = _warnings(problem, pipeline, limits, solved)
@@ -100,7 +104,7 @@ def _chain_plan(problem: Problem) -> Plan:
         best,
         codecs=codecs,
         certificate=solved.certificate,
-        feed_at_owner=_place(problem, "feed") == "owner",
+        feed_at_owner=place_of(problem, "feed") == "owner",
         refused=tuple(refused),
         warnings=tuple(warnings),
         usable=usable,
@@ -110,8 +114,7 @@ def _chain_plan(problem: Problem) -> Plan:
 
 def _against_one(problem: Problem, found: Plan) -> Plan:
     """With the speed of the fastest machine alone, and a warning first of all where that is the faster way."""
-    loss_at_owner = _place(problem, "loss") == "owner"
-    usable, _ = eligible(problem, problem.blocks[:-1] if loss_at_owner else problem.blocks, 0.0)
+    usable, _ = eligible(problem, middle(problem), 0.0)
     alone = fastest_alone(problem, _machines(problem, usable))
     if alone is None:
         return found
@@ -178,7 +181,7 @@ def _solve(
             )
             return _Solved(known, certificate)
     method = "exact search, machines that hardly differ taken as equal"
-    near = nearly(problem, pipeline, rivals, limits, loss_at_owner=pipeline.loss is not None)
+    near = nearly(problem, pipeline, rivals, limits)
     least_s = 0.0
     if near is not None:
         known, least_s = _faster(pipeline, known, near.best), near.least_s
@@ -226,8 +229,8 @@ def _incumbent(problem: Problem, pipeline: Pipeline, limits: Limits) -> Suffix |
     if running is None or running.graph_hash != problem.graph_hash:
         return None
     index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
-    stages = [stage for stage in running.stages if "stage" in stage.roles]
     first = pipeline.chain.blocks[0].block
+    stages = [stage for stage in running.stages if stage.blocks[0] < first + pipeline.chain.length]
     order = [index.get(stage.peer) for stage in stages]
     cuts = [0, *(stage.blocks[1] - first for stage in stages)]
     chosen = [peer for peer in order if peer is not None]
@@ -251,7 +254,8 @@ def _faster(pipeline: Pipeline, first: Suffix | None, second: Suffix | None) -> 
 
 def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Solved) -> list[str]:
     """Say so when fewer stages than asked for would be faster."""
-    if problem.stages is None or problem.stages == 1:
+    own = 0 if pipeline.front is None else 1
+    if problem.stages is None or problem.stages == 1 + own:
         return []
     fewer = Limits(fewest=max(1, limits.required.bit_count()), most=problem.stages - 1, required=limits.required)
     if fewer.most < fewer.fewest:
@@ -263,10 +267,10 @@ def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Sol
         known, _ = annealed(pipeline, fewer)
     if known is None or pipeline.step_s(known) >= pipeline.step_s(solved.best):
         return []
-    count = sum(1 for _ in pipeline.pool_stages(known))
+    count = sum(1 for _ in pipeline.pool_stages(known)) - own
     tokens = problem.microbatches * problem.microbatch_tokens
     return [
-        f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages} asked for: "
+        f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages - own} asked for: "
         f"{format_speed(tokens / pipeline.step_s(known))} tokens/s instead of "
         f"{format_speed(tokens / pipeline.step_s(solved.best))}."
     ]
@@ -295,10 +299,6 @@ def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> Limi
             hint="Require fewer peers or ask for more stages.",
         )
     return Limits(fewest=wanted, most=problem.stages or most)
-
-
-def _place(problem: Problem, role: str) -> str:
-    return next((r.place for r in problem.roles if r.role == role), "owner")
 
 
 def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
@@ -338,28 +338,22 @@ def _check(problem: Problem) -> None:
 def _check_owner(problem: Problem) -> None:
     owner = problem.owner
     for role in ("feed", "loss"):
-        if _place(problem, role) == "owner" and owner is None:
+        if place_of(problem, role) == "owner" and owner is None:
             raise PlanError(
                 f"the {role} is placed with the job owner, but the problem has no owner's profile.",
                 hint=f"Give the owner's profile, or place the {role} with the pool.",
             )
-    if owner is None or _place(problem, "loss") == "pool":
+    ends = ends_of(problem)
+    if owner is None or not (ends.first or ends.last):
         return
     if len(problem.blocks) < 2:
         raise PlanError("the loss is placed with the job owner, so at least two blocks are needed; got one.")
-    loss = problem.blocks[-1]
-    missing = sorted(set(loss.ops) & set(owner.unsupported_ops))
+    middle(problem)
+    own = (*problem.blocks[: ends.first], *problem.blocks[len(problem.blocks) - ends.last :])
+    missing = sorted({op for block in own for op in block.ops} & set(owner.unsupported_ops))
     if missing:
-        raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of the loss.")
+        what = "the model's ends" if ends.first or ends.last > 1 else "the loss"
+        raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of {what}.")
     if not owner.effective_flops_per_s > 0:
         raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
-    before = problem.blocks[-2]
-    chain = Chain(problem, problem.blocks[-1:], levers=NO_LEVERS)
-    boundary = before.output_bytes + before.gradient_bytes
-    needed = chain.resident_bytes(0, 1) + chain.in_flight_bytes(0, 1) + boundary
-    if needed > owner.memory_bytes:
-        raise PlanError(
-            f"the loss needs {format_bytes(needed)} with the job owner, who has {format_bytes(owner.memory_bytes)}: "
-            f"{format_bytes(needed - owner.memory_bytes)} are missing.",
-            hint="Use smaller microbatches, raise the owner's memory, or place the loss with the pool.",
-        )
+    check_owners_memory(problem)

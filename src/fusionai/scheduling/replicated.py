@@ -164,15 +164,15 @@ def _bound_tokens_per_s(problem: Problem) -> float:
 
 
 def _check_owner(problem: Problem, found: Plan) -> None:
-    """Every replica's loss is computed in the job owner's process."""
+    """Every replica's ends are computed in the job owner's process."""
     if problem.owner is None:
         return
     needed = sum(stage.memory_bytes for stage in found.stages if stage.peer == found.feed)
     if needed > problem.owner.memory_bytes:
         raise PlanError(
-            f"the loss of {found.replicas} replicas takes {format_bytes(needed)} of the job owner's machine, "
-            f"which has {format_bytes(problem.owner.memory_bytes)}.",
-            hint='Ask for fewer replicas or smaller microbatches, or place the loss in the pool (loss = "pool").',
+            f"what stays with the job owner of {found.replicas} replicas takes {format_bytes(needed)} of a machine "
+            f"that has {format_bytes(problem.owner.memory_bytes)}.",
+            hint="Ask for fewer replicas or smaller microbatches, or let less stay with the owner.",
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fusionai.scheduling.bound import Bound, around_of, ground_of
 from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.levers import NO_LEVERS
+from fusionai.scheduling.ends import ends_of, tail_chain
 from fusionai.scheduling.pins import must_use
 from fusionai.scheduling.pipeline import fastest_first
 from fusionai.scheduling.types import PeerProfile, Problem
@@ -28,14 +28,15 @@ LISTED: Final = 40
 
 
 def shortlist(
-    problem: Problem, chain: Chain, usable: Sequence[PeerProfile], most_stages: int, *, loss_elsewhere: bool
+    problem: Problem, chain: Chain, usable: Sequence[PeerProfile], most_stages: int
 ) -> tuple[list[PeerProfile], Bound | None]:
     """Of `usable`, and the bound of all of them; None where everybody is listed."""
     if len(usable) <= LARGE:
         return list(usable), None
     peers = fastest_first(usable)
+    loss_elsewhere = ends_of(problem).last > 0
     ground = ground_of(problem, chain, peers, [p.memory_bytes for p in peers], loss_elsewhere=loss_elsewhere)
-    around = around_of(problem, chain, peers, _loss_s(problem) if loss_elsewhere else 0.0, loss_elsewhere)
+    around = around_of(problem, chain, peers, _tail_s(problem), loss_elsewhere)
     bound = Bound(ground, around)
     count = max(LISTED, 2 * (problem.stages or 0))
     needed = must_use(problem)
@@ -48,9 +49,9 @@ def shortlist(
     return [peers[i] for i in sorted(chosen)], bound
 
 
-def _loss_s(problem: Problem) -> float:
-    """Of the job owner's loss stage, per microbatch."""
-    owner = problem.owner
-    if owner is None:
+def _tail_s(problem: Problem) -> float:
+    """Of the job owner's last stage, per microbatch."""
+    owner, tail = problem.owner, tail_chain(problem)
+    if owner is None or tail is None:
         return 0.0
-    return Chain(problem, problem.blocks[-1:], levers=NO_LEVERS).flops(0, 1) / owner.effective_flops_per_s
+    return tail.flops(0, tail.length) / owner.effective_flops_per_s

@@ -75,7 +75,7 @@ def saving(problem: Problem, plan: Plan) -> Plan:
     if levers == NO_LEVERS:
         return plan
     costs = StageCosts(problem, plan)
-    stages = tuple(costs.with_levers(stage, levers) if "stage" in stage.roles else stage for stage in plan.stages)
+    stages = tuple(costs.with_levers(stage, levers) if _saves(stage) else stage for stage in plan.stages)
     if not levers.offload:
         return msgspec.structs.replace(plan, stages=stages)
     # The search counts no updates: its bound stays one, its proof does not.
@@ -105,6 +105,11 @@ def savings(plan: Plan) -> Iterator[str]:
                 f"Stage {stage.stage} has its optimizer's state in a file: saves "
                 f"{format_bytes(stage.offload_saves_bytes)}, costs {format_seconds(stage.offload_s)} a step."
             )
+
+
+def _saves(stage: StagePlacement) -> bool:
+    """All but the owner's last stage, which keeps what it has."""
+    return stage.roles != ("loss",)
 
 
 def _everywhere(problem: Problem, levers: Levers) -> Problem:

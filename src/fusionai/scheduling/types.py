@@ -124,8 +124,8 @@ class RolePlacement(_Data, frozen=True, kw_only=True):
 
 
 class Problem(_Data, frozen=True, kw_only=True):
-    """What to plan. `blocks` in order; the last entry is the loss block if `loss` is placed with the owner it is not
-    offered to the pool's peers."""
+    """What to plan. `blocks` in order; those that stay with the owner (`scheduling.ends`) are not offered to the pool's
+    peers."""
 
     task: Literal["train", "serve"] = "train"
     graph_hash: str
@@ -133,6 +133,10 @@ class Problem(_Data, frozen=True, kw_only=True):
     peers: tuple[PeerProfile, ...]
     owner: PeerProfile | None = None
     roles: tuple[RolePlacement, ...] = (RolePlacement(role="feed"), RolePlacement(role="loss"))
+    kept_first: int = 0
+    """Blocks at the beginning that stay with the job owner, where `feed` is; in serving never fewer than one."""
+    kept_last: int = 0
+    """Blocks at the end that stay with the job owner, where `loss` is; never fewer than one."""
     stages: int | None = None
     """Exactly so many pool stages; None lets the planner choose."""
     microbatches: int
@@ -245,8 +249,8 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
 class Plan(_Data, frozen=True, kw_only=True):
     """Partition + placement + schedule. Immutable; `version` 0 until the broker mints one.
 
-    `stages` in pipeline order; a stage of the job owner (the loss, by default) is the last, with its peer id. Where
-    there are several replicas: one chain after the other, numbered on.
+    `stages` in pipeline order, with those of the job owner: the last (the loss, by default) and, where the model's
+    beginning stays there, the first. Where there are several replicas: one chain after the other, numbered on.
     """
 
     version: int = 0

@@ -57,7 +57,7 @@ def test_a_plan_obeys_and_is_the_best_that_does(pins: dict[int, str]):
 def best_by_trying_all(problem: Problem) -> float:
     """Every order of every choice of peers with every cut, pins looked at only at the end."""
     free = msgspec.structs.replace(problem, pinned={})
-    pipeline = Pipeline(free, PEERS, loss_at_owner=True)
+    pipeline = Pipeline(free, PEERS)
     length, best = pipeline.chain.length, float("inf")
     for count in range(1, len(PEERS) + 1):
         for order in permutations(range(len(PEERS)), count):

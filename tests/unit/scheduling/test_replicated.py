@@ -113,7 +113,7 @@ def test_the_owner_has_every_replicas_loss() -> None:
     assert made.owner is not None
     needed = sum(stage.memory_bytes for stage in plan(made).stages if stage.peer == "owner")
     small = msgspec.structs.replace(made.owner, memory_bytes=needed - 1)
-    with pytest.raises(PlanError, match="the loss of 2 replicas takes"):
+    with pytest.raises(PlanError, match="what stays with the job owner of 2 replicas takes"):
         plan(msgspec.structs.replace(made, owner=small))
 
 

@@ -1,0 +1,162 @@
+"""Which blocks at the model's ends stay with the job owner. Decides how many, and what that leaves for the pool.
+
+In training the last block, the loss, is the owner's unless it is placed with the pool; a job that splits its model
+(`primitives.privacy`) keeps more on both sides: what comes before the first layer and what comes after the last. The
+owner's first blocks are planned like a stage that is pinned: the owner is one of the peers then, for these blocks and
+no others, and its machine and line count for both ends.
+
+Neighbours: `planner` plans the middle, `pipeline` prices the ends, `ir.ends` counts a graph's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.levers import NO_LEVERS
+from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """So many blocks are the job owner's, before the pool's and behind them."""
+
+    first: int
+    last: int
+
+
+def ends_of(problem: Problem) -> Ends:
+    """Raises `PlanError` where kept blocks are placed with the pool."""
+    places = {role: place_of(problem, role) for role in ("feed", "loss")}
+    for role, kept in (("feed", problem.kept_first), ("loss", problem.kept_last)):
+        if kept and places[role] == "pool":
+            raise PlanError(
+                f"{kept} {'blocks' if kept > 1 else 'block'} at the {role}'s end must stay with the job owner, but the "
+                f"{role} is placed with the pool.",
+                hint=f"Leave the {role} with the job owner, or choose the privacy level `open` or `encrypted`.",
+            )
+    least = 1 if problem.task == "serve" else 0
+    return Ends(
+        first=max(least, problem.kept_first) if places["feed"] == "owner" else 0,
+        last=max(1, problem.kept_last) if places["loss"] == "owner" else 0,
+    )
+
+
+def place_of(problem: Problem, role: str) -> Literal["owner", "pool"]:
+    for one in problem.roles:
+        if one.role == role:
+            return one.place
+    return "owner"
+
+
+def middle(problem: Problem) -> tuple[BlockCost, ...]:
+    """The blocks that are the pool's. Raises `PlanError` where there are none."""
+    ends = ends_of(problem)
+    found = problem.blocks[ends.first : len(problem.blocks) - ends.last]
+    if not found:
+        raise PlanError(
+            f"the model has {len(problem.blocks)} blocks, and {ends.first + ends.last} of them stay with the job owner:"
+            " nothing is left for the pool.",
+            hint="Keep fewer blocks, or choose the privacy level `encrypted`.",
+        )
+    return found
+
+
+def with_front(problem: Problem) -> Problem:
+    """The owner among the peers, its first blocks pinned; the problem itself where it keeps none. Its machine's other
+    part in the pool, if it has one, is given up for that."""
+    first, owner = ends_of(problem).first, problem.owner
+    if problem.task == "serve" or not first or owner is None:
+        return problem
+    own = msgspec.structs.replace(owner, roles=("stage", "owner"))
+    pins = {block.block: owner.peer for block in problem.blocks[:first]}
+    return msgspec.structs.replace(
+        problem,
+        peers=(*(one for one in problem.peers if one.peer != owner.peer), own),
+        pinned={**problem.pinned, **pins},
+        stages=None if problem.stages is None else problem.stages + 1,
+    )
+
+
+def front_of(problem: Problem, peers: list[PeerProfile]) -> int | None:
+    """Index of the peer that is the owner's machine with the first blocks."""
+    if not ends_of(problem).first or problem.owner is None:
+        return None
+    return next((index for index, one in enumerate(peers) if one.peer == problem.owner.peer), None)
+
+
+def tail_chain(problem: Problem) -> Chain | None:
+    """The owner's last blocks; None where the pool has all. They keep what they have."""
+    last = ends_of(problem).last
+    return Chain(problem, problem.blocks[-last:], levers=NO_LEVERS) if last else None
+
+
+def ends_stay(plan: Plan, problem: Problem) -> bool:
+    """Whether the blocks that `problem` keeps with the owner lie there in `plan`, and no others do."""
+    ends = ends_of(problem)
+    numbers = [block.block for block in problem.blocks]
+    own = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
+    return all((stage.peer == plan.feed) == (number in own) for stage in plan.stages for number in range(*stage.blocks))
+
+
+def check_ends(plan: Plan, problem: Problem) -> None:
+    """Raises `PlanError` where a block that stays with the job owner lies elsewhere, whoever made that plan."""
+    ends, owner = ends_of(problem), problem.owner
+    numbers = [block.block for block in problem.blocks]
+    kept = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
+    for stage in plan.stages:
+        if owner is not None and stage.peer != owner.peer and not kept.isdisjoint(range(*stage.blocks)):
+            raise PlanError(
+                f"plan {plan.version} has stage {stage.stage} (blocks {stage.blocks[0]} to {stage.blocks[1] - 1}) with "
+                f"peer {stage.peer}, but blocks {', '.join(str(number) for number in sorted(kept))} stay with the job "
+                "owner."
+            )
+
+
+def owners_flops(problem: Problem) -> float:
+    """Of both ends, forward and backward of one microbatch."""
+    ends = ends_of(problem)
+    own = (*problem.blocks[: ends.first], *problem.blocks[len(problem.blocks) - ends.last :])
+    return sum(block.forward_flops + block.backward_flops for block in own)
+
+
+def owners_bytes(problem: Problem) -> float:
+    """What both ends take of the owner's machine with one microbatch in flight at each."""
+    ends = ends_of(problem)
+    total = 0.0
+    if ends.first:
+        front = Chain(problem, problem.blocks[: ends.first])
+        total += front.resident_bytes(0, ends.first) + front.in_flight_bytes(0, ends.first)
+    tail = tail_chain(problem)
+    if tail is not None:
+        before = problem.blocks[len(problem.blocks) - ends.last - 1]
+        total += tail.resident_bytes(0, ends.last) + tail.in_flight_bytes(0, ends.last)
+        total += before.output_bytes + before.gradient_bytes
+    return total
+
+
+def check_owners_memory(problem: Problem) -> None:
+    """Raises `PlanError` that names the missing bytes and what to do."""
+    owner, ends = problem.owner, ends_of(problem)
+    if owner is None or not (ends.first or ends.last):
+        return
+    needed = owners_bytes(problem)
+    if needed <= owner.memory_bytes:
+        return
+    if ends.first or ends.last > 1:
+        what = f"the model's ends ({ends.first} and {ends.last} blocks) need"
+        remedy = "Choose the privacy level `encrypted` or `trusted`, train with fewer rows per microbatch, or raise"
+        hint = f"{remedy} the owner's memory."
+    else:
+        what = "the loss needs"
+        hint = "Use smaller microbatches, raise the owner's memory, or place the loss with the pool."
+    raise PlanError(
+        f"{what} {format_bytes(needed)} with the job owner, who has {format_bytes(owner.memory_bytes)}: "
+        f"{format_bytes(needed - owner.memory_bytes)} are missing.",
+        hint=hint,
+    )
