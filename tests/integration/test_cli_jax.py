@@ -17,10 +17,11 @@ pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
 pytestmark = pytest.mark.slow
 
 
-def trained(pool: LivePool, directory: Path) -> dict[str, Any]:
+def trained(pool: LivePool, directory: Path, **changes: object) -> dict[str, Any]:
     directory.mkdir()
     write_text(directory / "text.txt")
-    recipe = write_recipe(directory / "r.toml", job__steps=8, train__clip_norm=1.0, placement={"stages": 2})
+    settings: dict[str, object] = {"job__steps": 8, "train__clip_norm": 1.0, "placement": {"stages": 2}, **changes}
+    recipe = write_recipe(directory / "r.toml", **settings)
     figures = directory / "figures.json"
     done = fusion("train", recipe, "--home", pool.owner, "--threads", 1, "--json", figures)
     assert done.code == 0, done.err + done.out
@@ -43,3 +44,51 @@ def test_a_jax_peer_trains_beside_pytorch_and_never_loads_it(tmp_path: Path, mon
             mapped = Path(f"/proc/{third.process.pid}/maps").read_text()
             assert "jaxlib" in mapped
             assert "libtorch" not in mapped
+
+
+SIZES: dict[str, object] = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {**SIZES, "intermediate_size": 64, "num_key_value_heads": 1, "max_position_embeddings": 32},
+    "qwen3": {
+        **SIZES,
+        "intermediate_size": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 32,
+    },
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 6,
+        "n_head": 2,
+        "n_positions": 32,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_frameworks_in_four_processes_train_as_pytorch_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifty steps of AdamW; every machine holds a stage, so that both meet."""
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+    changes: dict[str, object] = {
+        "job__steps": 50,
+        "model": {"config": {"model_type": family, **FAMILIES[family]}},
+        "placement": {"stages": 4},
+        "faults": {"takeover": "tolerant"},
+    }
+    with LivePool(tmp_path, peers=("one", "two", "three", "four")) as pool:
+        pure = trained(pool, tmp_path / "pure", **changes)
+        for name, instead in (("two", "five"), ("four", "six")):
+            pool.kill(name)
+            pool.start(instead, pool.invite(), "--backend", "jax").wait_for("In pool")
+        mixed = trained(pool, tmp_path / "mixed", **changes)
+    assert len({stage["peer"] for stage in mixed["plan"]["stages"]}) == 5, "four machines, and the owner"
+    assert len(mixed["losses"]) == 50
+    apart = np.abs(np.array(mixed["losses"]) / np.array(pure["losses"]) - 1)
+    assert apart.max() <= TOLERANCES["float32"].loss, apart.max()
