@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fusionai.backends.tolerance import TOLERANCES
-from harness.live_pool import LivePool, fusion, write_recipe, write_text
+from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
 
 pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
 pytestmark = pytest.mark.slow
@@ -90,5 +90,35 @@ def test_two_frameworks_in_four_processes_train_as_pytorch_alone(
         mixed = trained(pool, tmp_path / "mixed", **changes)
     assert len({stage["peer"] for stage in mixed["plan"]["stages"]}) == 5, "four machines, and the owner"
     assert len(mixed["losses"]) == 50
+    apart = np.abs(np.array(mixed["losses"]) / np.array(pure["losses"]) - 1)
+    assert apart.max() <= TOLERANCES["float32"].loss, apart.max()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("working", "victim"), [(["one", "two"], "two"), (["one", "three"], "three")])
+def test_a_machine_of_the_other_framework_takes_over(
+    working: list[str], victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's stage by the JAX machine that stands by, and the other way round: no step lost, and it is said."""
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+    changes: dict[str, object] = {"job__steps": 40, "faults": {"takeover": "tolerant"}}
+    with LivePool(tmp_path, peers=("one", "two")) as pool:
+        pure = trained(pool, tmp_path / "pure", **changes)
+        pool.start("three", pool.invite(), "--backend", "jax").wait_for("In pool")
+        directory = tmp_path / "mixed"
+        directory.mkdir()
+        write_text(directory / "text.txt")
+        placed = {"stages": 2, "required": working}
+        recipe = write_recipe(directory / "r.toml", train__clip_norm=1.0, **{**changes, "placement": placed})
+        figures = directory / "figures.json"
+        job = Process("train", recipe, "--home", pool.owner, "--threads", 1, "--json", figures)
+        job.wait_for("step 8/40")
+        pool.kill(victim)
+        assert job.ended() == 0, job.text
+        mixed = json.loads(figures.read_text())
+    assert len(mixed["faults"]) == 1, job.text
+    assert "tolerant" in job.text
+    assert len(mixed["losses"]) == 40
     apart = np.abs(np.array(mixed["losses"]) / np.array(pure["losses"]) - 1)
     assert apart.max() <= TOLERANCES["float32"].loss, apart.max()
