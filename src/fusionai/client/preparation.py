@@ -31,9 +31,10 @@ from fusionai.capture.source import (
 )
 from fusionai.client.near_links import near_links
 from fusionai.client.pool_session import Member
+from fusionai.corpus.chat_source import ChatSource
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TensorSource, TokenSource, open_source
-from fusionai.corpus.tables import ConfigModel, FactoryModel, HubModel, LocalModel, TextData
+from fusionai.corpus.tables import ChatData, ConfigModel, FactoryModel, HubModel, LocalModel, TextData
 from fusionai.ir.cost import block_costs
 from fusionai.ir.ends import ends
 from fusionai.ir.schema import Graph, content_hash
@@ -60,7 +61,7 @@ class Prepared:
     records where the data has no tokens."""
 
     recipe: Recipe
-    source: TokenSource | TensorSource
+    source: TokenSource | TensorSource | ChatSource
     captured: Captured
     graph_hash: str
     symbols: dict[str, int]
@@ -72,7 +73,7 @@ class Prepared:
         files: dict[str, bytes] = {}
         if self.captured.config is not None:
             files["config.json"] = json.dumps(dict(self.captured.config), indent=2, default=str).encode()
-        if isinstance(self.source, TokenSource):
+        if isinstance(self.source, TokenSource | ChatSource):
             files |= self.source.tokenizer.files
         return files
 
@@ -82,13 +83,16 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
     progress("reading the data")
     source = open_source(recipe, directory.tokens)
     progress(f"data: {source.describe()}")
+    for note in source.notes if isinstance(source, ChatSource) else ():
+        progress(note)
     progress("capturing the model")
     first = source.microbatch(0, 0)
     rows = recipe.train.microbatch_size
-    if isinstance(source, TokenSource):
+    if isinstance(source, TokenSource | ChatSource):
         length = first["input_ids"].shape[1]
         model = model_source(recipe, source.tokenizer.vocabulary, source.tokenizer.end_id)
-        captured = capture(model, task=recipe.model.task, batch=(1, rows), sequence=(1, length), seed=recipe.job.seed)
+        task = "counted_lm" if isinstance(source, ChatSource) else recipe.model.task
+        captured = capture(model, task=task, batch=(1, rows), sequence=(1, length), seed=recipe.job.seed)
         symbols, tokens = {"b": rows, "s": length}, rows * length
     else:
         captured = capture(
@@ -149,7 +153,9 @@ def _check_length(recipe: Recipe, captured: Captured) -> None:
     config = captured.config or {}
     limit = config.get("max_position_embeddings", config.get("n_positions"))
     match recipe.data:
-        case TextData(sequence_length=length) if isinstance(limit, int) and length > limit:
+        case TextData(sequence_length=length) | ChatData(sequence_length=length) if (
+            isinstance(limit, int) and length > limit
+        ):
             raise RecipeError(
                 f"{Path(recipe.path).name}: [data] sequence_length is {length}, but the model has {limit} positions.",
                 hint="Lower sequence_length, or raise max_position_embeddings of a new model.",

@@ -2,7 +2,7 @@
 
 Two layouts: OpenAI's, `{"messages": [{"role", "content", "tool_calls"?, "weight"?}], "tools"?}`, and Alpaca's,
 `{"instruction", "input"?, "output"}`. What is wrong with a row is said without a word of it: messages may leave this
-machine. Neighbours: `rows` reads files, `templates` writes conversations as text.
+machine. Neighbours: `text` reads files, `templates` writes conversations as text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from fusionai.corpus.bad_rows import RowError
 from fusionai.corpus.strict import kind_word, nearest
 
 Layout = Literal["chat", "instructions"]
@@ -23,10 +24,6 @@ KEYS: Final[dict[Layout, tuple[str, ...]]] = {
 }
 """What is read of a row; other keys say nothing here."""
 _OTHER_NAMES: Final = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-
-
-class RowError(Exception):
-    """A row that is not what it should be: `expected ..., got ...`, without a word of the row."""
 
 
 @dataclass(frozen=True, slots=True)

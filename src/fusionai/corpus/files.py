@@ -76,13 +76,16 @@ def _kind(path: Path, data: FileData) -> FileKind:
     match data.format:
         case "text" | "jsonl" | "parquet":
             return data.format
-        case "tensors" if suffix not in _KIND_OF_SUFFIX:
-            raise DataError(f"{path}: expected a .jsonl or .parquet file for format = 'tensors'.")
+        case "tensors" | "chat" | "instructions" if suffix not in _KIND_OF_SUFFIX:
+            raise DataError(
+                f"{path}: expected a .jsonl or .parquet file for format = {data.format!r}.",
+                hint="Of a JSON list, `jq -c '.[]' FILE` makes one object a line." if suffix == ".json" else None,
+            )
         case "auto" if suffix == ".json":
             raise DataError(
                 f"{path}: one JSON document or one per line?", hint="Set format = 'jsonl' or 'text' in [data]."
             )
         case "auto" if suffix in _BINARY_SUFFIXES:
             raise DataError(f"{path}: {suffix} files can't be read.", hint="Give text, .jsonl or .parquet files.")
-        case "auto" | "tensors":
+        case "auto" | "tensors" | "chat" | "instructions":
             return _KIND_OF_SUFFIX.get(suffix, "text")

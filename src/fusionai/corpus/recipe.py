@@ -16,6 +16,7 @@ import msgspec
 
 from fusionai.corpus.strict import convert, nearest, show
 from fusionai.corpus.tables import (
+    ChatData,
     ConfigModel,
     Data,
     DataTable,
@@ -81,7 +82,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """One line for logs; names, sizes and settings, never a word of the data."""
         train = self.train
         match self.data:
-            case TextData(sequence_length=length):
+            case TextData(sequence_length=length) | ChatData(sequence_length=length):
                 work = f"{train.batch_size} x {length} tokens ({format_count(train.batch_size * length)})"
             case TensorData():
                 work = f"{train.batch_size} records"
@@ -205,6 +206,13 @@ class _Checker:
         language = task in ("causal_lm", "masked_lm")
         source = self._data_source(table, language)
         tensors = source.format == "tensors"
+        chat = source.format in ("chat", "instructions")
+        if not chat:
+            because = f"with format = {source.format!r}; it belongs to 'chat' and 'instructions'"
+            for key in ("template", "loss_on", "packing", "too_long", "bad_rows"):
+                self.no_effect("data", key, getattr(table, key), because)
+        elif task != "causal_lm":
+            raise self.fail("data", f"format = {source.format!r} is for task 'causal_lm', got task {task!r}.")
         if tensors and language:
             raise self.fail("data", f"task {task!r} reads text, got format = 'tensors'.")
         if not tensors and not language and task != "module_loss":
@@ -234,6 +242,12 @@ class _Checker:
             self.no_effect("data", "mask_fraction", table.mask_fraction, f"with task {task!r}")
         if table.sequence_length is None:
             raise self.fail("data", "lacks the key 'sequence_length' (tokens per row).")
+        match source.format:
+            case "chat" | "instructions" as layout:
+                self.no_effect("data", "field", table.field, f"with format = {layout!r}")
+                return self._chat_data(table, tables.model, source, layout, table.sequence_length)
+            case _:
+                pass
         return TextData(
             source=source,
             field=table.field or "text",
@@ -244,21 +258,46 @@ class _Checker:
             shuffle=table.shuffle,
         )
 
+    def _chat_data(
+        self,
+        table: DataTable,
+        model: ModelTable,
+        source: FileData | HubData,
+        layout: Literal["chat", "instructions"],
+        length: int,
+    ) -> ChatData:
+        return ChatData(
+            source=source,
+            layout=layout,
+            sequence_length=length,
+            tokenizer=self._tokenizer(table.tokenizer, model),
+            template=None if table.template is None else self.resolve(table.template),
+            loss_on=table.loss_on or "answers",
+            packing=bool(table.packing),
+            too_long=table.too_long or "truncate",
+            bad_rows=table.bad_rows or 0,
+            evaluation_fraction=table.evaluation_fraction,
+            shuffle=table.shuffle,
+        )
+
     def _data_source(self, table: DataTable, language: bool) -> FileData | HubData:
         if self.exactly_one("data", {"files": table.files, "dataset": table.dataset}) == "files":
             self.no_effect("data", "subset", table.subset, "with files; it belongs to dataset")
             self.no_effect("data", "split", table.split, "with files; it belongs to dataset")
             files = tuple(self.resolve(name) for name in table.files or ())
             return FileData(files=files, format=table.format)
-        if table.format not in ("auto", "text", "tensors"):
-            raise self.fail("data", f"dataset with format {table.format!r}: expected 'auto', 'text' or 'tensors'.")
-        text = table.format == "text" or (table.format == "auto" and (language or not table.columns))
-        return HubData(
-            dataset=str(table.dataset),
-            subset=table.subset,
-            split=table.split or "train",
-            format="text" if text else "tensors",
-        )
+        match table.format:
+            case "auto":
+                form = "text" if language or not table.columns else "tensors"
+            case "text" | "tensors" | "chat" | "instructions":
+                form = table.format
+            case "jsonl" | "parquet":
+                raise self.fail(
+                    "data",
+                    f"dataset with format {table.format!r}: expected 'auto', 'text', 'tensors', 'chat' or "
+                    "'instructions'.",
+                )
+        return HubData(dataset=str(table.dataset), subset=table.subset, split=table.split or "train", format=form)
 
     def _tokenizer(
         self, table: TokenizerTable | None, model: ModelTable

@@ -20,6 +20,7 @@ _FREE: Final = (
     "job.directory",
     "job.checkpoint_every",
     "job.keep_checkpoints",
+    "data.bad_rows",
     "evaluation.every",
     "placement",
     "privacy",

@@ -13,11 +13,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.corpus.chat_file import open_chat
+from fusionai.corpus.chat_source import ChatSource
 from fusionai.corpus.masking import IGNORED, mask_rows
 from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
 from fusionai.corpus.permutation import derived_key
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.tables import TensorData, TextData
+from fusionai.corpus.tables import ChatData, TensorData, TextData
 from fusionai.corpus.tensors import TensorSource
 from fusionai.corpus.tokenizer import Tokenizer
 from fusionai.corpus.tokens import Progress, TokenFile, open_tokens, require_rows
@@ -63,7 +65,9 @@ class Source(Protocol):
         ...
 
 
-def open_source(recipe: Recipe, directory: Path, progress: Progress | None = None) -> TokenSource | TensorSource:
+def open_source(
+    recipe: Recipe, directory: Path, progress: Progress | None = None
+) -> TokenSource | TensorSource | ChatSource:
     """Open the data of a recipe; what is derived from it is cached in `directory`.
 
     Raises `DataError` for data that can't be read or is too small, `StorageError` for the cache.
@@ -74,6 +78,8 @@ def open_source(recipe: Recipe, directory: Path, progress: Progress | None = Non
             return TokenSource(recipe, recipe.data, tokens)
         case TensorData():
             return TensorSource(recipe, recipe.data)
+        case ChatData():
+            return ChatSource(recipe, recipe.data, open_chat(recipe.data, directory, recipe.job.seed, progress))
 
 
 class TokenSource:

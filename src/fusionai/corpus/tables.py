@@ -17,7 +17,7 @@ from fusionai.wire.codecs import Compression, Exchanged
 from fusionai.wire.messages import OptimizerSpec
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss"]
-Format = Literal["auto", "text", "jsonl", "parquet", "tensors"]
+Format = Literal["auto", "text", "jsonl", "parquet", "tensors", "chat", "instructions"]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 NotNegative = Annotated[int, Meta(ge=0, le=2**40)]
 Seed = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -76,12 +76,12 @@ class FileData(_Table, frozen=True, kw_only=True, tag="files"):
 
 
 class HubData(_Table, frozen=True, kw_only=True, tag="dataset"):
-    """A Hugging Face data set id (needs the `datasets` package). `format` is `text` or `tensors`."""
+    """A Hugging Face data set id (needs the `datasets` package)."""
 
     dataset: str
     subset: str | None
     split: str
-    format: Literal["text", "tensors"]
+    format: Literal["text", "tensors", "chat", "instructions"]
 
 
 class TrainTokenizer(_Table, frozen=True, kw_only=True, tag="train"):
@@ -150,6 +150,11 @@ class DataTable(_Table, frozen=True, kw_only=True):
     mask_fraction: Annotated[float, Meta(gt=0, lt=1)] | None = None
     tokenizer: TokenizerTable | None = None
     shuffle: bool = True
+    template: Filled | None = None
+    loss_on: Literal["answers", "all"] | None = None
+    packing: bool | None = None
+    too_long: Literal["truncate", "drop"] | None = None
+    bad_rows: NotNegative | Fraction | None = None
 
 
 class Model(_Table, frozen=True, kw_only=True):
@@ -181,7 +186,25 @@ class TensorData(_Table, frozen=True, kw_only=True, tag="tensors"):
     shuffle: bool
 
 
-Data = TextData | TensorData
+class ChatData(_Table, frozen=True, kw_only=True, tag="chat"):
+    """Conversations, one or several to a row of `sequence_length` tokens. `layout`: OpenAI's or Alpaca's. `template`: a
+    file that holds the chat template, None for the tokenizer's own. `bad_rows`: so many may be left out; below 1, so
+    large a part of all."""
+
+    source: FileData | HubData
+    layout: Literal["chat", "instructions"]
+    sequence_length: int
+    tokenizer: TrainTokenizer | LocalTokenizer | HubTokenizer
+    template: str | None
+    loss_on: Literal["answers", "all"]
+    packing: bool
+    too_long: Literal["truncate", "drop"]
+    bad_rows: int | float
+    evaluation_fraction: float
+    shuffle: bool
+
+
+Data = TextData | TensorData | ChatData
 
 
 class Train(_Table, frozen=True, kw_only=True):

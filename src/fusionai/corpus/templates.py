@@ -30,6 +30,8 @@ _SIGNS: Final = re.compile(f"[{_OPEN}{_CLOSE}{_ANSWER}{_ANSWERED}]")
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\b")
 MAX_RENDERED_CHARACTERS: Final = 16_777_216
 
+_NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
 PLAIN: Final = """\
 {%- for message in messages %}
 {{- message['role'] + ': ' + message['content'] + '\n\n' }}
@@ -168,6 +170,17 @@ class ChatTemplate:
                 )
             spans.append((start, end))
         return pieces, spans
+
+
+def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and so on, as templates call them. `config`: of `tokenizer_config.json`."""
+    texts: dict[str, str] = {}
+    for name in _NAMED:
+        token = config.get(f"{name}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            texts[f"{name}_token"] = content
+    return texts
 
 
 def chat_templates(

@@ -18,9 +18,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fusionai.corpus.files import SourceFile
+from fusionai.corpus.bad_rows import RowError
+from fusionai.corpus.files import SourceFile, find_files
 from fusionai.corpus.strict import kind_word, nearest
-from fusionai.corpus.tables import HubData
+from fusionai.corpus.tables import FileData, HubData
 from fusionai.primitives.errors import DataError
 
 PIECE_BYTES: Final = 65_536
@@ -28,6 +29,7 @@ MAX_LINE_BYTES: Final = 64 * 2**20
 """Of one JSONL record; a longer line is not JSONL."""
 _PARQUET_ROWS: Final = 1024
 _BOM: Final = "\ufeff"
+_OBJECT: Final = msgspec.json.Decoder(dict[str, object])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +97,67 @@ def open_dataset(data: HubData) -> Any:
 
 
 def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line number from 1, object) of every line that is not blank."""
-    decoder = msgspec.json.Decoder(dict[str, object])
+    """(line number from 1, object) of every line that is not blank. Raises `DataError` at the first that is none."""
+    for number, record in jsonl_rows(path):
+        if isinstance(record, RowError):
+            raise DataError(f"{path}, line {number}: {record}")
+        yield number, record
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, object] | RowError]]:
+    """(line number from 1, object or why it is none) of every line that is not blank. No more than `MAX_LINE_BYTES` of
+    a line are held."""
     with _reading(path) as handle:
         number = 0
         while line := handle.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                raise DataError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; this is no JSONL file.")
-            body = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not body.strip():
+                while line and not line.endswith(b"\n"):
+                    line = handle.readline(PIECE_BYTES)
+                yield number, RowError(f"longer than {MAX_LINE_BYTES} bytes; this is no JSONL file.")
                 continue
-            try:
-                record = decoder.decode(body)
-            except msgspec.ValidationError:
-                raise DataError(f"{path}, line {number}: expected a JSON object.") from None
-            except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-                raise DataError(f"{path}, line {number}: not valid JSON: {problem}.") from None
-            yield number, record
+            body = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if body.strip():
+                yield number, _object_in(body)
 
 
-def parquet_records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, object]]]:
-    """(row number from 0, the asked columns) of every row."""
+def _object_in(line: bytes) -> dict[str, object] | RowError:
+    try:
+        return _OBJECT.decode(line)
+    except msgspec.ValidationError:
+        return RowError("expected a JSON object.")
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        return RowError(f"not valid JSON: {problem}.")
+    except RecursionError:
+        return RowError("not valid JSON: nested too deeply.")
+
+
+def rows_of(data: FileData | HubData, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, object] | RowError]]:
+    """(where it stands, row or why it is none) of every JSONL line, Parquet row and record of a data set. `columns`:
+    those wanted of a Parquet file that has them. Raises `DataError` for what can't be read at all."""
+    match data:
+        case HubData():
+            for number, record in enumerate(open_dataset(data)):
+                yield f"data set {data.dataset}, record {number}", record
+        case FileData():
+            for file in find_files(data):
+                if file.kind == "parquet":
+                    for number, record in parquet_records(file.path, columns, all_needed=False):
+                        yield f"{file.path}, row {number}", record
+                else:
+                    for number, row in jsonl_rows(file.path):
+                        yield f"{file.path}, line {number}", row
+
+
+def parquet_records(
+    path: Path, columns: tuple[str, ...], *, all_needed: bool = True
+) -> Iterator[tuple[int, dict[str, object]]]:
+    """(row number from 0, the asked columns) of every row. Not `all_needed`: those of them that are there."""
     try:
         with pq.ParquetFile(path) as file:
             known = file.schema_arrow.names
+            if not all_needed:
+                columns = tuple(column for column in columns if column in known)
             for column in columns:
                 if column not in known:
                     raise DataError(f"{path}: no column {column!r}; {nearest(column, known)}")

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as Engine
 
+from fusionai.corpus.templates import special_texts
 from fusionai.primitives.errors import ModelError
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE: Final = "▁"
 _SLICE_CHARACTERS: Final = 32_768
 _FAR: Final = 2
-_NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Tokenizer:
@@ -45,7 +45,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(token for token, entry in added.items() if entry.special)
         self.added: dict[str, int] = {entry.content: token for token, entry in added.items()}
         """Every token that stands outside the trained vocabulary, special or not, by its text."""
-        self.special_texts: dict[str, str] = _special_texts(config)
+        self.special_texts: dict[str, str] = special_texts(config)
         """`bos_token` and so on, as templates call them."""
         decoder = spec.get("decoder") or {}
         kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", ()))}
@@ -150,16 +150,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file}: expected a JSON object, got {type(content).__name__}.")
     return content
-
-
-def _special_texts(config: dict[str, Any]) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for name in _NAMED:
-        token = config.get(f"{name}_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            texts[f"{name}_token"] = content
-    return texts
 
 
 def _byte_letters() -> list[str]:

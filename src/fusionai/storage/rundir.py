@@ -1,7 +1,7 @@
 """What stands where in a job's directory. Decides names; each file's content is its writer's business.
 
 recipe.json          the recipe this job was started with
-tokens/              derived data (`corpus.tokens`)
+tokens/              derived data (`corpus.tokens`, `corpus.chat_file`), and bad_rows.jsonl
 journal.sqlite       commits (`commits`), with journal.sqlite.lock: who drives
 checkpoints/         `checkpoint`
 deployment.msgpack   who runs what where, with tickets; for its owner only

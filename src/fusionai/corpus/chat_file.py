@@ -1,0 +1,214 @@
+"""The file of conversations: tokenised, one after the other, with the labels among them. Decides the cache's key, and
+what of the data is read for it; knows no row.
+
+    tokens/tokenizer-<key>/   the trained tokenizer
+    tokens/<key>/             both parts (`chat_parts`), manifest.json
+    tokens/bad_rows.jsonl     rows that were left out
+
+A key covers the content of the data and every setting that changes the tokens, so a stale file is never read.
+Neighbours: `text` and `conversations` read rows, `chat_tokens` writes and encodes, `chat_source` cuts rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fusionai.corpus.bad_rows import BadRow, BadRows, RowError, check_bad_rows
+from fusionai.corpus.chat_parts import ChatPart, Parts, PartWriters, open_part
+from fusionai.corpus.chat_tokens import TEMPLATE_FILE, ChatEncoder, ChatWriter, Written, read_template
+from fusionai.corpus.conversations import KEYS, conversation_of
+from fusionai.corpus.files import find_files, fingerprint
+from fusionai.corpus.split import Split
+from fusionai.corpus.tables import ChatData, FileData, HubData, HubTokenizer, LocalTokenizer, TrainTokenizer
+from fusionai.corpus.text import open_dataset, rows_of
+from fusionai.corpus.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from fusionai.primitives.errors import StorageError
+from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory, write_atomic
+
+Progress = Callable[[str, int], None]
+
+BAD_ROWS_FILE: Final = "bad_rows.jsonl"
+_LAYOUT: Final = 1
+_KEY_CHARACTERS: Final = 16
+_BATCH: Final = 256
+_BATCH_CHARACTERS: Final = 2**22
+
+
+class ChatManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a file of conversations holds, and what it was made of. `plain`: there was no template."""
+
+    layout: int
+    rows: int
+    bad_rows: int
+    first_bad: tuple[BadRow, ...]
+    plain: bool
+    written: Parts
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFile:
+    """Both parts and the tokenizer that made them, whose files have the template."""
+
+    train: ChatPart
+    evaluation: ChatPart
+    manifest: ChatManifest
+    tokenizer: Tokenizer
+    bad_rows: Path
+
+
+def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | None = None) -> ChatFile:
+    """Find or make the file of `data` in the cache at `directory`.
+
+    Raises `DataError` for data that can't be read or has too many bad rows, `StorageError` for the cache.
+    """
+    template = read_template(data.template)
+    split = Split(data.evaluation_fraction, seed)
+    reading = _Reading(data, directory / BAD_ROWS_FILE, progress)
+    made_by = [str(_LAYOUT), "chat", data.layout, _content(data), repr(template), repr(data.evaluation_fraction)]
+    if data.evaluation_fraction > 0:
+        made_by.append(str(seed))
+    match data.tokenizer:
+        case TrainTokenizer(vocabulary=vocabulary):
+            place = directory / f"tokenizer-{_key([*made_by, str(vocabulary)])}"
+            tokenizer = _trained(place, vocabulary, reading, ChatWriter({}, template, "all"), split)
+        case LocalTokenizer() | HubTokenizer():
+            tokenizer = load_tokenizer(data.tokenizer)
+    if template is not None:
+        tokenizer = Tokenizer({**tokenizer.files, TEMPLATE_FILE: template.encode()}, str(data.template))
+    writer = ChatWriter(tokenizer.files, None, data.loss_on)
+    spoken = [tokenizer.files.get(name, b"").hex() for name in (TEMPLATE_FILE, "tokenizer_config.json")]
+    settings = [str(data.sequence_length), data.loss_on, data.too_long]
+    place = directory / _key([*made_by, tokenizer.content_hash, *spoken, *settings])
+    if not place.is_dir():
+        _write(place, reading, writer, tokenizer, data, split)
+    manifest = _read_manifest(place)
+    check_bad_rows(list(manifest.first_bad), manifest.bad_rows, manifest.rows, data.bad_rows, directory / BAD_ROWS_FILE)
+    return ChatFile(
+        train=open_part(place / "train", manifest.written.train),
+        evaluation=open_part(place / "evaluation", manifest.written.evaluation),
+        manifest=manifest,
+        tokenizer=tokenizer,
+        bad_rows=directory / BAD_ROWS_FILE,
+    )
+
+
+class _Reading:
+    """The data, as often as it is read."""
+
+    def __init__(self, data: ChatData, listing: Path, progress: Progress | None) -> None:
+        self._data = data
+        self._listing = listing
+        self._progress = progress
+
+    def bad_rows(self) -> BadRows:
+        return BadRows(self._data.bad_rows, self._listing)
+
+    def written(self, writer: ChatWriter, what: str, bad: BadRows) -> Iterator[Written]:
+        """Every conversation as text; bad rows are left out. Raises `DataError` when there are too many."""
+        for place, row in rows_of(self._data.source, KEYS[self._data.layout]):
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                written = writer.write(conversation_of(row, self._data.layout))
+            except RowError as problem:
+                bad.bad(place, str(problem))
+                continue
+            bad.good()
+            if self._progress is not None:
+                self._progress(what, bad.rows)
+            yield written
+        bad.settle()
+
+
+def _content(data: ChatData) -> str:
+    match data.source:
+        case FileData():
+            return fingerprint(find_files(data.source))
+        case HubData() as source:
+            found = str(open_dataset(source)._fingerprint)
+            return "\n".join([source.dataset, source.subset or "", source.split, found])
+
+
+def _key(parts: list[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY_CHARACTERS]
+
+
+def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter, split: Split) -> Tokenizer:
+    """The cached tokenizer, trained now if there is none, on nothing but the training part."""
+    if not (place / "tokenizer.json").is_file():
+        with reading.bad_rows() as bad:
+            texts = (
+                written.text
+                for index, written in enumerate(reading.written(writer, "tokenizer", bad))
+                if not split.is_evaluation(index)
+            )
+            trained = train_tokenizer(texts, vocabulary)
+        # Saved in sorted order: tokenizer.json, whose presence says that all is there, must come last.
+        for name, content in sorted(trained.files.items(), reverse=True):
+            write_atomic(place / name, content)
+    return load_tokenizer(LocalTokenizer(path=str(place)))
+
+
+def _write(
+    place: Path, reading: _Reading, writer: ChatWriter, tokenizer: Tokenizer, data: ChatData, split: Split
+) -> None:
+    """The whole directory or nothing: it gets its name when everything is on the disk."""
+    partial = place.with_name(place.name + PARTIAL_SUFFIX)
+    encoder = ChatEncoder(tokenizer)
+    try:
+        with storage_errors(place):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        with reading.bad_rows() as bad, storage_errors(partial), PartWriters(partial, data, split) as parts:
+            for batch in _batches(reading.written(writer, "tokens", bad)):
+                for conversation in encoder.encode(batch):
+                    parts.add(conversation)
+            written = parts.close()
+        manifest = ChatManifest(
+            layout=_LAYOUT,
+            rows=bad.rows,
+            bad_rows=bad.count,
+            first_bad=tuple(bad.first),
+            plain=writer.is_plain,
+            written=written,
+        )
+        write_atomic(partial / "manifest.json", msgspec.json.encode(manifest))
+        with storage_errors(place):
+            partial.replace(place)
+            sync_directory(place.parent)
+    except BaseException:
+        with suppress(OSError):
+            shutil.rmtree(partial)
+        raise
+
+
+def _batches(conversations: Iterator[Written]) -> Iterator[list[Written]]:
+    """Enough text to keep all cores busy, never more than fits easily."""
+    batch: list[Written] = []
+    characters = 0
+    for written in conversations:
+        batch.append(written)
+        characters += sum(len(text) for text, _ in written.pieces)
+        if len(batch) >= _BATCH or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _read_manifest(place: Path) -> ChatManifest:
+    path = place / "manifest.json"
+    with storage_errors(path, "read"):
+        content = path.read_bytes()
+    try:
+        return msgspec.json.decode(content, type=ChatManifest)
+    except msgspec.DecodeError as problem:
+        raise StorageError(f"{path} is damaged: {problem}.", hint=f"Delete {place}; it is made anew.") from None

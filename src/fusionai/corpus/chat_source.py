@@ -1,0 +1,197 @@
+"""What fine-tuning on conversations is fed: rows with labels where an answer stands. Decides rows and labels.
+
+A row is one conversation, or with packing several, each whole, and padding to its end. A causal model never looks at
+what follows, so padding changes nothing; what stands before it in its row it does see, another conversation too.
+Random access like `source`, whose `Source` this is. Neighbours: `chat_file` has the tokens, `row_packing` says what
+shares a row.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.corpus.chat_file import ChatFile
+from fusionai.corpus.chat_parts import ChatPart
+from fusionai.corpus.masking import IGNORED
+from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
+from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.row_packing import packed
+from fusionai.corpus.tables import ChatData
+from fusionai.corpus.tokenizer import Tokenizer
+from fusionai.primitives.errors import DataError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+
+PADDING: Final = 0
+"""Any token would do: nothing looks at it and it is no label."""
+
+
+class ChatSource:
+    """Inputs `input_ids`, `position_ids`, `labels`, int64 [rows, length], and `labels_per_microbatch`, float32: how
+    many labels the microbatches of the step have on average, so that every label counts the same."""
+
+    def __init__(self, recipe: Recipe, data: ChatData, file: ChatFile) -> None:
+        """Raises `DataError` when a part has too few rows."""
+        train = recipe.train
+        self._file = file
+        self._length = data.sequence_length
+        self._seed = recipe.job.seed
+        self._deal = ALONE
+        self._train = _Rows(file.train, self._length, packing=data.packing)
+        self._evaluation = _Rows(file.evaluation, self._length, packing=data.packing)
+        if not self._train.count:
+            why = "; ".join(_left_out(file, self._length))
+            raise DataError(
+                f"the training part of the data has no conversation with an answer{f': {why}' if why else ''}."
+            )
+        self._evaluation_batches = 0
+        if recipe.evaluation is not None:
+            available = self._evaluation.count // train.microbatch_size
+            if not available:
+                raise DataError(
+                    f"the evaluation part has {self._evaluation.count} rows, a microbatch takes "
+                    f"{train.microbatch_size}.",
+                    hint="Raise evaluation_fraction, or give more data.",
+                )
+            self._evaluation_batches = min(recipe.evaluation.batches, available)
+        self._microbatches = train.microbatches
+        self._order = SampleOrder(
+            samples=self._train.count,
+            batch_size=train.batch_size,
+            microbatches=train.microbatches,
+            seed=self._seed,
+            shuffle=data.shuffle,
+        )
+        self._labels_of_step = lru_cache(maxsize=8)(self._count_labels)
+        self._evaluation_labels = sum(
+            int(self._evaluation.labels[self._evaluation_rows(index)].sum()) for index in range(self.evaluation_batches)
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._file.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        return self._file.manifest.written.fingerprint
+
+    @property
+    def samples(self) -> int:
+        return self._train.count
+
+    @property
+    def evaluation_batches(self) -> int:
+        return self._evaluation_batches
+
+    def dealt(self, deal: Deal) -> ChatSource:
+        """The same data as one of several replicas sees it: its steps are those that `deal` gives it."""
+        share = copy.copy(self)
+        share._deal = deal
+        return share
+
+    def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        step = self._deal.step(step)
+        rows = self._order.microbatch(step, microbatch)
+        return self._batch(self._train, rows, self._labels_of_step(step) / self._microbatches)
+
+    def evaluation(self, index: int) -> dict[str, HostTensor]:
+        mean = self._evaluation_labels / self._evaluation_batches
+        return self._batch(self._evaluation, self._evaluation_rows(index), mean)
+
+    def cursor(self, step: int) -> int:
+        return self._order.cursor(self._deal.step(step))
+
+    def data_epoch(self, step: int) -> int:
+        return self._order.data_epoch(self._deal.step(step))
+
+    def describe(self) -> str:
+        train, evaluation = self._file.manifest.written.train, self._file.manifest.written.evaluation
+        return (
+            f"{train.conversations} conversations with {train.tokens} tokens in {self._train.count} rows of "
+            f"{self._length}, {train.labels} tokens trained on, {evaluation.conversations} conversations for "
+            f"evaluation, vocabulary {self.tokenizer.vocabulary}"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the job owner should know of what was left out or cut; no text of the data."""
+        manifest = self._file.manifest
+        told: list[str] = []
+        if manifest.plain:
+            told.append(
+                "the tokenizer has no chat template: conversations are written as `role: text`, and so they will be "
+                "served; give one with [data] template"
+            )
+        if manifest.bad_rows:
+            told.append(
+                f"warning: {manifest.bad_rows} of {manifest.rows} rows are bad and left out; all are in "
+                f"{self._file.bad_rows}"
+            )
+            told += [f"warning: {row.place}: {row.problem}" for row in manifest.first_bad]
+        told += [f"warning: {said}" for said in _left_out(self._file, self._length)]
+        return tuple(told)
+
+    def _evaluation_rows(self, index: int) -> list[int]:
+        return evaluation_samples(self._evaluation.count, self._order.microbatch_size, self._seed, index)
+
+    def _count_labels(self, step: int) -> int:
+        """Of a step of the whole sequence."""
+        rows = [row for number in range(self._microbatches) for row in self._order.microbatch(step, number)]
+        return int(self._train.labels[rows].sum())
+
+    def _batch(self, part: _Rows, rows: list[int], mean_labels: float) -> dict[str, HostTensor]:
+        ids = np.full((len(rows), self._length), PADDING, dtype="<i8")
+        labels = np.full_like(ids, IGNORED)
+        for at, row in enumerate(rows):
+            part.fill(row, ids[at], labels[at])
+        positions = np.ascontiguousarray(np.broadcast_to(np.arange(self._length, dtype="<i8"), ids.shape))
+        count = np.asarray(mean_labels, dtype="<f4")
+        return {
+            "input_ids": host_tensor("int64", ids.shape, ids.data),
+            "position_ids": host_tensor("int64", ids.shape, positions.data),
+            "labels": host_tensor("int64", ids.shape, labels.data),
+            "labels_per_microbatch": host_tensor("float32", (), count.tobytes()),
+        }
+
+
+def _left_out(file: ChatFile, length: int) -> list[str]:
+    """What became of long conversations."""
+    written = file.manifest.written
+    counts = (
+        (written.truncated, f"conversations are longer than {length} tokens and cut there"),
+        (written.dropped, f"conversations are longer than {length} tokens and left out"),
+        (written.unanswered, f"conversations have no answer within {length} tokens and are left out"),
+    )
+    return [f"{count} {what}" for count, what in counts if count]
+
+
+class _Rows:
+    """The rows of one part. `labels`: how many each has."""
+
+    def __init__(self, part: ChatPart, length: int, *, packing: bool) -> None:
+        self._part = part
+        starts = np.concatenate([np.zeros(1, dtype="<i8"), part.ends])
+        self._starts: npt.NDArray[np.int64] = starts
+        totals = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(part.labels, dtype=np.int64)])
+        counts = totals[part.ends] - totals[starts[:-1]]
+        self._packed = packed(np.diff(starts), length) if packing else None
+        if self._packed is None:
+            self.labels = counts
+        else:
+            self.labels = np.asarray([int(counts[row].sum()) for row in self._packed], dtype=np.int64)
+        self.count = len(self.labels)
+
+    def fill(self, row: int, ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> None:
+        """Write the row's tokens and labels: `labels[i]` is the token after `ids[i]` where that one is trained."""
+        at = 0
+        for conversation in (row,) if self._packed is None else self._packed[row]:
+            start, end = int(self._starts[conversation]), int(self._starts[conversation + 1])
+            tokens = self._part.tokens[start:end].astype(np.int64)
+            ids[at : at + len(tokens)] = tokens
+            trained = self._part.labels[start + 1 : end] == 1
+            labels[at : at + len(tokens) - 1] = np.where(trained, tokens[1:], IGNORED)
+            at += len(tokens)
