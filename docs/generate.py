@@ -32,6 +32,7 @@ from fusionai.cli.analyze import shipped_comparisons
 from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, serving, stage
 from fusionai.coordination.machine import START, rows
 from fusionai.corpus.tables import (
+    AdapterTable,
     DataTable,
     Evaluation,
     Faults,
@@ -61,6 +62,7 @@ RECIPE_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "data.tokenizer": TokenizerTable,
     "train": Train,
     "train.optimizer": OptimizerSpec,
+    "adapter": AdapterTable,
     "evaluation": Evaluation,
     "placement": Placement,
     "faults": Faults,

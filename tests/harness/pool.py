@@ -332,6 +332,8 @@ class Job:
     """Whether the stages make activations again in backward."""
     offload: bool = False
     """Whether the stages keep optimizer state in files."""
+    base_stays: bool = False
+    """Only an adapter is trained: checkpoints are of it alone."""
     tolerant: bool = False
     """Whether stages may move among machines of unlike numerics."""
     replans: bool = False
@@ -397,6 +399,7 @@ class Job:
                 sync_lag=self.sync_lag,
                 sync_steps=self.steps,
                 sync_codec=self.sync_codec,
+                base_stays=self.base_stays,
             ),
             steps=self.steps,
             learning_rate=self.learning_rate,
@@ -423,6 +426,7 @@ class Job:
             graph_hash="",
             aliases={alias: spec.key for spec in params for alias in spec.aliases},
             private_keys=frozenset(),
+            adapter_keys=frozenset(spec.key for spec in params if spec.trainable) if self.base_stays else frozenset(),
         )
 
     async def run(

@@ -135,6 +135,38 @@ def test_jsonl_and_a_local_pretrained_directory_with_sgd(pool: LivePool, tmp_pat
         np.testing.assert_allclose(after[name], weights, atol=1e-6)
 
 
+def test_an_adapter_of_a_pretrained_directory_goes_on_where_it_stopped(pool: LivePool, tmp_path: Path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    write_text(tmp_path / "text.txt")
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=32))
+    model.save_pretrained(tmp_path / "pretrained")
+    settings = {
+        "model": {"path": "pretrained"},
+        "adapter": {"rank": 4, "targets": ["c_attn"]},
+        "placement": {"stages": 2},
+    }
+    recipe = write_recipe(tmp_path / "r.toml", job__steps=2, **settings)
+    first = trained(pool, recipe)
+    second = trained(pool, write_recipe(recipe, job__steps=4, **settings))
+    assert (second["steps"], second["losses"][:2]) == (4, first["losses"])
+    saved = Path(second["checkpoint"])
+    assert not list(saved.glob("model*"))
+    weights = load_file(saved / "adapter_model.safetensors")
+    assert set(weights) == {
+        f"base_model.model.transformer.h.{layer}.attn.c_attn.lora_{part}.weight" for layer in (0, 1) for part in "AB"
+    }
+    assert all(np.abs(weights[name]).max() > 0 for name in weights)
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["fan_in_fan_out"]) == (4, 8, True)
+    assert config["base_model_name_or_path"] == str(tmp_path / "pretrained")
+
+    # Its base is another one than that of the steps so far.
+    GPT2LMHeadModel(model.config).save_pretrained(tmp_path / "pretrained")
+    changed = fusion("train", write_recipe(recipe, job__steps=6, **settings), "--home", pool.owner)
+    assert (changed.code, "model.safetensors is not what" in changed.err) == (2, True), changed.err
+
+
 @pytest.mark.long
 def test_parquet_in_bf16_with_momentum(pool: LivePool, tmp_path: Path):
     lines = write_text(tmp_path / "text.txt").read_text().splitlines()

@@ -14,7 +14,7 @@ from fusionai.backends.binding import nearest
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, tensor_bytes
-from fusionai.wire.messages import OptimizerSpec
+from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 EIGHT_BIT_BLOCK: Final = 256
 """Numbers of 8-bit state that share a scale."""
@@ -99,6 +99,15 @@ def state_entries(graph: Graph, optimizer: OptimizerSpec | None) -> dict[str, St
         for slot, (dtype, shape) in optimizer_slots(optimizer, specs[key].dtype, tuple(specs[key].shape)).items():
             entries[f"optimizer/{key}/{slot}"] = StateEntry(key, slot, dtype, shape)
     return entries
+
+
+def saved_entries(graph: Graph, options: StageOptions) -> dict[str, StateEntry]:
+    """Those of `state_entries` that a checkpoint is made of."""
+    entries = state_entries(graph, options.optimizer)
+    if not options.base_stays:
+        return entries
+    frozen = {spec.key for spec in graph.params.values() if spec.kind == "parameter" and not spec.trainable}
+    return {name: entry for name, entry in entries.items() if entry.key not in frozen}
 
 
 def gradient_bytes(graph: Graph) -> int:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fusionai.capture.adapter import Adapter, adapted, plain_name
 from fusionai.capture.huggingface import HuggingFaceModel, resolve
 from fusionai.capture.initialisation import InitialisationWatch, Program, watching
 from fusionai.capture.source import CodeSource, FactorySource, ModelSource, describe
@@ -34,9 +35,9 @@ Construct = Callable[[], nn.Module | tuple[nn.Module, Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A module ready for capture. `programs` has every parameter by its first name; `registered` its place in the order
-    of construction, by which `rebuild` finds it again. `real`: the parameters hold memory, because the module could
-    not be built without it."""
+    """A module ready for capture. `programs` has every parameter by the key of its first name; `registered` its place
+    in the order of construction, by which `rebuild` finds it again. `real`: the parameters hold memory, because the
+    module could not be built without it. `adapter`: what was put into it after its construction."""
 
     name: str
     module: nn.Module
@@ -48,10 +49,24 @@ class Built:
     example_inputs: Mapping[str, Any] | None = None
     huggingface: HuggingFaceModel | None = None
     notes: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+
+    def key(self, name: str) -> str:
+        """What a parameter or buffer of the module is called in the graph: as without an adapter around it."""
+        return name if self.adapter is None else plain_name(name)
+
+    def parameters(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
+        """By key, in the module's order; of another module built the same way, if given."""
+        return {self.key(name): value for name, value in (module or self.module).named_parameters()}
+
+    def buffers(self, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """As `parameters`."""
+        return {self.key(name): value for name, value in (module or self.module).named_buffers()}
 
 
-def build(source: ModelSource, seed: int) -> Built:
-    """Build `source`'s module. Raises `ModelError` when it can't be found, configured or constructed."""
+def build(source: ModelSource, seed: int, adapter: Adapter | None = None) -> Built:
+    """Build `source`'s module, with `adapter` in it. Raises `ModelError` when it can't be found, configured or
+    constructed."""
     name = describe(source)
     huggingface: HuggingFaceModel | None = None
     match source:
@@ -62,6 +77,8 @@ def build(source: ModelSource, seed: int) -> Built:
         case _:
             huggingface = resolve(source)
             construct = huggingface.construct
+    if adapter is not None:
+        construct = _with_adapter(construct, adapter)
     notes = () if huggingface is None else huggingface.notes
     try:
         module, inputs, programs, registered = _build_on_meta(construct, name, seed)
@@ -70,13 +87,23 @@ def build(source: ModelSource, seed: int) -> Built:
         raise
     except Exception as error:  # noqa: BLE001  the owner's constructor may raise anything
         module, inputs = _construct(construct, name, seed)
-        programs = {key: None for key, _ in module.named_parameters()}
+        programs = {name: None for name, _ in module.named_parameters()}
         registered, real = {}, True
         notes = (*notes, f"Built in real memory: without it the constructor failed ({_first_line(error)}).")
+    key = (lambda name: name) if adapter is None else plain_name
     return Built(
-        name, module, construct, programs, registered, seed, real, example_inputs=inputs, huggingface=huggingface,
+        name,
+        module,
+        construct,
+        {key(name): program for name, program in programs.items()},
+        {key(name): place for name, place in registered.items()},
+        seed,
+        real,
+        example_inputs=inputs,
+        huggingface=huggingface,
         notes=notes,
-    )  # fmt: skip
+        adapter=adapter,
+    )
 
 
 def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,17 +113,17 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
     the same versions.
     """
     if built.real:
-        parameters = dict(built.module.named_parameters())
+        parameters = built.parameters()
         yield from ((key, parameters[key].detach()) for key in sorted(keys))
         return
     wanted = frozenset(built.registered[key] for key in keys)
     with watching() as watch, _parameters_on_meta(watch, wanted):
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
-    made = {key: parameter for key, parameter in module.named_parameters() if key in keys}
+    made = {key: parameter for key, parameter in built.parameters(module).items() if key in keys}
     if any(parameter.is_meta for parameter in made.values()):
         # Computed from another that was not wanted, as a direction and a length are of a weight: all in real memory.
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
-        made = {key: parameter for key, parameter in module.named_parameters() if key in keys}
+        made = {key: parameter for key, parameter in built.parameters(module).items() if key in keys}
     for key, parameter in made.items():
         if parameter.is_meta:
             raise ModelError(
@@ -109,9 +136,21 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
 def construct_real(built: Built) -> nn.Module:
     """The owner's module in real memory, Hugging Face models as transformers runs them."""
     if built.huggingface is not None:
-        return built.huggingface.construct_plain()
+        plain = built.huggingface.construct_plain()
+        return plain if built.adapter is None else adapted(plain, built.adapter)
     module, _ = _construct(built.construct, built.name, built.seed)
     return module
+
+
+def _with_adapter(construct: Construct, adapter: Adapter) -> Construct:
+    def made() -> nn.Module | tuple[nn.Module, Mapping[str, Any]]:
+        match construct():
+            case (module, inputs):
+                return adapted(module, adapter), inputs
+            case module:
+                return adapted(module, adapter)
+
+    return made
 
 
 def load_function(target: str) -> Construct:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fusionai.capture.adapter import Adapter, located
 from fusionai.capture.build import Built, build
 from fusionai.capture.experts import by_products
 from fusionai.capture.export import export, output_dims
@@ -83,13 +84,22 @@ def capture(
     seed: int = 0,
     train: bool = True,
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
+    adapter: Adapter | None = None,
 ) -> Captured:
     """Capture `source` with its loss as a validated graph, for every batch and sequence in the ranges (inclusive).
+    With `adapter` in it, nothing else is trainable.
 
     Raises `ModelError` when the model can't be built, traced or spelt in the IR; it names what, where and what to do.
     """
     made = draft(
-        source, task=task, batch=batch, sequence=sequence, seed=seed, train=train, example_inputs=example_inputs
+        source,
+        task=task,
+        batch=batch,
+        sequence=sequence,
+        seed=seed,
+        train=train,
+        example_inputs=example_inputs,
+        adapter=adapter,
     )
     if made.unsupported:
         first = made.unsupported[0]
@@ -113,12 +123,13 @@ def draft(
     seed: int,
     train: bool,
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
+    adapter: Adapter | None = None,
 ) -> Draft:
     """As `capture`, but collects what is unsupported instead of refusing."""
     for name, (low, high) in (("batch", batch), ("sequence", sequence)):
         if not 1 <= low <= high:
             raise ModelError(f"the range of {name} sizes is {low} to {high}.", hint="Give 1 <= smallest <= largest.")
-    built = build(source, seed)
+    built = build(source, seed, adapter)
     examples = example_inputs or built.example_inputs
     if examples is None and built.huggingface is not None and task not in ("causal_lm", "counted_lm", "masked_lm"):
         examples = model_inputs(built.module, built.huggingface.config)
@@ -140,7 +151,9 @@ def draft(
     # Weights of another model are told before the long part of the work.
     checkpoint = None
     if built.huggingface is not None and built.huggingface.weights:
-        checkpoint = index_checkpoint(built.huggingface.weights, built, _aliases(built.module))
+        checkpoint = index_checkpoint(built.huggingface.weights, built, _aliases(built.module), located(adapter))
+    elif started := located(adapter):
+        checkpoint = Checkpoint(started)
     built.module.train(train)
     if train:
         by_products(built.module)
@@ -148,7 +161,9 @@ def draft(
         program = export(TaskModule(built.module, task, names), specs, symbols)
     lowered = lower(program, specs, _canonical(built.module))
     constants: dict[str, torch.Tensor] = {
-        key: _tensor_constant(program.constants[f"module.{key}" if f"module.{key}" in program.constants else key])
+        built.key(key): _tensor_constant(
+            program.constants[f"module.{key}" if f"module.{key}" in program.constants else key]
+        )
         for key in lowered.constants.values()
     }
     return _assemble(built, lowered, specs, names, symbols, constants, checkpoint, task, train, notes)
@@ -166,12 +181,16 @@ def _assemble(
     train: bool,
     notes: list[str],
 ) -> Draft:
-    parameters = dict(built.module.named_parameters())
-    aliases = _aliases(built.module)
+    parameters = built.parameters()
+    aliases = {
+        built.key(first): tuple(built.key(other) for other in others)
+        for first, others in _aliases(built.module).items()
+    }
+    stored = frozenset[str]() if checkpoint is None else frozenset(checkpoint.entries)
     params: dict[str, ParamSpec] = {}
     order = {key: index for index, key in enumerate(parameters)}
-    for value, key in lowered.parameters.items():
-        spec = lowered.values[value]
+    for value, name in lowered.parameters.items():
+        spec, key = lowered.values[value], built.key(name)
         params[value] = ParamSpec(
             key=key,
             kind="parameter",
@@ -180,13 +199,13 @@ def _assemble(
             trainable=parameters[key].requires_grad,
             order=order[key],
             aliases=aliases.get(key, ()),
-            init=None if checkpoint is not None else built.programs[key],
+            init=None if key in stored else built.programs[key],
         )
     tables: tuple[tuple[Literal["buffer", "constant"], dict[str, str]], ...]
     tables = (("buffer", lowered.buffers), ("constant", lowered.constants))
     for kind, table in tables:
-        for value, key in table.items():
-            spec = lowered.values[value]
+        for value, name in table.items():
+            spec, key = lowered.values[value], built.key(name)
             shape = tuple(int(size) for size in spec.shape)
             params[value] = ParamSpec(
                 key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=aliases.get(key, ()),
@@ -198,11 +217,12 @@ def _assemble(
         outputs=lowered.outputs,
         values=lowered.values,
         params=params,
-        state_writes=lowered.state_writes,
+        state_writes={value: built.key(name) for value, name in lowered.state_writes.items()},
         nodes=tuple(lowered.nodes),
     )
     graph = assign_blocks(graph)
-    unused = tuple(key for key in parameters if key not in set(lowered.parameters.values()))
+    used = {built.key(name) for name in lowered.parameters.values()}
+    unused = tuple(key for key in parameters if key not in used)
     if unused:
         notes.append(f"{len(unused)} parameters have no part in the outputs, first {unused[0]}.")
     nodes = sum(node.op == "fusion.attention" for node in graph.nodes)
@@ -222,7 +242,8 @@ def _assemble(
         attention_layers=layers,
         attention_nodes=nodes,
         owed=tuple(spec.key for spec in params.values() if spec.init is None),
-        private_keys=frozenset(spec.key for spec in params.values()) - set(built.module.state_dict()),
+        private_keys=frozenset(spec.key for spec in params.values())
+        - {built.key(name) for name in built.module.state_dict()},
         unused=unused,
         notes=tuple(notes),
         inputs=specs,

@@ -79,7 +79,7 @@ def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
     if training:
         expected["loss"].backward()
         program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
-        parameters = dict(module.named_parameters())
+        parameters = captured.source.built.parameters(module)
         gradients = program.export_gradients([key for key, p in parameters.items() if p.grad is not None])
         gradient_diff = max((relative_difference(g, _gradient(parameters[key])) for key, g in gradients), default=0.0)
     result = SelfCheck(forward_diff, gradient_diff, checked.n_parameters, reduced)
@@ -97,8 +97,9 @@ def reference_module(captured: Captured, seed: int) -> nn.Module:
     program = TorchBackend("cpu").load(captured.graph, grad_inputs=(), options=StageOptions(seed=seed))
     program.initialise()
     program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))
-    module = construct_real(captured.source.built)
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    built = captured.source.built
+    module = construct_real(built)
+    tensors = {**built.parameters(module), **built.buffers(module)}
     with torch.no_grad():
         for entry, tensor in program.export_state(["model"]):
             key = entry.removeprefix("model/")
@@ -208,4 +209,5 @@ def _reduce(captured: Captured) -> Captured:
         sequence=ranges.get("s", (1, 1)),
         seed=captured.source.built.seed,
         train=captured.train,
+        adapter=captured.source.built.adapter,
     )

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from fusionai.capture.adapter import is_adapter
 from fusionai.capture.build import Built, rebuild
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -42,9 +43,9 @@ class StateSource:
     def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
         """(key, bytes) of each key, in the module's dtypes, one at a time. Raises `ModelError` on an unknown key."""
         wanted = set(keys)
-        buffers = dict(self.built.module.named_buffers())
+        buffers = self.built.buffers()
         stored: Mapping[str, tuple[Path, str]] = {} if self.checkpoint is None else self.checkpoint.entries
-        parameters = dict(self.built.module.named_parameters())
+        parameters = self.built.parameters()
         unknown = wanted - set(self.constants) - set(stored) - set(buffers) - set(parameters)
         if unknown:
             raise ModelError(
@@ -96,8 +97,14 @@ def group(keys: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> tuple[
     return tuple(groups)
 
 
-def index_checkpoint(files: Sequence[Path], built: Built, aliases: Mapping[str, tuple[str, ...]]) -> Checkpoint:
-    """Match the names in safetensors files with the module's keys, reading only the files' headers.
+def index_checkpoint(
+    files: Sequence[Path],
+    built: Built,
+    aliases: Mapping[str, tuple[str, ...]],
+    elsewhere: Mapping[str, tuple[Path, str]],
+) -> Checkpoint:
+    """Match the names in safetensors files with the module's keys, reading only the files' headers. `elsewhere`: what
+    other files have. An adapter's parameters may be missing: they are new then.
 
     Raises `ModelError` when a parameter is missing or has another shape, naming it.
     """
@@ -114,11 +121,18 @@ def index_checkpoint(files: Sequence[Path], built: Built, aliases: Mapping[str, 
                 f"the weights in {path} can't be read: {error}", hint="Fetch or save the file again."
             ) from error
     prefix = str(getattr(built.module, "base_model_prefix", ""))
-    entries: dict[str, tuple[Path, str]] = {}
+    entries = dict(elsewhere)
     missing: list[str] = []
-    tensors = {**dict(built.module.named_buffers()), **dict(built.module.named_parameters())}
-    for key, tensor in tensors.items():
-        names = [candidate for name in (key, *aliases.get(key, ())) for candidate in _spellings(name, prefix)]
+    tensors: dict[str, torch.Tensor] = {
+        **dict(built.module.named_buffers()),
+        **dict(built.module.named_parameters()),
+    }
+    for own, tensor in tensors.items():
+        key = built.key(own)
+        if key in entries or (built.adapter is not None and is_adapter(key)):
+            continue
+        named = [built.key(name) for name in (own, *aliases.get(own, ()))]
+        names = [candidate for name in named for candidate in _spellings(name, prefix)]
         hit = next((found[name] for name in names if name in found), None)
         if hit is None:
             if isinstance(tensor, nn.Parameter):

@@ -17,4 +17,6 @@ def checkpoint_header(recipe: Recipe, prepared: Prepared) -> CheckpointHeader:
         recipe=msgspec.to_builtins(recipe),
         aliases={alias: spec.key for spec in params for alias in spec.aliases},
         private_keys=prepared.captured.private_keys,
+        adapter_keys=frozenset() if recipe.adapter is None else frozenset(one.key for one in params if one.trainable),
+        base=prepared.base,
     )

@@ -63,6 +63,12 @@ def check_checkpoint(prepared: Prepared, reader: CheckpointReader) -> None:
             "library changed since.",
             hint="Undo that, or give the job another name or directory.",
         )
+    for name, digest in manifest.base.items():
+        if prepared.base.get(name) != digest:
+            raise RecipeError(
+                f"the base model's {name} is not what {reader.directory} was trained on: it changed since.",
+                hint="Restore it, or give the job another name or directory.",
+            )
     if manifest.data_fingerprint != prepared.source.fingerprint:
         raise RecipeError(
             f"the data is not what {reader.directory} was trained on: a file changed since.",

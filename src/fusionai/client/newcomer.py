@@ -43,6 +43,6 @@ def _entries(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepare
             yield name, agreed[entry.key]
         elif entry.slot:
             yield name, host_tensor(entry.dtype, entry.shape, bytes(entry.nbytes))
-        elif spec.init is not None:
+        elif spec.init is not None and recipe.adapter is None:
             made = np.asarray(initialise(spec.key, spec.shape, spec.dtype, spec.init, recipe.job.seed))
             yield name, host_tensor(spec.dtype, spec.shape, made.tobytes())

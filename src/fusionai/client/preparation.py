@@ -8,16 +8,19 @@ Neighbours: `corpus` reads, `capture` captures, `scheduling` plans, `client.trai
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from fusionai.backends.state import state_bytes_ratio
+from fusionai.capture.adapter import Lora, StartedLora, adapter_config
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
 from fusionai.capture.self_check import checkable, self_check
@@ -34,14 +37,25 @@ from fusionai.client.pool_session import Member
 from fusionai.corpus.chat_source import ChatSource
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TensorSource, TokenSource, open_source
-from fusionai.corpus.tables import ChatData, ConfigModel, FactoryModel, HubModel, LocalModel, TextData
+from fusionai.corpus.tables import (
+    ChatData,
+    ConfigModel,
+    FactoryModel,
+    HubModel,
+    KnownAdapter,
+    LocalModel,
+    NewAdapter,
+    TextData,
+)
 from fusionai.ir.cost import block_costs
 from fusionai.ir.ends import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
+from fusionai.primitives.units import format_count
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
+from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
 from fusionai.storage.rundir import RunDirectory
 
 _SIZES: Final = (
@@ -53,6 +67,12 @@ _SIZES: Final = (
     "vocab_size",
 )
 """transformers takes any number here and builds what is left of a model."""
+_PEFT_TASKS: Final = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "classification": "SEQ_CLS",
+}
+"""What PEFT calls a task; it knows no others that are trained here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +86,16 @@ class Prepared:
     graph_hash: str
     symbols: dict[str, int]
     tokens_per_microbatch: int
+    base: dict[str, str] = field(default_factory=dict[str, str])
+    """Where only an adapter is trained, SHA-256 of the base model's weight files by name."""
 
     @property
     def files(self) -> dict[str, bytes]:
         """What stands beside the weights of a checkpoint, so that transformers loads it."""
         files: dict[str, bytes] = {}
-        if self.captured.config is not None:
+        if self.recipe.adapter is not None:
+            files[CONFIG_FILE] = _adapter_file(self.recipe, self.captured)
+        elif self.captured.config is not None:
             files["config.json"] = json.dumps(dict(self.captured.config), indent=2, default=str).encode()
         if isinstance(self.source, TokenSource | ChatSource):
             files |= self.source.tokenizer.files
@@ -92,7 +116,14 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         length = first["input_ids"].shape[1]
         model = model_source(recipe, source.tokenizer.vocabulary, source.tokenizer.end_id)
         task = "counted_lm" if isinstance(source, ChatSource) else recipe.model.task
-        captured = capture(model, task=task, batch=(1, rows), sequence=(1, length), seed=recipe.job.seed)
+        captured = capture(
+            model,
+            task=task,
+            batch=(1, rows),
+            sequence=(1, length),
+            seed=recipe.job.seed,
+            adapter=adapter_of(recipe),
+        )
         symbols, tokens = {"b": rows, "s": length}, rows * length
     else:
         captured = capture(
@@ -101,6 +132,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             batch=(1, rows),
             seed=recipe.job.seed,
             example_inputs=examples_of(first),
+            adapter=adapter_of(recipe),
         )
         symbols, tokens = {"b": rows}, rows
     _check_length(recipe, captured)
@@ -118,7 +150,11 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         progress(f"self-check{reduced}: graph and module differ by {checked.forward_diff:.1g} relative at most")
     else:
         progress("the model is too large for this machine to compare its graph with the module")
-    return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens)
+    base: dict[str, str] = {}
+    if recipe.adapter is not None:
+        base = _hashes(captured)
+        progress(_trained(captured))
+    return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
 
 
 def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> ModelSource:
@@ -135,6 +171,49 @@ def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> 
             if directory not in sys.path:
                 sys.path.insert(0, directory)  # the job owner's own code, in the job owner's own process
             return CodeSource(f"{module}:{function}")
+
+
+def _hashes(captured: Captured) -> dict[str, str]:
+    """Of the base model's weight files: a checkpoint of an adapter is of use with these only."""
+    huggingface = captured.source.built.huggingface
+    found: dict[str, str] = {}
+    for path in () if huggingface is None else huggingface.weights:
+        with path.open("rb") as handle:
+            found[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
+    return found
+
+
+def _trained(captured: Captured) -> str:
+    """A line for people."""
+    trained = sum(prod(spec.shape) for spec in captured.graph.params.values() if spec.trainable)
+    return (
+        f"adapter: {format_count(trained)} of {format_count(captured.n_parameters)} parameters are trained; "
+        "the others get no gradient and no optimizer state"
+    )
+
+
+def adapter_of(recipe: Recipe) -> Lora | StartedLora | None:
+    """What the recipe puts into the model."""
+    match recipe.adapter:
+        case None:
+            return None
+        case NewAdapter(rank=rank, alpha=alpha, dropout=dropout, targets=targets, rslora=rslora):
+            return Lora(rank, alpha, dropout, "all-linear" if targets is None else targets, rslora)
+        case KnownAdapter(path=path, dropout=dropout):
+            return StartedLora(Path(path), dropout)
+
+
+def _adapter_file(recipe: Recipe, captured: Captured) -> bytes:
+    built = captured.source.built
+    assert built.adapter is not None
+    match recipe.model.source:
+        case LocalModel(path=base) | HubModel(hub=base):
+            pass
+        case _:
+            base = None
+    return encode_adapter_config(
+        adapter_config(built.module, built.adapter), base=base, task=_PEFT_TASKS.get(recipe.model.task)
+    )
 
 
 def _model_directory(path: Path) -> Path:

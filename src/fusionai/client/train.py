@@ -369,6 +369,7 @@ def _training_job(
             sync_codec="none" if replicas is None else replicas.codec,
             sync_lag=0 if replicas is None else replicas.overlap,
             sync_steps=0 if replicas is None else recipe.job.steps,
+            base_stays=recipe.adapter is not None,
         ),
         steps=recipe.job.steps,
         learning_rate=lambda step: learning_rate(recipe.train, total_steps, first_step + step),

@@ -16,6 +16,8 @@ import msgspec
 
 from fusionai.corpus.strict import convert, nearest, show
 from fusionai.corpus.tables import (
+    Adapter,
+    AdapterTable,
     ChatData,
     ConfigModel,
     Data,
@@ -28,10 +30,12 @@ from fusionai.corpus.tables import (
     HubModel,
     HubTokenizer,
     Job,
+    KnownAdapter,
     LocalModel,
     LocalTokenizer,
     Model,
     ModelTable,
+    NewAdapter,
     Output,
     Placement,
     Privacy,
@@ -51,6 +55,9 @@ from fusionai.wire.messages import OptimizerSpec
 DEFAULT_MASK_FRACTION = 0.15
 """Of BERT (arXiv 1810.04805, section 3.1)."""
 
+DEFAULT_RANK = 16
+"""Of a new adapter; its alpha is twice that, without a word."""
+
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A checked recipe. `path` is the file it came from; `directory` the absolute directory of the job's output.
@@ -63,6 +70,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model: Model
     data: Data
     train: Train
+    adapter: Adapter | None = None
     evaluation: Evaluation | None
     placement: Placement
     faults: Faults
@@ -87,7 +95,9 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             case TensorData():
                 work = f"{train.batch_size} records"
         return (
-            f"{self.job.name}: {self.model.task} of {_model_words(self.model)}, {self.job.steps} steps of {work} in "
+            f"{self.job.name}: {self.model.task} of {_model_words(self.model)}"
+            f"{'' if self.adapter is None else f', {_adapter_words(self.adapter)}'}, "
+            f"{self.job.steps} steps of {work} in "
             f"{train.microbatches} microbatches, {train.optimizer.kind} at {train.learning_rate:g} "
             f"({train.schedule}, {train.warmup_steps} warm-up steps), "
             f"{'no clipping' if train.clip_norm is None else f'clipping at {train.clip_norm:g}'}, {train.precision}, "
@@ -133,6 +143,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
         model=check.model(tables.model),
         data=data,
         train=tables.train,
+        adapter=check.adapter(tables.adapter),
         evaluation=check.evaluation(tables),
         placement=check.placement(tables.placement),
         faults=tables.faults,
@@ -354,6 +365,22 @@ class _Checker:
         if optimizer.nesterov and optimizer.momentum == 0:
             raise self.fail(table, "nesterov = true needs a momentum above 0.")
 
+    def adapter(self, table: AdapterTable | None) -> Adapter | None:
+        if table is None:
+            return None
+        if table.start is not None:
+            for key in ("rank", "alpha", "targets", "rslora"):
+                self.no_effect("adapter", key, getattr(table, key), "with start: the adapter there has its own")
+            return KnownAdapter(path=self.resolve(table.start), dropout=table.dropout)
+        rank = DEFAULT_RANK if table.rank is None else table.rank
+        return NewAdapter(
+            rank=rank,
+            alpha=float(2 * rank) if table.alpha is None else table.alpha,
+            dropout=table.dropout,
+            targets=None if table.targets in (None, "all-linear") else tuple(table.targets),
+            rslora=bool(table.rslora),
+        )
+
     def evaluation(self, tables: RecipeTables) -> Evaluation | None:
         if tables.data.evaluation_fraction == 0:
             if tables.evaluation is not None:
@@ -460,6 +487,14 @@ def _replica_words(replicas: Replicas) -> str:
 def _summed_words(count: int | Literal["auto"]) -> str:
     number = "as many replicas as pay" if count == "auto" else f"{count} replicas"
     return f"{number}, gradients summed at every step"
+
+
+def _adapter_words(adapter: Adapter) -> str:
+    match adapter:
+        case NewAdapter(rank=rank, targets=targets):
+            return f"an adapter of rank {rank} on {'its linear layers' if targets is None else ', '.join(targets)}"
+        case KnownAdapter(path=path):
+            return f"the adapter in {path} on it"
 
 
 def _model_words(model: Model) -> str:

@@ -232,6 +232,41 @@ class Train(_Table, frozen=True, kw_only=True):
         return self.batch_size // self.microbatches
 
 
+class AdapterTable(_Table, frozen=True, kw_only=True):
+    """Train a low-rank adapter and nothing else (LoRA, arXiv 2106.09685): `B(A(x))` times `alpha` / `rank` is added to
+    what each layer of `targets` gives. `start`: an adapter's directory in PEFT layout that is trained on; then its own
+    settings hold."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    alpha: PositiveFloat | None = None
+    dropout: Fraction = 0.0
+    targets: Annotated[list[Filled], Meta(min_length=1)] | Literal["all-linear"] | None = None
+    rslora: bool | None = None
+    start: Filled | None = None
+
+
+class NewAdapter(_Table, frozen=True, kw_only=True, tag="new"):
+    """An adapter that begins as nothing. `targets` None: every linear layer but the head. `rslora`: the scale is
+    `alpha` over the root of `rank`."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...] | None
+    rslora: bool
+
+
+class KnownAdapter(_Table, frozen=True, kw_only=True, tag="start"):
+    """An adapter in a directory in PEFT layout, trained on."""
+
+    path: str
+    dropout: float
+
+
+Adapter = NewAdapter | KnownAdapter
+
+
 class Evaluation(_Table, frozen=True, kw_only=True):
     """`batches` microbatches of the evaluation part every `every` steps (0: only at the end)."""
 
@@ -332,6 +367,7 @@ class RecipeTables(_Table, frozen=True, kw_only=True):
     model: ModelTable
     data: DataTable
     train: Train
+    adapter: AdapterTable | None = None
     evaluation: Evaluation | None = None
     placement: Placement = Placement()
     faults: Faults = Faults()

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from fusionai.backends.interface import StageProgram
-from fusionai.backends.state import state_entries
+from fusionai.backends.state import saved_entries, state_entries
 from fusionai.coordination import stage as machine
 from fusionai.coordination.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.coordination.stage import StageCommand, StageEvent, StageMachine, Work
@@ -94,6 +94,7 @@ class StageRuntime:
             held=self.held,
             copies=self._copies,
             trainable=sorted(self._trainable),
+            saved=tuple(saved_entries(graph, options)),
         )
         self._awaited: frozenset[str] = frozenset()
         """Entries the driver still has to send."""

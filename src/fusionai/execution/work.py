@@ -68,7 +68,9 @@ class Bench:
         held: Held,
         copies: Copies,
         trainable: Sequence[str],
+        saved: Sequence[str],
     ) -> None:
+        """`saved`: entries that a checkpoint has of it."""
         self.spans: list[Span] = []
         self.norms: dict[str, float] = {}
         """Of the last step whose gradients are summed."""
@@ -86,6 +88,7 @@ class Bench:
         self._held = held
         self._copies = copies
         self._trainable = tuple(trainable)
+        self._saved = tuple(saved)
         self._sending: set[asyncio.Task[None]] = set()
 
     async def do(self, work: Work) -> bool:
@@ -264,7 +267,7 @@ class Bench:
         await self._compute.run(work)
 
     async def _export(self, step: int) -> None:
-        pending = chunks(self._program.export_state(("model", "optimizer")))
+        pending = chunks(entry for name in self._saved for entry in self._program.export_entries([name]))
 
         def message(chunk: Chunk | None) -> tuple[wire.StateChunk, Sequence[HostTensor]]:
             named = dict(chunk or ())

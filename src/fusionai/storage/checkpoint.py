@@ -2,6 +2,7 @@
 
     step-00000012/
       model.safetensors                  or model-00001-of-00002.safetensors, ... with model.safetensors.index.json
+      adapter_model.safetensors          instead of these where only an adapter is trained, in PEFT layout
       config.json, tokenizer.json, ...   as the caller gives them: transformers loads the directory as it is
       fusion/optimizer-00001.safetensors optimizer slots under `<key>/<slot>`
       fusion/private-00001.safetensors   model state that the Hugging Face layout has no place for
@@ -27,6 +28,7 @@ import msgspec
 
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.adapter_files import PREFIX, WEIGHTS_FILE
 from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory
 from fusionai.storage.manifest import (
     MANIFEST,
@@ -42,7 +44,7 @@ from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES: Final = 256_000_000
 
-_Part = Literal["model", "optimizer", "private"]
+_Part = Literal["model", "adapter", "optimizer", "private"]
 _MISSING_SHOWN: Final = 3
 
 
@@ -64,9 +66,9 @@ class CheckpointWriter:
         self._step = step
         self._header = header
         self._shard_bytes = shard_bytes
-        self._held: dict[_Part, dict[str, HostTensor]] = {"model": {}, "optimizer": {}, "private": {}}
+        self._held: dict[_Part, dict[str, HostTensor]] = {"model": {}, "adapter": {}, "optimizer": {}, "private": {}}
         self._held_bytes: dict[_Part, int] = dict.fromkeys(self._held, 0)
-        self._shards: dict[_Part, list[Path]] = {"model": [], "optimizer": [], "private": []}
+        self._shards: dict[_Part, list[Path]] = {part: [] for part in self._held}
         self._shard_of: dict[str, Path] = {}
         self._records: dict[str, FileRecord] = {}
         self._model_bytes = 0
@@ -76,7 +78,7 @@ class CheckpointWriter:
             (self._partial / "fusion").mkdir(parents=True)
         try:
             for name, content in files.items():
-                if Path(name).name != name or name.startswith("model"):
+                if Path(name).name != name or name.startswith("model") or name == WEIGHTS_FILE:
                     raise ValueError(f"{name!r} can't stand beside the weights of a checkpoint")
                 self._put(name, content)
         except BaseException:
@@ -101,7 +103,8 @@ class CheckpointWriter:
         if entry in self._shard_of or name in self._held[part]:
             self._require_same(entry, tensor)
             return
-        if self._held[part] and self._held_bytes[part] + tensor.nbytes > self._shard_bytes:
+        # PEFT knows one file only.
+        if part != "adapter" and self._held[part] and self._held_bytes[part] + tensor.nbytes > self._shard_bytes:
             self._flush(part)
         self._held[part][name] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
         self._held_bytes[part] += tensor.nbytes
@@ -142,8 +145,12 @@ class CheckpointWriter:
     def _part_of(self, entry: str) -> tuple[_Part, str]:
         kind, _, name = entry.partition("/")
         match kind:
+            case "model" if name in self._header.adapter_keys:
+                return "adapter", PREFIX + name
+            case "model" if name and (self._header.adapter_keys or name in self._header.private_keys):
+                return "private", name
             case "model" if name:
-                return ("private" if name in self._header.private_keys else "model"), name
+                return "model", name
             case "optimizer" if name:
                 return "optimizer", name
             case _:
@@ -167,12 +174,13 @@ class CheckpointWriter:
 
     def _flush(self, part: _Part) -> None:
         shards = self._shards[part]
-        where = self._partial if part == "model" else self._partial / "fusion"
-        path = where / f"{part}-{len(shards) + 1:05d}.safetensors"
+        where = self._partial if part in ("model", "adapter") else self._partial / "fusion"
+        path = where / (WEIGHTS_FILE if part == "adapter" else f"{part}-{len(shards) + 1:05d}.safetensors")
         self._record(path, write_safetensors(path, self._held[part]))
         shards.append(path)
         entries = "optimizer" if part == "optimizer" else "model"
-        self._shard_of.update({f"{entries}/{name}": path for name in self._held[part]})
+        prefix = PREFIX if part == "adapter" else ""
+        self._shard_of.update({f"{entries}/{name.removeprefix(prefix)}": path for name in self._held[part]})
         self._held[part] = {}
         self._held_bytes[part] = 0
 
@@ -207,6 +215,7 @@ class CheckpointWriter:
                 entry: path.relative_to(self._partial).as_posix() for entry, path in sorted(self._shard_of.items())
             },
             files=dict(sorted(self._records.items())),
+            base=self._header.base,
         )
         content = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
         self._put(MANIFEST, content)

@@ -29,13 +29,16 @@ class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What the job says about its checkpoints, the same for all of them.
 
     `recipe`: as `msgspec.to_builtins` gives it. `aliases`: further name -> key of the same tensor (ties).
-    `private_keys`: model keys outside the Hugging Face layout (buffers that are not saved)."""
+    `private_keys`: model keys outside the Hugging Face layout (buffers that are not saved). `adapter_keys`:
+    where only an adapter is trained, its model keys; `base`: SHA-256 of the files that it adapts, by name."""
 
     graph_hash: str
     data_fingerprint: str = ""
     recipe: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     private_keys: frozenset[str] = frozenset()
+    adapter_keys: frozenset[str] = frozenset()
+    base: dict[str, str] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,6 +53,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     aliases: dict[str, str]
     entries: dict[str, str]
     files: dict[str, FileRecord]
+    base: dict[str, str] = {}
+    """Files outside, without which this is not the whole model: name -> SHA-256."""
 
 
 def step_directory(root: Path, step: int) -> Path:

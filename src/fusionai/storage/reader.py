@@ -17,6 +17,7 @@ import msgspec
 
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.adapter_files import PREFIX, WEIGHTS_FILE
 from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors
 from fusionai.storage.manifest import FORMAT, MANIFEST, MANIFEST_HASH, Manifest, step_of
 from fusionai.storage.safetensors_file import SafetensorsFile
@@ -75,7 +76,8 @@ class CheckpointReader:
             raise StorageError(f"{self._directory}: the checkpoint has no entry {entry!r}.")
         if file not in self._open:
             self._open[file] = SafetensorsFile(self._inside(file))
-        return self._open[file].read(entry.partition("/")[2])
+        name = entry.partition("/")[2]
+        return self._open[file].read(PREFIX + name if file == WEIGHTS_FILE else name)
 
     def entries(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, HostTensor]]:
         """Those of `names` in their order, or all sorted."""

@@ -12,11 +12,14 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.backends.tolerance import TOLERANCES, difference, numbers
 from fusionai.coordination.stage import Source
 from fusionai.execution.state import chunks
-from fusionai.ir.schema import Graph
+from fusionai.ir.init import initialise
+from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -70,8 +73,14 @@ class Checkpoints:
             if key in keys:
                 kept.add(key)
                 yield entry, reader.read(entry)
-        # Constants are part of the graph's definition, not of its state: checkpoints don't repeat them.
-        yield from _model_entries(job.state(sorted(keys - kept)))
+        # Constants are part of the graph's definition, not of its state, and an adapter's base is the owner's:
+        # checkpoints don't repeat them. What has a rule is made by it here, as at the beginning it was by the stage.
+        specs = {spec.key: spec for spec in graph.params.values()}
+        rest = sorted(keys - kept)
+        yield from _model_entries(job.state([key for key in rest if specs[key].init is None]))
+        yield from _model_entries(
+            (key, _initial(specs[key], job.options.seed)) for key in rest if specs[key].init is not None
+        )
 
     def collection(
         self,
@@ -212,6 +221,12 @@ class Collection:
         """What has not come will not come any more."""
         if not self._settled.done():
             self._settled.set_result(False)
+
+
+def _initial(spec: ParamSpec, seed: int) -> HostTensor:
+    assert spec.init is not None
+    made = np.ascontiguousarray(initialise(spec.key, spec.shape, spec.dtype, spec.init, seed))
+    return host_tensor(spec.dtype, spec.shape, made.tobytes())
 
 
 def _model_entries(entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:

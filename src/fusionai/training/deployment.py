@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fusionai.backends.state import StateEntry, state_entries
+from fusionai.backends.state import StateEntry, saved_entries, state_entries
 from fusionai.coordination.roles import Roles
 from fusionai.execution.boundary import FEED, Boundary, replicated
 from fusionai.ir import schema
@@ -36,6 +36,8 @@ class CutStage:
     graph_hash: str
     boundary: Boundary
     entries: Mapping[str, StateEntry]
+    saved: Mapping[str, StateEntry]
+    """Those a checkpoint is made of."""
 
     @property
     def trainable(self) -> dict[str, tuple[int, ...]]:
@@ -105,6 +107,7 @@ def cut(job: TrainingJob, plan: Plan) -> Cut:
                 graph_hash=schema.content_hash(graph),
                 boundary=boundary,
                 entries=state_entries(graph, job.options.optimizer),
+                saved=saved_entries(graph, job.options),
             )
         )
     digest = hashlib.sha256(

@@ -461,7 +461,7 @@ class Driver:
     def _write_checkpoint(self, step: int, *, ask: bool) -> None:
         places = self._machine.roles.places
         stages = {stage: PeerId(peer) for stage, peer in places.items() if self._cut.saves(stage)}
-        entries = {stage: self._cut.stages[stage].entries for stage in stages}
+        entries = {stage: self._cut.stages[stage].saved for stage in stages}
         collection = self._collection = self._checkpoints.collection(
             step, self.fence, stages, entries, tolerant=self._rounds_differently()
         )

@@ -356,6 +356,8 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Steps that a stage takes between telling its difference and adopting what was agreed on; below `sync_every`."""
     sync_steps: Count = 0
     """Steps of the job: after the last one nobody trains on."""
+    base_stays: bool = False
+    """The job owner keeps the parameters that are not trained: what is saved of a stage's state is without them."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -15,8 +15,10 @@ from fusionai.corpus.tables import (
     HubData,
     HubModel,
     HubTokenizer,
+    KnownAdapter,
     LocalModel,
     LocalTokenizer,
+    NewAdapter,
     TensorData,
     TextData,
     TrainTokenizer,
@@ -292,3 +294,29 @@ def test_a_command_names_the_level_before_what_the_file_says(tmp_path: Path) -> 
     )
     assert load_recipe(tmp_path / "a.toml").privacy.level == "open"
     assert load_recipe(tmp_path / "a.toml", privacy="encrypted").privacy.level == "encrypted"
+
+
+def test_an_adapter_is_new_or_a_known_one() -> None:
+    new = recipe_from_table(changed(adapter={"rank": 8, "targets": ["q_proj"]}), FILE)
+    assert new.adapter == NewAdapter(rank=8, alpha=16.0, dropout=0.0, targets=("q_proj",), rslora=False)
+    assert "an adapter of rank 8 on q_proj" in new.describe()
+    plain = recipe_from_table(changed(adapter={}), FILE)
+    assert plain.adapter == NewAdapter(rank=16, alpha=32.0, dropout=0.0, targets=None, rslora=False)
+    known = recipe_from_table(changed(adapter={"start": "mine", "dropout": 0.1}), FILE)
+    assert known.adapter == KnownAdapter(path="/somewhere/mine", dropout=0.1)
+    assert recipe_from_table(BASE, FILE).adapter is None
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"start": "mine", "rank": 4}, "rank = 4 has no effect with start"),
+        ({"ranks": 4}, "did you mean 'rank'"),
+        ({"targets": "all"}, "all-linear"),
+        ({"kind": "dora"}, "lora"),
+        ({"rank": 0}, "rank"),
+    ],
+)
+def test_an_adapter_that_means_nothing(adapter: dict[str, object], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        recipe_from_table(changed(adapter=adapter), FILE)

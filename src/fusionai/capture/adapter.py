@@ -1,0 +1,210 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) put into a module by `peft`, before it is captured like any other.
+
+Decides which layers take an adapter, what a parameter of the adapted module is called, and which adapter directories
+can be gone on from. Base parameters keep the names they have without adapter and are frozen; an adapter's are
+`<layer>.lora_A.weight` and `<layer>.lora_B.weight`, which PEFT's files have behind `base_model.model.`. Computes
+nothing.
+
+Neighbours: `capture.build` applies it while a module is built, `storage.adapter_files` reads and writes the files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torch import nn
+
+from fusionai.primitives.errors import ModelError
+from fusionai.storage.adapter_files import PREFIX, AdapterConfig, AdapterFiles, read_adapter
+
+ADAPTER: Final = "default"
+"""What peft calls the one adapter of a module."""
+_ADAPTER_NAME: Final = re.compile(rf"(lora_[AB])\.{ADAPTER}(?=\.)")
+_BASE: Final = ".base_layer."
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A new adapter. `targets`: ends of the names of the layers that take one, or every linear layer but the head.
+    `alpha` over `rank` scales what it adds; over the root of the rank where `rank_stabilised` (arXiv 2312.03732)."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    rank_stabilised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartedLora:
+    """An adapter that lies in a directory in PEFT layout, trained on."""
+
+    directory: Path
+    dropout: float = 0.0
+
+
+Adapter = Lora | StartedLora
+
+
+def adapted(module: nn.Module, adapter: Adapter) -> nn.Module:
+    """`module` with adapters in its layers and all else frozen: the same object. Raises `ModelError`."""
+    from peft import LoraConfig, get_peft_model
+
+    config = _config(module, adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft tells what it found out of a layer's class
+        try:
+            settings = LoraConfig(
+                r=config.rank,
+                lora_alpha=_whole(config.alpha),
+                lora_dropout=config.dropout,
+                target_modules=list(config.targets),
+                use_rslora=config.rank_stabilised,
+                rank_pattern=dict(config.rank_pattern),
+                alpha_pattern=dict(config.alpha_pattern),
+                fan_in_fan_out=config.fan_in_fan_out,
+            )
+            model: Any = get_peft_model(module, settings, ADAPTER)
+        except (ValueError, TypeError) as error:
+            raise ModelError(
+                f"peft can't put this adapter into {type(module).__name__}: {str(error).splitlines()[0]}",
+                hint="Name other layers: [adapter] targets.",
+            ) from error
+    inner = model.get_base_model()
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def adapter_config(module: nn.Module, adapter: Adapter) -> AdapterConfig:
+    """What stands in `adapter_config.json`, of a module that `adapted` made."""
+    layers = {name for name, child in module.named_modules() if hasattr(child, "lora_A")}
+    return _config(module, adapter, layers)
+
+
+def plain_name(name: str) -> str:
+    """The key of a parameter that an adapted module calls `name`."""
+    return _ADAPTER_NAME.sub(r"\1", name).replace(_BASE, ".")
+
+
+def is_adapter(key: str) -> bool:
+    """Whether a key is an adapter's, not the base's."""
+    return ".lora_A." in key or ".lora_B." in key
+
+
+def located(adapter: Adapter | None) -> dict[str, tuple[Path, str]]:
+    """Key -> (file, name in it) of the values an adapter starts from, where files have them."""
+    if not isinstance(adapter, StartedLora):
+        return {}
+    files = read_adapter(adapter.directory)
+    return {
+        name.removeprefix(PREFIX): (files.weights, name)
+        for layer in files.layers.values()
+        for name in (layer.a, layer.b)
+    }
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """By name: the layers that can take an adapter."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D)}
+
+
+def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None = None) -> AdapterConfig:
+    """`layers`: which layers take it, where that is known already."""
+    match adapter:
+        case StartedLora(directory=directory):
+            files = read_adapter(directory)
+            found = files.config
+            chosen = tuple(sorted(files.layers)) if layers is None else tuple(sorted(layers))
+            if layers is None:
+                _require_fit(module, files)
+            return replace(found, dropout=adapter.dropout, targets=chosen, fan_in_fan_out=_turned(module, chosen))
+        case Lora():
+            chosen = tuple(sorted(_chosen(module, adapter.targets) if layers is None else layers))
+            return AdapterConfig(
+                rank=adapter.rank,
+                alpha=adapter.alpha,
+                dropout=adapter.dropout,
+                targets=chosen,
+                rank_stabilised=adapter.rank_stabilised,
+                fan_in_fan_out=_turned(module, chosen),
+            )
+
+
+def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"]) -> set[str]:
+    """Names of layers. Raises `ModelError` for a target that is none."""
+    layers = linear_layers(module)
+    if isinstance(targets, str):
+        head = _head(module)
+        found = {name for name, child in layers.items() if child is not head}
+        if not found:
+            raise ModelError(f"{type(module).__name__} has no linear layer that could take an adapter.")
+        return found
+    chosen: set[str] = set()
+    for target in targets:
+        named = {name for name in layers if name == target or name.endswith("." + target)}
+        if not named:
+            ends = sorted({name.rsplit(".", 1)[-1] for name in layers})
+            near = difflib.get_close_matches(target, ends, n=1)
+            raise ModelError(
+                f"no linear layer of {type(module).__name__} is called {target!r}.",
+                hint=f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(ends)}.",
+            )
+        chosen |= named
+    return chosen
+
+
+def _require_fit(module: nn.Module, files: AdapterFiles) -> None:
+    """Raise `ModelError` unless every layer of the adapter is one of the module, of these sizes."""
+    layers = linear_layers(module)
+    for name, part in files.layers.items():
+        layer = layers.get(name)
+        if layer is None:
+            raise ModelError(
+                f"the adapter {files.directory} is for a layer {name!r}, which {type(module).__name__} does not have.",
+                hint="It belongs to another base model.",
+            )
+        sizes = layer_sizes(layer)
+        if sizes != (part.inputs, part.outputs):
+            raise ModelError(
+                f"the adapter {files.directory} takes {part.inputs} and gives {part.outputs} numbers at {name!r}, the "
+                f"model's layer {sizes[0]} and {sizes[1]}.",
+                hint="It belongs to another base model.",
+            )
+
+
+def layer_sizes(layer: nn.Module) -> tuple[int, int]:
+    """Numbers in and out of one of `linear_layers`."""
+    weight: Any = layer.weight
+    first, second = weight.shape
+    return (second, first) if isinstance(layer, nn.Linear) else (first, second)
+
+
+def _head(module: nn.Module) -> nn.Module | None:
+    """What makes logits: its adapter would be as large as the vocabulary."""
+    find = getattr(module, "get_output_embeddings", None)
+    return find() if find is not None else None
+
+
+def _turned(module: nn.Module, layers: Collection[str]) -> bool:
+    """Whether these layers store their weights [in, out]. Raises `ModelError` where some do and some don't."""
+    children = dict(module.named_modules())
+    kinds = {not isinstance(getattr(children[name], "base_layer", children[name]), nn.Linear) for name in layers}
+    if len(kinds) > 1:
+        raise ModelError(
+            f"{type(module).__name__} has linear layers of two kinds; an adapter in PEFT layout can be of one only.",
+            hint="Name layers of one kind: [adapter] targets.",
+        )
+    return kinds == {True}
+
+
+def _whole(alpha: float) -> Any:
+    """peft declares a whole number and takes any."""
+    return int(alpha) if alpha == int(alpha) else alpha
