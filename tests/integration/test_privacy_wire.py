@@ -1,0 +1,211 @@
+"""What leaves the job owner at the levels `split` and `open`: on every connection, and in every peer's memory.
+
+At `split` no run of token ids, no label, no logit and no word of the job; the same eavesdropper must find them at
+`open`, or its silence would mean nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.source import ConfigSource
+from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.corpus.recipe import load_recipe
+from fusionai.serving.interface import Generation, Sampling
+from fusionai.training import progress
+from harness.eavesdropper import (
+    MEMORY_READABLE,
+    NOT_READABLE,
+    Eavesdropper,
+    forms_of_tokens,
+    found_in_memory,
+    listening,
+)
+from harness.live_pool import LivePool, write_recipe, write_text
+from harness.one_process import load, transformers_model
+from harness.pool import OWNER, Data, Job, MemoryPool, Run, array, peer_id, tokens
+from harness.serving_pool import served, tokens_of
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 61
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.6,
+}
+DATA = Data(tokens(VOCABULARY, 2, 12))
+SPLIT = ((0, 1), (1, 3), (3, 5), (5, 7))
+OPEN = ((0, 3), (3, 6), (6, 7))
+RUN = 6
+"""So many token ids behind each other are no coincidence."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Captured:
+    return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 64))
+
+
+# --------------------------------------------------------------------- every connection, between peers too, in memory
+
+
+def trained(directory: Path, model: Captured, *, split: bool) -> tuple[Run, Eavesdropper]:
+    async def one() -> Run:
+        async with MemoryPool(2, lambda: TorchBackend(device="cpu", threads=1)) as pool:
+            job = Job(
+                pool=pool,
+                directory=directory,
+                graph=model.graph,
+                state=model.state,
+                ranges=SPLIT if split else OPEN,
+                owned=frozenset({0, 3} if split else {2}),
+                data=DATA,
+                steps=2,
+                microbatches=2,
+                evaluate_every=1,
+                evaluation_batches=1,
+            )
+            return await job.run()
+
+    with listening() as ear:
+        done = asyncio.run(one())
+    assert done.end is not None
+    assert done.end.failed is None
+    return done, ear
+
+
+def of_training(model: Captured, done: Run) -> dict[str, bytes]:
+    """Token ids, labels and logits of the first microbatch."""
+    batch = DATA.make(0, 0)
+    alone = transformers_model(model)
+    load(alone, done.weights(0))
+    with torch.no_grad():
+        logits = alone(input_ids=torch.from_numpy(batch["input_ids"])).logits
+    wanted = {f"tokens {form}": data for form, data in forms_of_tokens(batch["input_ids"][0, :RUN].tolist()).items()}
+    wanted |= {f"labels {form}": data for form, data in forms_of_tokens(batch["labels"][0, -RUN:].tolist()).items()}
+    return wanted | {"logits": logits[0, 0].numpy().tobytes()}
+
+
+def test_no_connection_carries_tokens_labels_or_logits_of_a_split_training(model: Captured, tmp_path: Path):
+    done, ear = trained(tmp_path, model, split=True)
+    assert ear.heard_bytes > 10_000
+    assert ear.found(of_training(model, done)) == set()
+    assert VOCABULARY not in ear.widths
+
+
+def test_the_same_eavesdropper_hears_an_open_training(model: Captured, tmp_path: Path):
+    done, ear = trained(tmp_path, model, split=False)
+    found = ear.found(of_training(model, done))
+    assert {"tokens <i8", "logits"} <= found
+    assert VOCABULARY in ear.widths
+
+
+PROMPT = tuple((7 * place + 5) % VOCABULARY for place in range(21))
+
+
+def answered(directory: Path, *, split: bool) -> tuple[dict[str, bytes], Eavesdropper]:
+    """A generation with log-probabilities, an embedding, and what to look for."""
+    serving_model = capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 64), train=False)
+    peers = [OWNER, peer_id(0), peer_id(1), OWNER] if split else [peer_id(0), peer_id(1)]
+    ranges = ((0, 1), (1, 3), (3, 5), (5, 6)) if split else ((0, 3), (3, 6))
+
+    async def one() -> list[int]:
+        async with served(
+            serving_model, directory, ranges, peers=peers, vocabulary=VOCABULARY, context_tokens=64, speculate=4
+        ) as running:
+            generation = Generation(prompt=PROMPT, max_tokens=12, sampling=Sampling(temperature=0), logprobs=3)
+            made = await tokens_of(running.engine, generation)
+            await running.engine.embed([PROMPT], "somebody")
+            return made
+
+    with listening() as ear:
+        made = asyncio.run(one())
+    runs = {"prompt": PROMPT[:RUN], "answer": made[:RUN], "end": PROMPT[-RUN:]}
+    wanted = {f"{name} {form}": data for name, run in runs.items() for form, data in forms_of_tokens(run).items()}
+    return wanted, ear
+
+
+def test_no_connection_carries_prompt_or_answer_of_split_serving(tmp_path: Path):
+    wanted, ear = answered(tmp_path, split=True)
+    assert ear.heard_bytes > 10_000
+    assert ear.found(wanted) == set()
+    assert VOCABULARY not in ear.widths
+
+
+def test_the_same_eavesdropper_hears_open_serving(tmp_path: Path):
+    wanted, ear = answered(tmp_path, split=False)
+    assert {"prompt <i8"} <= ear.found(wanted)
+    assert VOCABULARY in ear.widths
+
+
+# ------------------------------------------------------------------------------ real processes: their memory, the owner
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePool]:
+    with LivePool(tmp_path_factory.mktemp("pool"), peers=("one", "two")) as opened:
+        yield opened
+
+
+def watched(pool: LivePool, directory: Path, level: str) -> tuple[set[str], set[str]]:
+    """A job of real processes: what the owner's connections carried, what lay in its peers' memory meanwhile."""
+    directory.mkdir()
+    text = write_text(directory / "text.txt").read_text()
+    write_recipe(
+        directory / "r.toml",
+        job__name=f"watched-{level}",
+        placement={"stages": 2},
+        privacy={"level": level},
+    )
+    wanted: dict[str, bytes] = {"text": text[200:240].encode()}
+    lying: set[str] = set()
+
+    def see(event: RunEvent) -> None:
+        match event:
+            case Planned(prepared=prepared):
+                for number in range(2):
+                    ids = array(prepared.source.microbatch(2, number)["input_ids"])[0, :RUN]
+                    forms = forms_of_tokens(ids.tolist())
+                    wanted.update({f"microbatch {number} {form}": forms[form] for form in ("<i8", "<i4")})
+            # Step 2 is fed ahead, while step 1 is decided.
+            case progress.StepDone(record=record) if record.step in (1, 2):
+                for member in pool.members.values():
+                    lying.update(found_in_memory(member.process.pid, wanted))
+            case _:
+                pass
+
+    async def one() -> None:
+        recipe = load_recipe(directory / "r.toml")
+        options = TrainOptions(home=pool.owner, threads=1)
+        await train(recipe, options, on_event=see, stop=asyncio.Event())
+
+    with listening() as ear:
+        asyncio.run(one())
+    assert len(wanted) > 2
+    return ear.found(wanted), lying
+
+
+@pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
+def test_no_peer_has_tokens_or_text_of_a_split_job_in_its_memory(pool: LivePool, tmp_path: Path):
+    assert watched(pool, tmp_path / "split", "split") == (set(), set())
+
+
+@pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
+def test_a_peer_has_tokens_of_an_open_job_in_its_memory(pool: LivePool, tmp_path: Path):
+    carried, lying = watched(pool, tmp_path / "open", "open")
+    assert "microbatch 0 <i8" in carried
+    assert any(name.endswith("<i8") for name in lying)
