@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from fusionai.broker.main import BrokerOptions, run_broker
+from fusionai.client.job_trust import job_trust
 from fusionai.client.pool_session import PoolSession
 from fusionai.peer.candidates import candidates
 from fusionai.peer.registration import Registration
@@ -68,7 +69,8 @@ async def serve(home: Path, invitation: str) -> None:
 
 async def reach(home: Path, invitation: str, peer: PeerId) -> None:
     membership = await enrol(invitation, home, "owner")
-    async with PoolSession(membership) as session:
+    trust = job_trust(home, membership, "open", confidential=False)
+    async with PoolSession(membership, trust=trust) as session:
         for _ in sys.stdin:
             started_s = time.monotonic()
             try:

@@ -9,7 +9,7 @@ Neighbours: `cli` calls this and prints what is announced; `server` and `service
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,8 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.addresses import parse_address, port_of
+from fusionai.transport.circle import Circle, CircleFile, Signer, load_circle
+from fusionai.transport.endorsements import Endorsement, key_text
 from fusionai.transport.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
 from fusionai.transport.tcp import TcpTransport
 
@@ -56,6 +58,11 @@ class BrokerOptions:
     """A machine lost so often within ten minutes is given nothing new for five; 0: never mind."""
     relay_bytes_per_s: float | None = PAIR_BYTES_PER_S
     """Between two machines that can't dial each other, each way; None: nothing is relayed."""
+    trusted_keys: frozenset[bytes] = frozenset()
+    """Signing keys: only machines that one of them has endorsed may lend themselves. Empty, without `trust_file`: all
+    members may."""
+    trust_file: Path | None = None
+    """The same by a circle that is kept in this file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ async def run_broker(
             clock=clock,
             ticket_lifetime_s=options.ticket_lifetime_s,
             introducer=Introducer(home.authority, relays=relay is not None),
+            admits=_admission(options, clock),
         )
         transport = TcpTransport(home.credentials)
         server = BrokerServer(service, clock)
@@ -135,6 +143,24 @@ async def run_broker(
             await listener.close()
     finally:
         home.close()
+
+
+def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequence[bytes]], None] | None:
+    """Who may lend: None for every member. Raises `UsageError`, `TrustError`, `StorageError`."""
+    if options.trust_file is not None:
+        if options.trusted_keys:
+            raise UsageError("expected trusted keys or a trust file, got both.", hint="Leave one of them out.")
+        load_circle(options.trust_file)  # what is wrong with it is told before the door is open
+        file = CircleFile(options.trust_file, clock.wall_s)
+        return lambda peer, carried: _discard(file.check(peer, carried))
+    if options.trusted_keys:
+        circle = Circle(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
+        return lambda peer, carried: _discard(circle.endorsement_of(peer, carried, clock.wall_s()))
+    return None
+
+
+def _discard(_endorsement: Endorsement) -> None:
+    """That it holds is all that is asked."""
 
 
 def _relay(options: BrokerOptions, home: BrokerHome, clock: Clock) -> Relay | None:

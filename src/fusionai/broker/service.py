@@ -14,7 +14,7 @@ import hashlib
 import ipaddress
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +28,7 @@ from fusionai.coordination.desk import Decision, Desk, DeskRules, recovered
 from fusionai.coordination.events import Placement
 from fusionai.coordination.requests import Refusal, Request
 from fusionai.primitives.clock import Clock
-from fusionai.primitives.errors import FusionError, RefusedError, StorageError
+from fusionai.primitives.errors import FusionError, RefusedError, StorageError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.transport.authority import Authority
@@ -100,14 +100,17 @@ class BrokerService:
         ticket_lifetime_s: float = 600.0,
         draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES),
         introducer: Introducer | None = None,
+        admits: Callable[[PeerId, Sequence[bytes]], None] | None = None,
     ) -> None:
-        """Rebuilds the pool from the journal; raises `StorageError` where that is damaged."""
+        """Rebuilds the pool from the journal; raises `StorageError` where that is damaged. `admits` raises `TrustError`
+        for a machine, with the endorsements it shows, that may not lend itself here; None: every member may."""
         self._journal = journal
         self._authority = authority
         self._clock = clock
         self._ticket_lifetime_s = ticket_lifetime_s
         self._draw_token = draw_token
         self._introducer = introducer or Introducer(authority)
+        self._admits = admits
         self._links: dict[PeerId, tuple[LinkView, ...]] = {}
         """As the peers reported them last; a restart forgets them."""
         self._seen_at: dict[PeerId, str] = {}
@@ -178,10 +181,11 @@ class BrokerService:
     def _serve(self, remote: Remote, peer: PeerId, connection: int, message: Message) -> Outcome:
         match message:
             case Heartbeat():
+                self._check_lender(peer, None)
                 self._links[peer] = message.links
                 return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
             case Register():
-                _check_profile(message.profile, peer)
+                self._check_lender(peer, _check_profile(message.profile, peer))
                 profile = bytes(message.profile)
                 outcome = self._decide(
                     requests.Register(peer, connection, message.boot, profile, tuple(message.addresses))
@@ -196,7 +200,10 @@ class BrokerService:
             case JobQuery():
                 return Outcome(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
             case JobRequest():
-                return self._decide(_job_request(peer, connection, message))
+                request = _job_request(peer, connection, message)
+                for placement in request.members:
+                    self._check_lender(PeerId(placement.peer), None)
+                return self._decide(request)
             case JobReport():
                 return self._decide(
                     requests.ReportJob(
@@ -215,6 +222,25 @@ class BrokerService:
             case _:
                 tag = message.__struct_config__.tag
                 raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")
+
+    def _check_lender(self, peer: PeerId, profile: PeerProfile | None) -> None:
+        """By the profile it shows, or else the one it registered with, which may be of a time before this broker asked
+        for endorsements, or before they expired."""
+        if self._admits is None:
+            return
+        if profile is None:
+            member = self._desk.pool.members.get(peer)
+            if member is None or not member.profile:
+                return  # it lends nothing, so far
+            profile = msgspec.msgpack.decode(member.profile, type=PeerProfile)
+        try:
+            self._admits(peer, profile.endorsements)
+        except TrustError as error:
+            raise Refusal(
+                "untrusted",
+                f"This broker takes only machines whose keys are endorsed: {error.message} Have {peer} signed "
+                "(`fusion trust sign`) by a key it trusts, carry that (`fusion trust carry`), and join again.",
+            ) from error
 
     def _pool_view(self) -> PoolView:
         view = views.pool_view(self._desk, self._clock.now_s(), self._clock.wall_s())
@@ -423,7 +449,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _check_profile(profile: msgspec.Raw, peer: PeerId) -> None:
+def _check_profile(profile: msgspec.Raw, peer: PeerId) -> PeerProfile:
     if len(bytes(profile)) > MAX_PROFILE_BYTES:
         raise Refusal("bad_message", f"Expected a profile of at most {MAX_PROFILE_BYTES} bytes.")
     try:
@@ -432,6 +458,7 @@ def _check_profile(profile: msgspec.Raw, peer: PeerId) -> None:
         raise Refusal("bad_message", f"The profile does not fit its schema: {error}.") from error
     if decoded.peer != peer:
         raise Refusal("not_authorised", f"Expected the profile of {short(peer)}, got another's.")
+    return decoded
 
 
 def _digest(token: bytes) -> str:

@@ -16,6 +16,7 @@ from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s, parse_seconds
+from fusionai.transport.endorsements import parse_key
 
 
 @click.command()
@@ -50,6 +51,19 @@ from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per
     metavar="RATE",
     help="Pass on at most so much between two machines, each way.",
 )
+@click.option(
+    "--trusted-only",
+    "trusted_only",
+    multiple=True,
+    metavar="SIGNING_KEY",
+    help="Take only machines whose keys this signing key has endorsed. May be repeated.",
+)
+@click.option(
+    "--trust-file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="The same with all signing keys of a trust file (`trust.json` of a home), and its revocations.",
+)
 @lifeline_option
 @home_option
 @json_option
@@ -63,6 +77,8 @@ def broker(
     rest_after: int,
     relay: bool,
     relay_limit: float,
+    trusted_only: tuple[str, ...],
+    trust_file: Path | None,
     lifeline: bool,
     home: Path,
     json_file: Path | None,
@@ -83,6 +99,8 @@ def broker(
         invitation_lifetime_s=lifetime,
         losses_before_rest=rest_after,
         relay_bytes_per_s=relay_limit if relay else None,
+        trusted_keys=frozenset(parse_key(text) for text in trusted_only),
+        trust_file=trust_file,
     )
 
     def opened(pool: Announcement) -> None:
@@ -103,6 +121,8 @@ def broker(
         console.line(f"Pool {pool.pool} is open, kept by {short(pool.peer)}.")
         if pool.members or pool.jobs:
             console.line(f"Known from before: {pool.members} members, {pool.jobs} jobs.")
+        if trusted_only or trust_file is not None:
+            console.line("Only machines whose keys are endorsed by a trusted signing key may lend themselves here.")
         console.line(f"Reachable at {', '.join(pool.addresses)}")
         _print_invitation(pool.invitation, uses, lifetime)
         console.line("Ctrl-C closes it.")

@@ -285,6 +285,7 @@ def _served(model: str, local: int | None, served: ServingOptions, home: Path) -
         arguments = ["serve", model, "--port", "0", "--json", str(announced), "--home", str(home), "--lifeline"]
         arguments += ["--weights", served.weights, "--cache", served.cache, "--ends", served.ends]
         arguments += ["--privacy", served.privacy]
+        arguments += ["--confidential"] if served.confidential else []
         arguments += ["--sessions", str(served.sessions)]
         arguments += [] if local is None else ["--local", str(local)]
         arguments += [] if served.context_tokens is None else ["--context", str(served.context_tokens)]

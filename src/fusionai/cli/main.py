@@ -58,6 +58,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "join": LazyCommand("fusionai.cli.join:join", "Enter a pool with an invitation and lend this machine."),
     "pool": LazyCommand("fusionai.cli.pool:pool", "Who is in the pool, and what they are doing."),
     "leave": LazyCommand("fusionai.cli.pool:leave", "Take this machine out of the pool."),
+    "trust": LazyCommand("fusionai.cli.trust:trust", "Whose machines this one's jobs trust, and who says so."),
     "train": LazyCommand("fusionai.cli.train:train", "Train a model on the pool, as a recipe says; resumes by itself."),
     "serve": LazyCommand("fusionai.cli.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."),
     "chat": LazyCommand("fusionai.cli.chat:chat", "Talk to a served model in the terminal."),

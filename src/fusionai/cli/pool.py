@@ -5,7 +5,9 @@ Decides how members read, and how much of the running jobs' stories. Neighbours:
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +17,11 @@ import msgspec
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
-from fusionai.primitives.errors import UsageError
+from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.types import PeerProfile
+from fusionai.transport.circle import TRUST_FILE, CircleFile
 from fusionai.transport.ways import best_links
 from fusionai.wire.messages import JobView, MemberView
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from fusionai.client.pool_session import Member, PoolSession
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
+TRUSTED = "yes"
 _TOLD_LINES = 8
 """Of each running job's story, the newest; `fusion logs` has all of it."""
 
@@ -44,8 +48,11 @@ def pool(home: Path, json_file: Path | None) -> None:
         return session.membership.pool, members, [view for job in running for view in await session.jobs(job.job)]
 
     name, members, jobs = in_pool(home, ask)
+    words = _words(home, members)
     if json_file is not None:
-        figures = [_figures(*_parts(member)) for member in members]
+        figures = [
+            {**_figures(*_parts(member)), "trusted": words.get(member.view.peer) == TRUSTED} for member in members
+        ]
         stories = [{"job": job.job, "state": job.state, "story": list(job.story[-_TOLD_LINES:])} for job in jobs]
         write_json(json_file, "pool", {"pool": name, "members": figures, "jobs": stories})
     if not members:
@@ -55,8 +62,10 @@ def pool(home: Path, json_file: Path | None) -> None:
         )
         return
     console.table(
-        ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard"),
-        [_row(*_parts(member)) for member in members],
+        ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard", "trusted")
+        if words
+        else ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard"),
+        [(*_row(*_parts(member)), *([words[member.view.peer]] if words else [])) for member in members],
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
     )
@@ -86,6 +95,22 @@ def leave(now: bool, home: Path) -> None:
 
     in_pool(home, ask)
     console.line("Left." if now else "Leaving; this machine's `fusion join` ends when its work is handed over.")
+
+
+def _words(home: Path, members: Sequence[Member]) -> dict[str, str]:
+    """By peer: `TRUSTED`, or why not; nothing where this machine keeps no circle of trust."""
+    path = home / TRUST_FILE
+    if not path.exists():
+        return {}
+    circle = CircleFile(path, time.time)
+    words: dict[str, str] = {}
+    for member in members:
+        try:
+            circle.check(PeerId(member.view.peer), member.profile.endorsements)
+            words[member.view.peer] = TRUSTED
+        except TrustError as error:
+            words[member.view.peer] = f"no: {error.message.rstrip('.')}"
+    return words
 
 
 def _parts(member: Member) -> tuple[MemberView, PeerProfile]:

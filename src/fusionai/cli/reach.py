@@ -44,7 +44,7 @@ async def look(membership: Membership, port: int, *, timeout_s: float) -> Reach:
         observed, port = await _observed(membership, transport, port)
     except RefusedError:
         observed = None
-    async with PoolSession(membership) as session:
+    async with PoolSession(membership, trust=None) as session:
         views = [member.view for member in await session.pool()]
     own = next((view.links for view in views if view.peer == membership.peer), ())
     return Reach(answered_s, port, observed, best_links(own))

@@ -138,6 +138,8 @@ def serve(
         spares=None if local is not None else spares,
         speculate=speculate,
         draft=draft,
+        privacy=served.privacy,
+        confidential=served.confidential,
     )
     door = Door(host=host, port=port, key_file=key_file, name=name)
 

@@ -42,6 +42,7 @@ class ServingOptions:
     sessions: int
     ends: Literal["owner", "pool"]
     privacy: PrivacyLevel = "split"
+    confidential: bool = False
 
     def needs(self, model_tokens: int | None) -> ServingNeeds:
         """`model_tokens`: positions the model has, None where it has no limit or nobody knows."""
@@ -107,6 +108,9 @@ def serving_options(function: _Function) -> _Function:
         "[default: owner]",
     )
     @privacy_option
+    @click.option(
+        "--confidential", is_flag=True, help="Only trusted peers will do: refused at any other level than `trusted`."
+    )
     @wraps(function)
     def with_options(
         *,
@@ -116,9 +120,15 @@ def serving_options(function: _Function) -> _Function:
         sessions: int,
         ends: Literal["owner", "pool"] | None,
         privacy: PrivacyLevel | None,
+        confidential: bool,
         **rest: object,
     ) -> object:
         level, place = _resolved(privacy, ends)
+        if confidential and level != "trusted":
+            raise UsageError(
+                f"--confidential asks for trusted peers, and at level {level!r} others could reconstruct the text.",
+                hint="Add --privacy trusted, or leave --confidential out.",
+            )
         served = ServingOptions(
             weights=cast(Any, weights),
             cache=cast(Any, cache),
@@ -126,6 +136,7 @@ def serving_options(function: _Function) -> _Function:
             sessions=sessions,
             ends=place,
             privacy=level,
+            confidential=confidential,
         )
         return function(served=served, **rest)
 
@@ -137,7 +148,7 @@ def _resolved(
 ) -> tuple[PrivacyLevel, Literal["owner", "pool"]]:
     """Ends with the pool are what no level that keeps them can mean. Raises `UsageError`."""
     level = privacy or ("encrypted" if ends == "pool" else "split")
-    if level in ("split-k", "trusted"):
+    if level == "split-k":
         raise UsageError(f"--privacy {level} is not carried out yet.", hint="Take split.")
     if ends == "pool" and keeps_ends(level):
         raise UsageError(

@@ -40,7 +40,7 @@ def in_pool(
     known = membership or any_membership(home)
 
     async def asked() -> _Answer:
-        async with PoolSession(known) as session:
+        async with PoolSession(known, trust=None) as session:
             return await ask(session)
 
     return run(asked())

@@ -21,10 +21,11 @@ from fusionai.client.preparation import Prepared, problem_for
 from fusionai.client.replanning import PoolReplanner, Replanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.ends import ends_stay
 from fusionai.scheduling.replicated import plan as planned
 from fusionai.scheduling.replicated import with_replicas
-from fusionai.scheduling.types import PeerProfile, Plan, Problem
+from fusionai.scheduling.types import Excluded, PeerProfile, Plan, Problem
 
 PLAN_ATTEMPTS: Final = 15
 """A peer may be taken or gone between looking at the pool and asking for it."""
@@ -58,7 +59,7 @@ async def begin(
     except RefusedError as error:
         if error.code == "unknown_job":  # it has ended for the pool: nobody holds anything of it
             return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
-        if error.code != "stale_fence":
+        if error.code not in ("stale_fence", "untrusted"):
             raise
         return await replanner.replacement(Deployment(plan=known), frozenset(), note)
     except TransportError:
@@ -121,12 +122,13 @@ async def first_deployment(
             await asyncio.sleep(PLAN_PAUSE_S)
             continue
         if not usable:
-            raise nobody(pool_name, members)
+            raise nobody(pool_name, members, replanner.barred())
         made = await plan_with(usable)
+        made = msgspec.structs.replace(made, excluded=(*made.excluded, *replanner.barred()))
         try:
             return await replanner.make_real(made)
         except RefusedError as error:
-            if error.code not in ("busy", "unknown_peer", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
+            if error.code not in ("busy", "unknown_peer", "untrusted", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
                 raise
             note(f"looking at the pool again: {error.message}")
             await asyncio.sleep(PLAN_PAUSE_S)
@@ -165,11 +167,18 @@ def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[M
     return equal or usable
 
 
-def nobody(pool_name: str, members: tuple[Member, ...]) -> PlanError:
+def nobody(pool_name: str, members: tuple[Member, ...], barred: tuple[Excluded, ...] = ()) -> PlanError:
+    """`barred`: those that are kept from the job whatever they do."""
     present = [
         f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"
         for member in members
     ]
+    present += [f"{short(PeerId(one.peer))} is {one.reason.rstrip('.')}" for one in barred]
+    if barred:
+        return PlanError(
+            f"no trusted peer stands by in pool {pool_name!r}: {'; '.join(present)}.",
+            hint="This job runs on trusted peers alone: have them endorsed (`fusion trust sign`) or wait for such.",
+        )
     return PlanError(
         f"no peer stands by in pool {pool_name!r}: {'; '.join(present) or 'nobody lends a machine there'}.",
         hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",

@@ -283,7 +283,7 @@ class Striker:
         await self._pool.start_again(BROKER)
         membership = load_membership(self._pool.broker_home)
         try:
-            async with asyncio.timeout(BROKER_PATIENCE_S), PoolSession(membership) as session:
+            async with asyncio.timeout(BROKER_PATIENCE_S), PoolSession(membership, trust=None) as session:
                 while True:
                     if holders <= {m.view.peer for m in await session.pool() if m.view.state in PRESENT}:
                         break

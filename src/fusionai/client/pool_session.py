@@ -1,7 +1,8 @@
 """A conversation with the pool's broker: who is there, which jobs run, make this plan real.
 
-Decides nothing; every method is one question and its answer. Neighbours: `broker` answers, `cli` and `client.train`
-ask.
+Every method is one question and its answer. Decides that a broker is not believed where it need not be: a job sees only
+members that its owner's circle allows, and a granted plan is the one that was asked for or none. Neighbours: `broker`
+answers, `cli` and `client.train` ask, `client.job_trust` says who is allowed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from fusionai.client.job_trust import JobTrust
 from fusionai.execution.deployment import Deployment
-from fusionai.primitives.errors import TransportError, WireError
-from fusionai.primitives.ids import JobId
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.primitives.errors import RefusedError, TransportError, TrustError, WireError
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.scheduling.types import Excluded, PeerProfile, Plan
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.peer_transport import PeerTransport
@@ -39,7 +41,7 @@ class Member:
 
 class PoolSession:
     """`async with PoolSession(membership) as pool: ...`. `on_stop` is told the job somebody asked to stop, `on_members`
-    whoever is in the pool, at each look at it.
+    whoever is in the pool, at each look at it. `trust`: of the job it is for, None where it is for looking alone.
 
     Connects when first asked something, and again after the broker was away. Every question raises `TransportError`
     when it is not answered within `ANSWER_S`."""
@@ -48,11 +50,17 @@ class PoolSession:
         self,
         membership: Membership,
         *,
+        trust: JobTrust | None,
         on_stop: Callable[[JobId], None] | None = None,
         on_members: Callable[[tuple[Member, ...]], None] | None = None,
     ) -> None:
         self.membership = membership
-        self.transport = PeerTransport(membership.credentials, membership.broker_addresses)
+        self._trust = trust
+        self.transport = PeerTransport(
+            membership.credentials,
+            membership.broker_addresses,
+            admits=_nobody if trust is None else trust.check,
+        )
         self._on_stop = on_stop
         self._on_members = on_members
         self._conversation: Conversation | None = None
@@ -73,9 +81,16 @@ class PoolSession:
         members = tuple(
             Member(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
         )
+        if self._trust is not None:
+            members = self._trust.among(members)
         if self._on_members is not None:
             self._on_members(members)
         return members
+
+    @property
+    def barred(self) -> tuple[Excluded, ...]:
+        """Who was in the pool at the last look and may not work for the job."""
+        return () if self._trust is None else self._trust.barred
 
     async def jobs(self, job: str = "") -> tuple[wire.JobView, ...]:
         return (await self._ask(wire.JobQuery(job=job), wire.JobList)).jobs
@@ -92,11 +107,20 @@ class PoolSession:
 
     async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
         """Make a plan of version 0 real, or get new tickets for the plan in force. Raises `RefusedError` when a peer of
-        it is taken or gone, or another plan is in force: plan again."""
+        it is taken, gone or not trusted (any more), or another plan is in force: plan again; `TrustError` when the
+        broker grants another plan than this one."""
+        if self._trust is None:
+            raise TrustError("this conversation is for looking at the pool; it asks for no plans.")
+        try:
+            self._trust.check_plan(plan)
+        except TrustError as error:
+            raise RefusedError(error.message, code="untrusted", hint=error.hint) from error
         question = wire.JobRequest(job=job, title=title, plan=msgspec.Raw(msgspec.msgpack.encode(plan)), steps=steps)
         granted = await self._ask(question, wire.JobGranted)
+        made = msgspec.msgpack.decode(granted.plan, type=Plan)
+        _check_same(plan, made, granted.job, job)
         return Deployment(
-            plan=msgspec.msgpack.decode(granted.plan, type=Plan),
+            plan=made,
             # A stage ticket or the driver's: the driver's comes last and is the one the owner dials with.
             tickets={one.peer: one.ticket for one in granted.tickets},
             members={member.peer: member.addresses for member in granted.members},
@@ -129,3 +153,20 @@ class PoolSession:
     def _notice(self, message: wire.Message) -> None:
         if isinstance(message, wire.StopNotice) and self._on_stop is not None:
             self._on_stop(JobId(message.job))
+
+
+def _nobody(peer: PeerId) -> None:
+    raise TrustError(f"this conversation is for looking at the pool, and dials no peer such as {peer}.")
+
+
+def _check_same(asked: Plan, made: Plan, granted_job: str, job: JobId) -> None:
+    """A plan is the job owner's; the broker gives it a version and nothing else. Raises `TrustError`."""
+    fresh = asked.version == 0
+    unversioned = msgspec.structs.replace(made, version=asked.version)
+    if granted_job != job or msgspec.msgpack.encode(unversioned) != msgspec.msgpack.encode(asked):
+        raise TrustError(
+            f"the broker granted another plan than job {job} asked for.",
+            hint="A broker may refuse a plan, not change it: don't use this one.",
+        )
+    if made.version < 1 if fresh else made.version != asked.version:
+        raise TrustError(f"the broker gave job {job}'s plan version {made.version}, which can't be its next.")

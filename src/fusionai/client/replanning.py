@@ -22,13 +22,13 @@ from fusionai.client.deployments import keep_deployment
 from fusionai.client.pool_session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
-from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError
+from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError, TrustError
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling import settling
 from fusionai.scheduling.ends import check_ends
 from fusionai.scheduling.straggling import slowed
 from fusionai.scheduling.takeover import Waiting, replaced
-from fusionai.scheduling.types import PeerProfile, Plan, Problem
+from fusionai.scheduling.types import Excluded, PeerProfile, Plan, Problem
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 
@@ -36,7 +36,7 @@ LOOK_S: Final = 0.5
 """Between two looks at a pool where nobody fits, or for a broker that is away."""
 FORGOTTEN_S: Final = 600.0
 """How long a machine counts as as slow as it was found; then it may show itself again."""
-RETRIED: Final = ("busy", "unknown_peer", "leaving", "stale_fence", "bad_message")
+RETRIED: Final = ("busy", "unknown_peer", "untrusted", "leaving", "stale_fence", "bad_message")
 """Refusals that another look at the pool answers."""
 
 
@@ -70,6 +70,9 @@ class PoolReplanner:
     excluded: Callable[[tuple[Member, ...]], frozenset[str]]
     """Those that the recipe keeps out."""
     clock: Clock
+    barred: Callable[[], tuple[Excluded, ...]] = tuple
+    """Those that the job's trust kept out at the last look."""
+    _newest_version: int = 0
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
     _missing: set[str] = field(default_factory=set[str])
     """Lost, and in no plan made real since: one that is named again was not lost again."""
@@ -92,7 +95,8 @@ class PoolReplanner:
             except RefusedError as error:
                 if error.code not in RETRIED:
                     raise
-                waiting(f"the broker refused a plan: {error.message}")
+                by = "the job's trust" if error.code == "untrusted" else "the broker"
+                waiting(f"{by} refused a plan: {error.message}")
             except (TransportError, TimeoutError) as error:
                 why = error.message if isinstance(error, TransportError) else "it does not answer"
                 waiting(f"the broker is needed for another plan and can't be reached: {why}")
@@ -179,6 +183,13 @@ class PoolReplanner:
         `TransportError`, `StorageError`."""
         async with self._turn:
             granted = await self._granted(plan)
+            # Members let in whom the newest placement names: an old one must never be the newest again.
+            if granted.plan.version <= self._newest_version:
+                raise TrustError(
+                    f"the broker gave a new plan of job {self.job} version {granted.plan.version}, after version "
+                    f"{self._newest_version}."
+                )
+            self._newest_version = granted.plan.version
             await asyncio.to_thread(self.adopt, granted)
             self._missing -= {one.peer for one in (*granted.plan.stages, *granted.plan.guards)}
             return granted

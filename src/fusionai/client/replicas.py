@@ -23,6 +23,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.client.background import in_background
 from fusionai.client.beginning import PLAN_PAUSE_S, WAITED_FOR, nobody
 from fusionai.client.job_directory import job_id, keep_recipe, open_directory
+from fusionai.client.job_trust import job_trust
 from fusionai.client.newcomer import begin_with
 from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
@@ -97,7 +98,8 @@ async def train_replicas(
         check_resumable(kept, recipe)
     membership = await owner_membership(options.home, options.invitation)
     options = dataclasses.replace(options, invitation=None)
-    async with PoolSession(membership) as pool:
+    trust = job_trust(options.home, membership, recipe.privacy.level, confidential=recipe.privacy.confidential)
+    async with PoolSession(membership, trust=trust) as pool:
         opening = asyncio.create_task(_opened(recipe, replicas, options, pool, directory, places, on_event))
         asked = asyncio.create_task(stop.wait())
         try:  # stopping means dropping everything as long as there is nothing to save
@@ -304,7 +306,7 @@ class _Replicas:
             members = await self.pool.pool()
         free = tuple(one for one in members if stands_by(one))
         if not free:
-            raise nobody(self.pool.membership.pool, members)
+            raise nobody(self.pool.membership.pool, members, self.pool.barred)
         return free
 
     def _is_finished(self, past: Past) -> bool:

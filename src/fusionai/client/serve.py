@@ -26,6 +26,8 @@ from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.background import in_background
 from fusionai.client.beginning import first_deployment, nobody
+from fusionai.client.circle_watch import watch_circle
+from fusionai.client.job_trust import job_trust
 from fusionai.client.local_homes import local_home
 from fusionai.client.local_pool import LocalPeer, LocalPool
 from fusionai.client.near_links import near_links
@@ -46,6 +48,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId
+from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.serving import progress
@@ -54,7 +57,6 @@ from fusionai.serving.job import ServingJob
 from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.storage.weight_store import WeightStore
-from fusionai.transport.placements import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 
@@ -85,6 +87,9 @@ class ServeRequest:
     speculate: Speculate = "off"
     draft: str | None = None
     """A small model with the same tokens that guesses; without one what the text repeats is guessed."""
+    privacy: PrivacyLevel = "split"
+    confidential: bool = False
+    """Only `trusted` is good enough then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +163,9 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             local = await stack.enter_async_context(_local_pool(request))
             home, invitation = local.directory / "owner", local.invitation
         membership = await owner_membership(home, invitation)
+        trust = job_trust(request.home, membership, request.privacy, confidential=request.confidential)
+        if local is not None:
+            trust.own = frozenset(PeerId(peer) for peer in local.names)
         stopped = asyncio.Event()
         names: dict[str, str] = {}
         profiles: dict[str, PeerProfile] = {}
@@ -170,12 +178,12 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
                 on_event(Met(new))
 
         pool = await stack.enter_async_context(
-            PoolSession(membership, on_stop=lambda _job: stopped.set(), on_members=met)
+            PoolSession(membership, trust=trust, on_stop=lambda _job: stopped.set(), on_members=met)
         )
         for left in await end_leftovers(pool, home):
             on_event(Noted(f"the server of {left} was killed; its peers are free again"))
         if not (members := await pool.pool()):
-            raise nobody(membership.pool, members)
+            raise nobody(membership.pool, members, trust.barred)
         compute = ComputeThread()
         stack.callback(compute.close)
         backend, _ = await compute.run(
@@ -218,12 +226,15 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             ),
             policy="tolerant",
             excluded=lambda _members: frozenset(),
+            barred=lambda: trust.barred,
             clock=clock,
         )
         on_event(Noted("planning"))
         stack.push_async_callback(_ended, pool, job, ServedNote(home, job))
         deployment = await _begin(replanner, membership.pool, on_event, is_local=request.local is not None)
         on_event(ServePlanned(job, deployment.plan, dict(names), model))
+        if (sentence := trust.sentence(deployment.plan)) is not None:
+            on_event(Noted(sentence))
         served_job = _serving_job(model, job, membership.peer, deployment.plan, weights, request.speculate)
         engine = ServingEngine(
             served_job,
@@ -234,7 +245,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
                 transport=pool.transport,
                 fingerprint=report.fingerprint,
                 clock=clock,
-                seal=Seal(membership.credentials.identity.key, "open"),
+                seal=trust.seal,
             ),
             deployment,
             replanner=replanner,
@@ -258,6 +269,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock).run())
         telling = asyncio.create_task(_tell(engine, pool, job))
         stack.callback(watch.cancel)
+        guarding = asyncio.create_task(watch_circle(trust, engine))
+        stack.callback(guarding.cancel)
         stack.callback(telling.cancel)
         yield Served(
             job=job,

@@ -20,6 +20,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.client.background import in_background
 from fusionai.client.beginning import begin, nobody
 from fusionai.client.checkpoint_header import checkpoint_header
+from fusionai.client.circle_watch import watch_circle
 from fusionai.client.fault_records import FaultRecord, FaultRecords
 from fusionai.client.job_directory import (
     check_checkpoint,
@@ -29,6 +30,7 @@ from fusionai.client.job_directory import (
     keep_recipe,
     open_directory,
 )
+from fusionai.client.job_trust import JobTrust, job_trust
 from fusionai.client.owner import known_owner, owner_membership
 from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.pool_watch import PoolWatch
@@ -55,7 +57,6 @@ from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.driver import Driver
 from fusionai.training.job import TrainingJob
 from fusionai.transport.enrolment import Membership
-from fusionai.transport.placements import Seal
 from fusionai.wire.messages import StageOptions
 
 
@@ -171,6 +172,7 @@ async def _run(
     asked = asyncio.Event()
     clock = SystemClock()
     names: dict[str, str] = {}
+    trust = job_trust(options.home, membership, recipe.privacy.level, confidential=recipe.privacy.confidential)
 
     def met(members: tuple[Member, ...]) -> None:
         new = {one.view.peer: one.profile.name for one in members if one.profile.name != names.get(one.view.peer, "")}
@@ -180,10 +182,10 @@ async def _run(
 
     async with (
         _compute_thread() as compute,
-        PoolSession(membership, on_stop=lambda _job: asked.set(), on_members=met) as pool,
+        PoolSession(membership, trust=trust, on_stop=lambda _job: asked.set(), on_members=met) as pool,
     ):
         # What is quickly wrong is found before long work: the broker, the device, then data and model.
-        members = await _look(pool, journal)
+        members = await _look(pool, journal, trust)
         backend, _ = await compute.run(lambda: open_backend("torch", device=options.device, threads=options.threads))
         report, _ = await compute.run(backend.probe)
         note = lambda text: on_event(Noted(text))  # noqa: E731
@@ -195,7 +197,7 @@ async def _run(
             transport=pool.transport,
             fingerprint=report.fingerprint,
             clock=clock,
-            seal=Seal(membership.credentials.identity.key, "open"),
+            seal=trust.seal,
         )
         await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
         job = job_id(recipe, membership.peer, directory)
@@ -211,6 +213,7 @@ async def _run(
             problem=await in_background(lambda: standing_problem(prepared, members or (), owner)),
             policy=recipe.faults.takeover,
             excluded=lambda members: excluded_peers(recipe, members) | (part.excluded(members) if part else set()),
+            barred=lambda: trust.barred,
             journal=journal,
             directory=directory,
             clock=clock,
@@ -224,6 +227,8 @@ async def _run(
             driving=driving,
             note=note,
         )
+        if (sentence := trust.sentence(deployment.plan)) is not None:
+            note(sentence)
         # Whatever plans follow, the order of sums stays.
         replanner.problem = with_replicas(replanner.problem, deployment.plan.replicas)
         keep_recipe(recipe, directory)
@@ -271,6 +276,7 @@ async def _run(
             asyncio.create_task(_stop_when(asked, driver, "fusion stop")),
             asyncio.create_task(reporting.run()),
             asyncio.create_task(watch.run()),
+            asyncio.create_task(watch_circle(trust, driver)),
         ]
         reason, noticed = "interrupted", ()
         try:
@@ -298,7 +304,7 @@ async def _run(
         return _result(directory, journal, job, ended.stopped, noticed)
 
 
-async def _look(pool: PoolSession, journal: CommitJournal) -> tuple[Member, ...] | None:
+async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> tuple[Member, ...] | None:
     """Who is in the pool; None while its broker is away, which only a job that has a plan already can bear."""
     try:
         members = await pool.pool()
@@ -307,7 +313,7 @@ async def _look(pool: PoolSession, journal: CommitJournal) -> tuple[Member, ...]
             raise
         return None
     if not members:
-        raise nobody(pool.membership.pool, ())
+        raise nobody(pool.membership.pool, (), trust.barred)
     return members
 
 

@@ -30,6 +30,7 @@ from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.storage.weight_store import WeightStore
+from fusionai.transport.circle import carried_endorsements
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.rate_limit import Limits
@@ -70,7 +71,7 @@ async def run_peer(
     links = await measured_links(transport, membership.broker_addresses, clock)
     if links[0] is not UNMEASURED:
         rates.turns.measured(links[0].bandwidth_bytes_per_s)
-    profile = make_profile(options, membership.peer, report, *links)
+    profile = make_profile(options, membership.peer, report, *links, carried_endorsements(options.home))
     host = Host(
         peer=membership.peer,
         backend=backend,

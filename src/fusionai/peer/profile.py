@@ -59,7 +59,15 @@ async def measured_links(transport: Transport, brokers: Sequence[str], clock: Cl
     )
 
 
-def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, up: Link, down: Link) -> PeerProfile:
+def make_profile(
+    options: PeerOptions,
+    peer: PeerId,
+    report: DeviceReport,
+    up: Link,
+    down: Link,
+    endorsements: tuple[bytes, ...] = (),
+) -> PeerProfile:
+    """`endorsements`: what others have signed about this machine's key."""
     return PeerProfile(
         peer=peer,
         name=options.name or socket.gethostname(),
@@ -80,6 +88,7 @@ def make_profile(options: PeerOptions, peer: PeerId, report: DeviceReport, up: L
         fingerprint=report.fingerprint,
         uplink=_within(up, options.upload_limit_bytes_per_s),
         downlink=_within(down, options.download_limit_bytes_per_s),
+        endorsements=endorsements,
     )
 
 

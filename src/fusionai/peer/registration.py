@@ -114,7 +114,7 @@ class Registration:
                 elif self._moved():
                     await self._announce_move(conversation)
         except RefusedError as error:
-            if error.code in ("unknown_peer", "not_authorised", "bad_message"):
+            if error.code in ("unknown_peer", "not_authorised", "untrusted", "bad_message"):
                 raise
             raise TransportError(f"the broker refused: {error}") from error
         finally:

@@ -6,9 +6,10 @@ versions plans, `execution` and `training` obey them.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from fusionai.primitives.pace import Pace
 from fusionai.wire.codecs import Codec, Compression
@@ -59,6 +60,9 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     """How its backend can keep weights in serving; empty: in all ways."""
     roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
     power_w: float | None = None
+    endorsements: Annotated[tuple[Annotated[bytes, Meta(max_length=512)], ...], Meta(max_length=16)] = ()
+    """Signed words of others that its key is to be trusted (`transport.endorsements`); who carries them can't forge
+    them."""
 
     @property
     def effective_flops_per_s(self) -> float:

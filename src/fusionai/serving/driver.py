@@ -360,6 +360,10 @@ class ServingDriver:
 
         self._asking = self._start(ask())
 
+    def shut_out(self, peer: PeerId, reason: str) -> None:
+        """It counts as lost. Harmless for one without a connection."""
+        self._connections.drop(peer, reason)
+
     def offer(self, deployment: Deployment, reason: str, *, knows: frozenset[str] | None = None) -> None:
         """A newer plan: its guards load beside the passes, its moves cost a round."""
         version = deployment.plan.version

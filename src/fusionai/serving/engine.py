@@ -424,6 +424,10 @@ class ServingEngine:
         """Whether the stage's spare could take over now."""
         return self._machine.is_warm(stage)
 
+    def shut_out(self, peer: PeerId, reason: str) -> None:
+        """It counts as lost. Harmless for one without a connection."""
+        self._driver.shut_out(peer, reason)
+
     def offer(self, deployment: Deployment, reason: str) -> None:
         """A newer plan (another spare, a machine that leaves): gone over to between two passes."""
         self._driver.offer(deployment, reason)

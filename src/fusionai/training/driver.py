@@ -177,6 +177,10 @@ class Driver:
         """Stages whose guard could take over now."""
         return self._machine.sheltered
 
+    def shut_out(self, peer: PeerId, reason: str) -> None:
+        """It counts as lost. Harmless for one without a connection."""
+        self._connections.drop(peer, reason)
+
     def offer(self, deployment: Deployment, reason: str) -> None:
         """A newer plan, journalled: gone over to when nothing is under way."""
         version = deployment.plan.version

@@ -77,14 +77,14 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         keys = self.keys
         if not keys:
             raise TrustError("this machine trusts no signing key.", hint="`fusion trust key` makes its own.")
+        kept = [data for data in self.endorsements if read_endorsement(data).peer == peer]
         reasons: list[str] = []
-        for data in (*self.endorsements, *carried[:MAX_CARRIED]):
+        for data in (*kept, *carried[:MAX_CARRIED]):
             try:
                 return verify_endorsement(data, keys, peer=peer, now_wall_s=now_wall_s)
             except TrustError as error:
                 reasons.append(error.message)
-        shown = reasons[len(self.endorsements) :]
-        why = shown[0] if shown else "no key that this machine trusts has endorsed it."
+        why = reasons[0] if reasons else "no key that this machine trusts has endorsed it."
         raise TrustError(why, hint=f"`fusion trust sign {peer}` on a machine whose signing key is trusted.")
 
 
@@ -98,7 +98,7 @@ def load_circle(path: Path) -> Circle:
         )
     try:
         circle = msgspec.json.decode(data, type=Circle)
-        _ = circle.keys
+        _ = circle.keys, [read_endorsement(one) for one in circle.endorsements]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FusionError) as error:
         raise StorageError(
             f"expected a trust file in {path}, got something else: {error}.",

@@ -48,10 +48,19 @@ QUIC_HEAD_START_S: Final = 1.0
 
 
 class PeerTransport:
-    """Implements `Transport` for a member. `brokers`: where it reaches its pool's. Make it inside an event loop."""
+    """Implements `Transport` for a member. `brokers`: where it reaches its pool's. `admits` raises `TrustError` for
+    another member that this machine may not dial, whatever plan or message names it. Make it inside an event loop."""
 
-    def __init__(self, credentials: MemberCredentials, brokers: Sequence[str], *, rates: Limits | None = None) -> None:
+    def __init__(
+        self,
+        credentials: MemberCredentials,
+        brokers: Sequence[str],
+        *,
+        rates: Limits | None = None,
+        admits: Callable[[PeerId], None] = lambda _peer: None,
+    ) -> None:
         self._credentials = credentials
+        self._admits = admits
         rates = rates or Limits()
         self._tcp = TcpTransport(credentials, rates=rates)
         self._introductions = Introductions(self._tcp, brokers)
@@ -87,6 +96,7 @@ class PeerTransport:
     ) -> Channel:
         if expect is None:
             return await self._tcp.dial(addresses, expect=None, stream=stream, timeout_s=timeout_s)
+        self._admits(expect)
         ordered = self._ways.in_order(expect, addresses, asyncio.get_running_loop().time())
         attempts = self._attempts(expect, ordered, Dialling(expect, stream), timeout_s)
         if not attempts:

@@ -292,8 +292,8 @@ def test_the_broker_is_back_when_it_shows_its_members(tmp_path: Path, monkeypatc
     answers = [{TOWER}, {TOWER, ATTIC}, {TOWER, LAPTOP, ATTIC}]
 
     class Session:
-        def __init__(self, _membership: object) -> None:
-            pass
+        def __init__(self, _membership: object, *, trust: None) -> None:
+            del trust
 
         async def __aenter__(self) -> Session:
             return self

@@ -29,7 +29,7 @@ def runs(pid: int) -> bool:
 
 
 async def states(pool: LocalPool) -> dict[str, str]:
-    async with PoolSession(load_membership(pool.broker_home)) as session:
+    async with PoolSession(load_membership(pool.broker_home), trust=None) as session:
         return {member.view.peer: member.view.state for member in await session.pool()}
 
 

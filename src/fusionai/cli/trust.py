@@ -1,0 +1,250 @@
+"""`fusion trust`: this machine's circle of trust. Whose signatures count, whom to endorse, whom to revoke.
+
+Everything happens in files of this machine: an endorsement goes to another as a printed line, which is no secret.
+Keys are given in full: a name is what a broker says of a key, and the broker is whom the circle is there to check.
+Neighbours: `transport.circle` keeps the file, `transport.endorsements` signs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import home_option
+from fusionai.primitives.errors import TrustError, UsageError
+from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
+from fusionai.transport.circle import TRUST_FILE, Circle, Revoked, Signer, carry, keep_circle, load_circle
+from fusionai.transport.endorsements import (
+    Endorsement,
+    endorse,
+    key_text,
+    line_of,
+    parse_key,
+    parse_line,
+    read_endorsement,
+    signing_key,
+    verify_endorsement,
+)
+from fusionai.transport.identity import KEY_FILE, load_identity, public_bytes, public_key_of
+
+OWN_NAME: Final = "this machine"
+DAY_S: Final = 86_400
+
+
+@click.group()
+def trust() -> None:
+    """Whom this machine's jobs trust: only members whose keys are endorsed by a key trusted here run jobs of level
+    `trusted`. The broker passes endorsements on and can't make any.
+    """
+
+
+@trust.command()
+@home_option
+@json_option
+def key(home: Path, json_file: Path | None) -> None:
+    """Show this machine's signing key, and the key it lends itself under. Where there is no signing key, one is made;
+    its endorsements count here from then on."""
+    signer = _own_key(home)
+    lends = load_identity(home).peer if (home / KEY_FILE).is_file() else None
+    if json_file is not None:
+        write_json(json_file, "trust", {"signing_key": signer, "peer": lends})
+    console.line(f"signing key (others: fusion trust add): {signer}")
+    if lends is not None:
+        console.line(f"this machine lends as (others: fusion trust sign): {lends}")
+
+
+@trust.command()
+@click.argument("signing_key", metavar="SIGNING_KEY")
+@click.option("--name", default="", help="What to call it here.")
+@home_option
+def add(signing_key: str, name: str, home: Path) -> None:
+    """Trust SIGNING_KEY: members that it endorses may work for this machine's trusted jobs."""
+    text = key_text(parse_key(signing_key))
+    circle = _circle(home)
+    others = tuple(one for one in circle.signers if one.key != text)
+    _keep(home, msgspec.structs.replace(circle, signers=(*others, Signer(text, name[:64]))))
+    console.line(f"Trusted here: {text}{f' ({name})' if name else ''}.")
+
+
+@trust.command()
+@click.argument("signing_key", metavar="SIGNING_KEY")
+@home_option
+def remove(signing_key: str, home: Path) -> None:
+    """Trust SIGNING_KEY no more: its endorsements count for nothing here, at once."""
+    text = key_text(parse_key(signing_key))
+    circle = _circle(home)
+    rest = tuple(one for one in circle.signers if one.key != text)
+    if len(rest) == len(circle.signers):
+        raise UsageError(f"{text} is not trusted here.", hint="`fusion trust list` shows which are.")
+    _keep(home, msgspec.structs.replace(circle, signers=rest))
+    console.line(f"Not trusted any more: {text}.")
+
+
+@trust.command()
+@click.argument("peer", metavar="PEER")
+@click.option("--name", default="", help="Whose machine it is.")
+@click.option(
+    "--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long the endorsement holds."
+)
+@home_option
+@json_option
+def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) -> None:
+    """Endorse the machine that lends under key PEER, and keep that here. The line that is printed does the same for
+    others who trust this signing key, once `fusion trust carry` on that machine has it."""
+    member = _peer(peer)
+    signer = _own_key(home)
+    circle = _circle(home)
+    if any(one.peer == member for one in circle.revoked):
+        raise UsageError(
+            f"{short(member)} is revoked here.", hint=f"`fusion trust revoke --undo {member}` takes that back first."
+        )
+    private = signing_key(home, make=False)
+    if private is None:
+        raise UsageError(f"the signing key {signer} is gone from {home}.", hint="Run the command again.")
+    data = endorse(
+        private,
+        member,
+        name=name,
+        now_wall_s=time.time(),
+        lifetime_s=days * DAY_S,
+        serial=secrets.token_bytes(16),
+    )
+    _keep(home, msgspec.structs.replace(circle, endorsements=(data, *circle.endorsements)))
+    if json_file is not None:
+        write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": line_of(data)})
+    console.line(
+        f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. On that machine, for others to see:"
+    )
+    console.line(f"  fusion trust carry {line_of(data)}")
+
+
+@trust.command("carry")
+@click.argument("line", metavar="ENDORSEMENT")
+@home_option
+def carry_line(line: str, home: Path) -> None:
+    """Show ENDORSEMENT, a line of `fusion trust sign` for this machine's key, to the pool from the next `fusion join`
+    on."""
+    if not (home / KEY_FILE).is_file():
+        raise UsageError(f"this machine has no key yet (there is no {home / KEY_FILE}).", hint="Join a pool first.")
+    data = parse_line(line)
+    carry(home, data, load_identity(home).peer)
+    statement = read_endorsement(data)
+    console.line(
+        f"Carried, until {_date(statement.not_after_s)}: the word of {key_text(statement.signer)}. A `fusion join` "
+        "that runs shows it once started again."
+    )
+
+
+@trust.command()
+@click.argument("peer", metavar="PEER")
+@click.option("--undo", is_flag=True, help="Take a revocation back.")
+@home_option
+def revoke(peer: str, undo: bool, home: Path) -> None:
+    """Let PEER work for no trusted job of this machine any more, whoever has endorsed it. Jobs that run shut it out
+    within seconds. Whoever else trusts it has to revoke it, too."""
+    member = _peer(peer)
+    circle = _circle(home)
+    rest = tuple(one for one in circle.revoked if one.peer != member)
+    if undo:
+        if len(rest) == len(circle.revoked):
+            raise UsageError(f"{short(member)} is not revoked here.", hint="`fusion trust list` shows who is.")
+        _keep(home, msgspec.structs.replace(circle, revoked=rest))
+        console.line(f"Not revoked any more: {member}; endorsements that hold count again.")
+        return
+    _keep(home, msgspec.structs.replace(circle, revoked=(*rest, Revoked(member, int(time.time())))))
+    console.line(f"Revoked: {member}.")
+
+
+@trust.command("list")
+@home_option
+@json_option
+def show(home: Path, json_file: Path | None) -> None:
+    """The signing keys trusted here, the endorsements kept here, and who is revoked."""
+    circle = _circle(home)
+    rows = [_row(circle, data) for data in circle.endorsements]
+    if json_file is not None:
+        write_json(
+            json_file,
+            "trust",
+            {
+                "signing_keys": [{"key": one.key, "name": one.name} for one in circle.signers],
+                "endorsements": [
+                    {"peer": peer, "name": name, "by": by, "state": state} for peer, name, by, state in rows
+                ],
+                "revoked": [{"peer": one.peer, "at_s": one.at_s} for one in circle.revoked],
+            },
+        )
+    if not circle.signers:
+        console.line("No signing key is trusted here: jobs of level `trusted` find nobody. `fusion trust key` begins.")
+    for one in circle.signers:
+        console.line(f"trusted to sign: {one.key}{f' ({console.printable(one.name)})' if one.name else ''}")
+    if rows:
+        console.table(("peer", "name", "endorsed by", "state"), rows)
+    for gone in circle.revoked:
+        console.line(f"revoked since {_date(gone.at_s)}: {gone.peer}")
+
+
+def _row(circle: Circle, data: bytes) -> tuple[str, str, str, str]:
+    statement = read_endorsement(data)
+    return (
+        statement.peer,
+        console.printable(statement.name),
+        console.printable(circle.name_of(statement.signer)),
+        _state(circle, data, statement),
+    )
+
+
+def _state(circle: Circle, data: bytes, statement: Endorsement) -> str:
+    if any(one.peer == statement.peer for one in circle.revoked):
+        return "revoked"
+    try:
+        verify_endorsement(data, circle.keys, peer=PeerId(statement.peer), now_wall_s=time.time())
+    except TrustError as error:
+        return error.message
+    return f"holds until {_date(statement.not_after_s)}"
+
+
+def _own_key(home: Path) -> str:
+    """The signing key as text; a new one is trusted here from the start."""
+    known = signing_key(home, make=False)
+    private = known or signing_key(home, make=True)
+    if private is None:
+        raise UsageError(f"no signing key could be made in {home}.")
+    text = key_text(public_bytes(private.public_key()))
+    if known is None:
+        circle = _circle(home)
+        _keep(home, msgspec.structs.replace(circle, signers=(*circle.signers, Signer(text, OWN_NAME))))
+    return text
+
+
+def _circle(home: Path) -> Circle:
+    """The one kept here, or an empty one. A file that can't be read is not overwritten."""
+    path = home / TRUST_FILE
+    return load_circle(path) if path.exists() else Circle()
+
+
+def _keep(home: Path, circle: Circle) -> None:
+    keep_circle(home / TRUST_FILE, circle)
+
+
+def _peer(text: str) -> PeerId:
+    try:
+        public_key_of(text)
+    except TrustError as error:
+        raise UsageError(
+            f"expected a machine's key in full, {PEER_ID_LENGTH} characters, got {text[:80]!r}.",
+            hint="`fusion trust key` on that machine prints it; ask its owner, not the broker.",
+        ) from error
+    return PeerId(text)
+
+
+def _date(wall_s: int) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d")
