@@ -286,6 +286,15 @@ def test_privacy_levels_and_what_goes_with_them() -> None:
         recipe_from_table(changed(privacy={"level": "splitt"}), FILE)
 
 
+def test_a_confidential_job_is_for_trusted_peers_alone() -> None:
+    trusted = recipe_from_table(changed(privacy={"level": "trusted", "confidential": True}), FILE)
+    assert trusted.privacy.confidential
+    assert trusted.privacy.level == "trusted"
+    for table in ({}, *({"level": level} for level in ("open", "encrypted", "split"))):
+        with pytest.raises(RecipeError, match="confidential = true runs on trusted peers alone"):
+            recipe_from_table(changed(privacy={**table, "confidential": True}), FILE)
+
+
 def test_a_command_names_the_level_before_what_the_file_says(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(
         '[job]\nname = "a"\nsteps = 1\n[model]\nconfig = { model_type = "llama" }\n[data]\nfiles = ["*.txt"]\n'
