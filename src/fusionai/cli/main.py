@@ -70,6 +70,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "analyze": LazyCommand(
         "fusionai.cli.analyze:analyze", "Would many small machines be as fast as a few big ones in a box?"
     ),
+    "audit": LazyCommand("fusionai.cli.audit:audit", "Attack your own job: what could peers reconstruct of its text?"),
     "simulate": LazyCommand(
         "fusionai.cli.simulate:simulate", "What a pool would make of a job: hours of machines that come and go."
     ),

@@ -1,0 +1,193 @@
+"""How an audit's findings read: one table of boundaries, one of updates, the controls. Decides columns and rounding.
+
+The white-box figure has a column of its own in every row, left of what learned attacks found. Neighbours: `cli.audit`
+and `cli.privacy` print, `docs/generate.py` writes the same cells into `docs/privacy.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from fusionai.cli import console
+from fusionai.primitives.units import format_count, format_seconds
+from fusionai.privacy.findings import Attack, Boundary, Findings, Recovery, Update
+
+if TYPE_CHECKING:
+    from fusionai.privacy.audit import Doing
+
+_ASIDE: Final[tuple[Attack, ...]] = (
+    "template",
+    "known text",
+    "recovered prefix",
+    "nearest",
+    "ridge",
+    "inverter",
+    "inverter, known text",
+    "optimisation",
+    "pooled",
+)
+UPDATE_HEADERS: Final = ("texts", "tokens", "weight's inputs", "form", "tokens recovered", "95 %", "ROUGE-L", "took")
+BUDGET_HEADERS: Final = ("attack", "tokens through the model", "text of its own", "known text", "longest")
+
+
+class AuditProgress:
+    """Callable with what goes on: a bar on a terminal, a line for each kind of work elsewhere."""
+
+    def __init__(self) -> None:
+        self._bars: Progress | None = None
+        self._task: TaskID | None = None
+        self._said = ""
+
+    def __enter__(self) -> AuditProgress:
+        if sys.stderr.isatty():
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, doing: Doing) -> None:
+        kind = doing.what.partition(" (")[0]
+        if self._bars is None:
+            if kind != self._said:
+                console.note(kind)
+        elif kind != self._said or self._task is None:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(doing.what, total=doing.total, completed=doing.done)
+        else:
+            self._bars.update(self._task, description=doing.what, completed=doing.done, total=doing.total)
+        self._said = kind
+
+
+def show_findings(findings: Findings) -> None:
+    """For people: the model, what each boundary gave away, and what that took."""
+    for text in facts(findings):
+        console.line(text)
+    console.line()
+    headers = boundary_headers(findings)
+    rows = list(boundary_rows(findings))
+    console.table(headers, rows, title="Tokens recovered", right=tuple(range(1, len(headers))))
+    if findings.updates:
+        console.line()
+        rows = [update_row(update) for update in findings.updates]
+        console.table(UPDATE_HEADERS, rows, title="Texts recovered from gradients", right=(0, 1, 2, 4, 5, 6, 7))
+    console.line()
+    console.table(BUDGET_HEADERS, list(budget_rows(findings)), title="What the attacks took", right=(1, 2, 3, 4))
+    console.line()
+
+
+def show_void(findings: Findings) -> None:
+    """Which controls failed."""
+    failed = [control for control in findings.controls if not control.passed]
+    for control in failed:
+        console.warning(
+            f"{control.name} recovered {share(control.got)}, where {share(control.wanted)} must be possible"
+        )
+    why = "a positive control failed" if failed else "no positive control was run"
+    console.error(f"{why}: this audit is void, and its figures say nothing.", "Change the model or the depths.")
+
+
+def facts(findings: Findings) -> Iterator[str]:
+    """Model, data and trial, in sentences."""
+    of, trial = findings.subject, findings.trial
+    trained = "" if of.trained_tokens is None else f", trained on {format_count(of.trained_tokens)} tokens"
+    yield (
+        f"Model: {of.name}; {format_count(of.parameters)} parameters, {of.layers} blocks of width {of.width}, "
+        f"vocabulary {of.vocabulary}{trained}; loss {of.loss:.2f} nats a token on held-out text (perplexity "
+        f"{of.perplexity:.0f})."
+    )
+    yield f"Data: {of.data}."
+    yield (
+        f"Trial: {trial.texts} texts of {trial.private_tokens} private tokens behind {trial.template_tokens} known "
+        f"ones; who always says the commonest token gets {share(trial.chance)}."
+    )
+
+
+def boundary_headers(findings: Findings) -> tuple[str, ...]:
+    """As `boundary_rows` fills them."""
+    aside = (str(attack) for attack in _aside(findings))
+    return ("boundary", "depth", "loss", "white-box", "95 %", *aside, "ROUGE-L", "secrets")
+
+
+def boundary_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
+    """ROUGE-L and secrets are those of the attack that recovered most."""
+    for one in findings.boundaries:
+        by = {other.attack: other for other in one.others}
+        worst = one.worst
+        yield (
+            one.defence,
+            str(one.depth),
+            f"{one.loss:.2f}",
+            share(one.white_box.top1),
+            _interval(one.white_box),
+            *(share(by[attack].top1) if attack in by else "-" for attack in _aside(findings)),
+            f"{worst.rouge_l:.2f}",
+            f"{worst.secrets_found}/{worst.secrets}",
+        )
+
+
+def update_row(update: Update) -> tuple[str, ...]:
+    """As `UPDATE_HEADERS` says."""
+    one = update.recovery
+    return (
+        str(update.texts),
+        str(update.tokens),
+        str(update.width),
+        update.form,
+        share(one.top1),
+        _interval(one),
+        f"{one.rouge_l:.2f}",
+        format_seconds(one.budget.seconds),
+    )
+
+
+def budget_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
+    """Each attack's largest budget."""
+    for attack in ("white-box", *_aside(findings)):
+        spent = [one.budget for boundary in findings.boundaries for one in _all(boundary) if one.attack == attack]
+        yield (
+            attack,
+            format_count(max(one.forward_tokens for one in spent)),
+            format_count(max(one.auxiliary_tokens for one in spent)),
+            format_count(max(one.known_tokens for one in spent)),
+            format_seconds(max(one.seconds for one in spent)),
+        )
+
+
+def share(part: float) -> str:
+    """As percent; never rounded up to all or down to nothing."""
+    percent = 100 * part
+    if 0 < percent < 0.1 or 99.9 < percent < 100:
+        return "<0.1 %" if percent < 50 else ">99.9 %"
+    return f"{percent:.0f} %" if percent in (0, 100) else f"{percent:.1f} %"
+
+
+def _interval(one: Recovery) -> str:
+    return f"{100 * one.low:.1f}-{100 * one.high:.1f}"
+
+
+def _aside(findings: Findings) -> tuple[Attack, ...]:
+    run = {one.attack for boundary in findings.boundaries for one in boundary.others}
+    return tuple(attack for attack in _ASIDE if attack in run)
+
+
+def _all(boundary: Boundary) -> tuple[Recovery, ...]:
+    return (boundary.white_box, *boundary.others)

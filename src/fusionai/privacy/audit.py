@@ -1,0 +1,322 @@
+"""A whole audit: every attack on every boundary of every defence, with the controls that say whether it counts.
+
+The order: boundaries as peers see them, one pass over the vocabulary for all matchers, then what is attacked one by
+one. Decides which attacks run where and what they know; the attacks are beside it. Neighbours: `client.audit` prepares
+the model and the text, `findings` is what comes out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fusionai.privacy.calibration import calibrated
+from fusionai.privacy.defences import Defence
+from fusionai.privacy.findings import Attack, AuditAttack, Boundary, Budget, Control, Recovery, Update
+from fusionai.privacy.gradients import Gradients, gradients_of, in_order, texts_of
+from fusionai.privacy.inverter import ROWS as INVERTER_ROWS
+from fusionai.privacy.inverter import InverterBudget, nearest, ridge, train_inverter
+from fusionai.privacy.metrics import Truth, recovery
+from fusionai.privacy.optimisation import FitBudget, fitted
+from fusionai.privacy.subject import AttackedModel, Change
+from fusionai.privacy.white_box import Matcher, Part, matched, reconstructed
+
+Key = tuple[str, int, Attack]
+"""Defence, depth, attack."""
+LORA_RANK: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """Token numbers. `trial` [texts, tokens] begin with `template_tokens` known ones; `truth` has the rest. The
+    attacker has `auxiliary` text of its own and `known` text of the victim's, `held_out` gives losses; [rows, tokens]
+    each."""
+
+    trial: Tensor
+    template_tokens: int
+    truth: Truth
+    auxiliary: Tensor
+    known: Tensor
+    held_out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A way a job may send its boundaries: `model` computes them (another than the public one where it has a secret
+    prefix), `defence` changes them; they leave home at `first` and later."""
+
+    defence: Defence
+    model: AttackedModel
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCase:
+    """`texts` of `tokens` tokens, their gradient in `form`."""
+
+    texts: int
+    tokens: int
+    form: str
+    change: Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditPlan:
+    """What is run. `few`: texts that the slow attacks, one boundary at a time, are given."""
+
+    depths: tuple[int, ...]
+    attacks: frozenset[AuditAttack]
+    updates: tuple[UpdateCase, ...] = ()
+    few: int = 3
+    inverter: InverterBudget = field(default_factory=InverterBudget)
+    fit: FitBudget = field(default_factory=FitBudget)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """Progress: `done` of `total` of what goes on."""
+
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What `run` gives back; `findings.Findings` without the run's circumstances."""
+
+    boundaries: tuple[Boundary, ...]
+    updates: tuple[Update, ...]
+    controls: tuple[Control, ...]
+
+
+def run(
+    public: AttackedModel,
+    victims: Sequence[Victim],
+    texts: Texts,
+    plan: AuditPlan,
+    on_doing: Callable[[Doing], None],
+) -> Found:
+    """Attack every victim with the weights of `public`. The first victim is the clean one, which the controls read."""
+    seen = [_seen(public, victim, texts) for victim in victims]
+    by_matching = _by_matching(public, seen, texts, plan, on_doing)
+    cells = [(one, depth) for one in seen for depth in plan.depths if depth >= one.victim.first]
+    boundaries: list[Boundary] = []
+    for number, (one, depth) in enumerate(cells):
+        name = one.victim.defence.name
+        on_doing(Doing(f"{name} at depth {depth}", number, len(cells)))
+        matches = {key[2]: found for key, found in by_matching.items() if key[:2] == (name, depth)}
+        others = [found for attack, found in matches.items() if attack != "white-box"]
+        boundaries.append(
+            Boundary(
+                depth=depth,
+                defence=name,
+                loss=one.victim.model.loss(texts.held_out, depth, one.victim.defence.change),
+                white_box=matches["white-box"],
+                others=(*others, *_one_by_one(public, one, texts, plan, depth)),
+            )
+        )
+    cases = plan.updates if "gradients" in plan.attacks else ()
+    updates = tuple(_update(public, case, texts) for case in cases)
+    return Found(tuple(boundaries), updates, tuple(_controls(victims[0].defence.name, boundaries, updates)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """[depth + 1, rows, tokens, width]: `trial`, `known` as peers see them; `own_...` as the attacker computes them;
+    `auxiliary` as it would see text of its own, if the victim used the public weights."""
+
+    victim: Victim
+    trial: Tensor
+    known: Tensor
+    own_known: Tensor
+    own_trial: Tensor
+    auxiliary: Tensor
+
+
+def _seen(public: AttackedModel, victim: Victim, texts: Texts) -> _Seen:
+    change = victim.defence.change
+    return _Seen(
+        victim,
+        change(victim.model.boundaries(texts.trial)),
+        change(victim.model.boundaries(texts.known)),
+        public.boundaries(texts.known),
+        public.boundaries(texts.trial),
+        change(public.boundaries(texts.auxiliary)),
+    )
+
+
+def _by_matching(
+    public: AttackedModel,
+    seen: Sequence[_Seen],
+    texts: Texts,
+    plan: AuditPlan,
+    on_doing: Callable[[Doing], None],
+) -> dict[Key, Recovery]:
+    """All attacks that share one pass over the vocabulary."""
+    matchers: dict[Key, Matcher] = {}
+    for one in seen:
+        name, first = one.victim.defence.name, one.victim.first
+        depths = [depth for depth in plan.depths if depth >= first]
+        by_template: list[Part] = []
+        for depth in depths:
+            matchers[name, depth, "white-box"] = Matcher((Part(depth, one.trial[depth].float()),))
+            if {"calibrated", "pooled"} & plan.attacks:
+                by_template.append(_template_part(one, texts, depth))
+            if "calibrated" in plan.attacks:
+                matchers[name, depth, "template"] = Matcher((by_template[-1],), expected=True)
+                matchers[name, depth, "known text"] = Matcher((_known_part(one, depth),), expected=True)
+        if "pooled" in plan.attacks and depths:
+            matchers[name, depths[0], "pooled"] = Matcher(tuple(by_template), expected=True)
+    private = texts.trial.shape[1] - texts.template_tokens
+    begun_s = time.perf_counter()
+    found = matched(
+        public,
+        texts.trial,
+        texts.template_tokens,
+        matchers,
+        lambda done: on_doing(Doing("white-box, every token tried", done, private)),
+    )
+    seconds = time.perf_counter() - begun_s
+    known_tokens: dict[Attack, int] = {
+        "template": len(texts.trial) * texts.template_tokens,
+        "pooled": len(texts.trial) * texts.template_tokens,
+        "known text": texts.known.numel(),
+    }
+    return {
+        key: recovery(
+            key[2],
+            guess.tolist(),
+            texts.truth,
+            Budget(
+                forward_tokens=guess.numel() * public.vocabulary,
+                seconds=seconds,
+                known_tokens=known_tokens.get(key[2], 0),
+            ),
+        )
+        for key, guess in found.items()
+    }
+
+
+def _template_part(one: _Seen, texts: Texts, depth: int) -> Part:
+    # Not the first position: most models put there what has no place, many times as large as any token's.
+    known = slice(1, texts.template_tokens)
+    own, seen = (boundary[depth][:, known].flatten(0, 1) for boundary in (one.own_trial, one.trial))
+    return calibrated(depth, own, seen, one.trial[depth])
+
+
+def _known_part(one: _Seen, depth: int) -> Part:
+    own, seen = (boundary[depth][:, 1:].flatten(0, 1) for boundary in (one.own_known, one.known))
+    return calibrated(depth, own, seen, one.trial[depth])
+
+
+def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan, depth: int) -> Iterator[Recovery]:
+    """The attacks that are run for each boundary by itself."""
+    begin, trial = texts.template_tokens, one.trial[depth]
+    length = trial.shape[1] - begin
+
+    def found(attack: Attack, guess: Callable[[], Tensor], truth: Truth, **budget: int) -> Recovery:
+        begun_s = time.perf_counter()
+        tokens = guess().tolist()
+        taken = Budget(seconds=time.perf_counter() - begun_s, **{"forward_tokens": 0, **budget})
+        return recovery(attack, tokens, truth, taken)
+
+    def private(read: Callable[[Tensor], Tensor]) -> Tensor:
+        return read(trial)[:, begin:]
+
+    if "nearest" in plan.attacks:
+        yield found("nearest", lambda: nearest(trial, public.embedding)[:, begin:], texts.truth)
+    if "inverter" in plan.attacks:
+        auxiliary = one.auxiliary[depth]
+        learned = texts.auxiliary.numel()
+        trained = plan.inverter.steps * INVERTER_ROWS * texts.auxiliary.shape[1]
+        yield found(
+            "ridge",
+            lambda: private(ridge(auxiliary, texts.auxiliary, public.embedding)),
+            texts.truth,
+            auxiliary_tokens=learned,
+        )
+        yield found(
+            "inverter",
+            lambda: private(train_inverter(auxiliary, texts.auxiliary, public.vocabulary, plan.inverter, plan.seed)),
+            texts.truth,
+            auxiliary_tokens=learned,
+            forward_tokens=trained,
+        )
+        if one.victim.model is not public:  # who knows text need not know the secret weights
+            yield found(
+                "inverter, known text",
+                lambda: private(
+                    train_inverter(one.known[depth], texts.known, public.vocabulary, plan.inverter, plan.seed)
+                ),
+                texts.truth,
+                known_tokens=texts.known.numel(),
+                forward_tokens=trained,
+            )
+    few, truth = trial[: plan.few], texts.truth.first(plan.few)
+    known = texts.trial[: plan.few, :begin]
+    if "prefix" in plan.attacks and depth == max(plan.depths):  # as dear as all else together, and hardest there
+        yield found(
+            "recovered prefix",
+            lambda: reconstructed(public, known, length, Matcher((Part(depth, few.float()),))),
+            truth,
+            forward_tokens=len(few) * length * public.vocabulary,
+        )
+    if "optimisation" in plan.attacks:
+        yield found(
+            "optimisation",
+            lambda: fitted(public, few, known, depth, plan.fit),
+            truth,
+            forward_tokens=plan.fit.steps * few.shape[0] * few.shape[1],
+        )
+
+
+def _update(public: AttackedModel, case: UpdateCase, texts: Texts) -> Update:
+    begin = texts.template_tokens
+    rows = texts.held_out if case.texts > len(texts.trial) else texts.trial[:, begin:]
+    ids = rows[: case.texts, : case.tokens + 1]
+    truth = Truth(tuple(tuple(row) for row in ids[:, :-1].tolist()), ("",) * len(ids), texts.truth.decode)
+    begun_s = time.perf_counter()
+    gradients: Gradients = gradients_of(public, ids).changed(case.change)
+    guesses = in_order(texts_of(public, gradients, case.texts, case.tokens), truth.texts)
+    budget = Budget(forward_tokens=public.vocabulary, seconds=time.perf_counter() - begun_s)
+    return Update(
+        texts=case.texts,
+        tokens=case.texts * case.tokens,
+        width=gradients.first.shape[1],
+        form=case.form,
+        recovery=recovery("gradients", guesses, truth, budget),
+    )
+
+
+def low_rank(rank: int, seed: int) -> Change:
+    """What an adapter of this rank sends of a gradient [1, outputs, inputs]: its rows mixed into `rank` ones."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def mixed(gradient: Tensor) -> Tensor:
+        return torch.randn(rank, gradient.shape[-2], generator=generator).to(gradient) @ gradient
+
+    return mixed
+
+
+def _controls(clean: str, boundaries: Sequence[Boundary], updates: Sequence[Update]) -> Iterator[Control]:
+    """Each attack where it must succeed: on the clean boundary; the white-box one at all depths, those that learn or
+    fit at the shallowest, where they have least to do."""
+    mine = sorted((one for one in boundaries if one.defence == clean), key=lambda one: one.depth)
+    for one in mine:
+        yield Control(name=f"white-box, {clean}, depth {one.depth}", got=one.white_box.top1)
+    anywhere: tuple[Attack, ...] = ("recovered prefix", "template", "known text", "pooled")
+    at_depth_0: tuple[Attack, ...] = ("nearest", "ridge", "optimisation")
+    for one in mine:
+        for other in one.others:
+            if other.attack in anywhere or (other.attack in at_depth_0 and one.depth == 0):
+                yield Control(name=f"{other.attack}, {clean}, depth {one.depth}", got=other.top1)
+    within = [one for one in updates if one.form == "fp32" and one.tokens * 2 <= one.width]
+    for one in within:
+        yield Control(name=f"gradients, {one.tokens} tokens", got=one.recovery.top1)

@@ -1,0 +1,59 @@
+"""What is done to a boundary before a peer sees it: nothing, fewer bits, noise. Decides the tensor, not the figure.
+
+The codecs that peers really use are handed in by the caller (they are above this layer). Neighbours: `subject` has the
+boundaries, `secret_prefix` the defence that changes the model instead, `audit` runs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fusionai.privacy.subject import Change
+
+Packed = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+"""What comes back of a boundary [texts, tokens, width] once it was packed and unpacked."""
+NOISES: Final = (0.1, 0.3, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Defence:
+    """`change`: of a boundary, drawn anew at each call where it is random."""
+
+    name: str
+    change: Change
+
+
+def defences(packings: Mapping[str, Packed], noises: tuple[float, ...] = NOISES, seed: int = 0) -> tuple[Defence, ...]:
+    """Clean first, then bf16, the packings by name, and noise of these sizes, relative to each row's RMS."""
+    return (
+        Defence("clean", lambda boundary: boundary),
+        Defence("bf16", lambda boundary: boundary.to(torch.bfloat16).to(boundary.dtype)),
+        *(Defence(name, _packed(packing)) for name, packing in packings.items()),
+        *(Defence(f"noise {size:g}", gaussian(size, seed)) for size in noises),
+    )
+
+
+def gaussian(size: float, seed: int) -> Change:
+    """Normal noise of `size` times each row's RMS."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noisy(boundary: Tensor) -> Tensor:
+        scale = boundary.square().mean(-1, keepdim=True).sqrt() * size
+        return boundary + scale * torch.randn(boundary.shape, generator=generator).to(boundary)
+
+    return noisy
+
+
+def _packed(packing: Packed) -> Change:
+    def through(boundary: Tensor) -> Tensor:
+        rows: npt.NDArray[Any] = boundary.detach().float().cpu().contiguous().numpy()
+        return torch.from_numpy(np.array(packing(rows))).to(boundary)
+
+    return through

@@ -1,0 +1,93 @@
+"""Learned inverters (A-2): trained by the attacker on text of its own to read tokens off boundaries.
+
+`ridge` maps a boundary to the token's embedding in closed form; `train_inverter` is a small causal transformer. What
+they miss says nothing about what is there: their figures stand beside the white-box one or nowhere. Also the simplest
+attack, `nearest` (A-1): the embedding most alike. Neighbours: `subject`, `audit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+HEADS: Final = 4
+ROWS: Final = 16
+"""Texts in a training batch of the small transformer."""
+_RIDGE: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InverterBudget:
+    """Of the small transformer: steps of 16 texts."""
+
+    steps: int = 60
+    width: int = 96
+    blocks: int = 1
+    learning_rate: float = 2e-3
+
+
+def nearest(boundary: Tensor, embedding: Tensor) -> Tensor:
+    """[texts, tokens]: the token whose embedding [vocabulary, width] has the smallest angle to each row."""
+    rows = nn.functional.normalize(boundary.float(), dim=-1)
+    return (rows @ nn.functional.normalize(embedding.float(), dim=-1).T).argmax(-1)
+
+
+def ridge(seen: Tensor, tokens: Tensor, embedding: Tensor) -> Callable[[Tensor], Tensor]:
+    """From boundaries [texts, tokens, width] of known `tokens` [texts, tokens]: a map to tokens."""
+    x = seen.flatten(0, 1).double()
+    mean, spread = x.mean(0), x.std(0) + 1e-9
+    x = (x - mean) / spread
+    y = embedding.double()[tokens.flatten()]
+    centre = y.mean(0)
+    gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    weights = torch.linalg.solve(gram, x.T @ (y - centre))
+
+    def read(boundary: Tensor) -> Tensor:
+        guessed = ((boundary.double() - mean) / spread) @ weights + centre
+        return nearest(guessed, embedding)
+
+    return read
+
+
+class _Inverter(nn.Module):
+    def __init__(self, width: int, vocabulary: int, budget: InverterBudget) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.into = nn.Linear(width, budget.width)
+        layer = nn.TransformerEncoderLayer(
+            budget.width, HEADS, 4 * budget.width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, budget.blocks, enable_nested_tensor=False)
+        self.out = nn.Linear(budget.width, vocabulary)
+
+    def forward(self, boundary: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(boundary.shape[1], device=boundary.device)
+        return self.out(self.blocks(self.into(self.norm(boundary)), mask=mask, is_causal=True))
+
+
+def train_inverter(
+    seen: Tensor, tokens: Tensor, vocabulary: int, budget: InverterBudget, seed: int
+) -> Callable[[Tensor], Tensor]:
+    """From boundaries [texts, tokens, width] of known `tokens` [texts, tokens]: a map to tokens."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inverter = _Inverter(seen.shape[-1], vocabulary, budget).to(seen.device)
+    generator = torch.Generator().manual_seed(seed)
+    spread = seen.flatten(0, 1).std(0) + 1e-9
+    optimizer = torch.optim.AdamW(inverter.parameters(), lr=budget.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, budget.steps)
+    for _ in range(budget.steps):
+        rows = torch.randint(len(tokens), (ROWS,), generator=generator).to(seen.device)
+        logits = inverter(seen[rows].float() / spread)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[rows].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(inverter.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    inverter.eval().requires_grad_(False)
+    return lambda boundary: inverter(boundary.float() / spread).argmax(-1)

@@ -1,0 +1,41 @@
+"""Where the attacks run, and what they run on: device, tokens as tensors, a model from its directory.
+
+Decides that nothing is unpickled: weights are read from safetensors alone. Neighbours: `client.audit` composes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from fusionai.primitives.errors import ModelError
+from fusionai.privacy.subject import AttackedModel
+
+
+def chosen_device(asked: str) -> str:
+    """`auto`: the GPU where there is one."""
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def as_tokens(tokens: Sequence[int] | Sequence[Sequence[int]], device: str) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.long, device=device)
+
+
+def load_attacked(directory: Path, device: str) -> AttackedModel:
+    """A model in Hugging Face layout, in fp32. Raises `ModelError`."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, use_safetensors=True, dtype=torch.float32
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise ModelError(f"{directory}: not a model that can be audited: {reason}") from problem
+    return AttackedModel(cast(PreTrainedModel, model.to(device)))

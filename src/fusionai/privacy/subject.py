@@ -1,0 +1,186 @@
+"""A causal language model as its attacker has it: boundaries of texts, of tokens tried after a text, of embeddings.
+
+Decides what a boundary is: after `depth` blocks, 0 being what goes into the first block, the last what comes out of the
+last block, before the final norm. Works on any decoder of `transformers` whose blocks are one list. Changes no weight.
+Neighbours: all attacks run on this; `defences` says what becomes of a boundary on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import PreTrainedModel
+
+from fusionai.primitives.errors import ModelError
+
+Change = Callable[[Tensor], Tensor]
+"""What becomes of a boundary [texts, tokens, width] on its way: same shape."""
+AT_ONCE: Final = 128
+"""Candidates of each text that pass the model together."""
+
+
+class _Reached(Exception):
+    """The boundary asked for is there; the rest of the model need not run."""
+
+
+class AttackedModel:
+    """`model` in evaluation mode on its device. Raises `ModelError` for one whose blocks are not one list."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.base = cast("nn.Module", model.base_model)
+        self.blocks = _blocks(self.base, int(model.config.num_hidden_layers))
+        self.depth = len(self.blocks)
+        self.embedding = cast("Tensor", cast("nn.Module", model.get_input_embeddings()).weight)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def vocabulary(self) -> int:
+        return self.embedding.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.embedding.shape[1]
+
+    @torch.no_grad()
+    def boundaries(self, ids: Tensor) -> Tensor:
+        """[depth + 1, texts, tokens, width] of `ids` [texts, tokens]."""
+        with self.recorded() as seen:
+            self.base(input_ids=ids, use_cache=False)
+        return torch.stack(seen)
+
+    def boundary_of(self, embeddings: Tensor, depth: int) -> Tensor:
+        """[texts, tokens, width] at `depth`, differentiable, of input embeddings of that shape."""
+        with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
+            self.base(inputs_embeds=embeddings, use_cache=False)
+        return seen[depth]
+
+    def run_to(self, ids: Tensor, depth: int) -> Tensor:
+        """[texts, tokens, width] at `depth` of `ids` [texts, tokens]; the blocks behind it don't run."""
+        with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
+            self.base(input_ids=ids, use_cache=False)
+        return seen[depth]
+
+    @torch.no_grad()
+    def loss(self, ids: Tensor, depth: int = 0, change: Change | None = None) -> float:
+        """Mean nats a token on `ids` [texts, tokens], what passes `depth` being changed."""
+        with self._changed(depth, change):
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        return float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()))
+
+    @torch.no_grad()
+    def expectations(self, ids: Tensor) -> Tensor:
+        """[texts, tokens, vocabulary]: log-probability of each token at each place, before it is seen; even at the
+        first, of which the model says nothing."""
+        logits = self.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+        even = torch.full_like(logits[:, :1], -float(torch.tensor(logits.shape[-1]).log()))
+        return torch.cat([even, logits[:, :-1]], dim=1)
+
+    @contextmanager
+    def recorded(self, upto: int | None = None) -> Generator[list[Tensor]]:
+        """A list that takes each boundary as the model runs, and ends the run at `upto`."""
+        seen: list[Tensor] = []
+
+        def first(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            keep(args[0] if args else kwargs["hidden_states"])
+
+        def after(_block: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+            keep(out[0] if isinstance(out, tuple) else out)
+
+        def keep(boundary: Tensor) -> None:
+            seen.append(boundary)
+            if upto is not None and len(seen) == upto + 1:
+                raise _Reached
+
+        hooks = [self.blocks[0].register_forward_pre_hook(first, with_kwargs=True)]
+        hooks += [block.register_forward_hook(after) for block in self.blocks]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _changed(self, depth: int, change: Change | None) -> Generator[None]:
+        if change is None:
+            yield
+            return
+
+        def before(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if args:
+                return (change(args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+        def after(_block: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
+            return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+        hook = (
+            self.blocks[0].register_forward_pre_hook(before, with_kwargs=True)
+            if depth == 0
+            else self.blocks[depth - 1].register_forward_hook(after)
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+class Prefixes:
+    """Texts as far as the attacker has them, in its own key-value cache."""
+
+    def __init__(self, attacked: AttackedModel) -> None:
+        self._attacked = attacked
+        self._cache = DynamicCache(config=attacked.model.config)
+        self._tokens = 0
+
+    @torch.no_grad()
+    def tried(self, candidates: Tensor) -> Tensor:
+        """[depth + 1, texts, candidates, width]: each candidate, [texts, candidates], as the next token of its text.
+
+        They pass as one text, in which each sees what came before and itself: copies of the cache would cost more."""
+        texts, count = candidates.shape
+        sees = torch.ones(count, self._tokens + count, dtype=torch.bool, device=candidates.device)
+        sees[:, self._tokens :] = torch.eye(count, dtype=torch.bool, device=candidates.device)
+        dtype = self._attacked.embedding.dtype
+        mask = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, torch.finfo(dtype).min)
+        with self._attacked.recorded() as seen:
+            self._attacked.base(
+                input_ids=candidates,
+                attention_mask=mask.expand(texts, 1, -1, -1),
+                position_ids=torch.full_like(candidates, self._tokens),
+                past_key_values=copy.deepcopy(self._cache),
+                use_cache=True,
+            )
+        return torch.stack(seen)
+
+    @torch.no_grad()
+    def advance(self, ids: Tensor) -> None:
+        """Append `ids` [texts, tokens]."""
+        if ids.shape[1]:
+            self._attacked.base(input_ids=ids, past_key_values=self._cache, use_cache=True)
+            self._tokens += ids.shape[1]
+
+
+def chunks(vocabulary: int) -> Sequence[range]:
+    """The vocabulary in parts that pass at once."""
+    return [range(start, min(start + AT_ONCE, vocabulary)) for start in range(0, vocabulary, AT_ONCE)]
+
+
+def _blocks(base: nn.Module, layers: int) -> nn.ModuleList:
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return module
+    raise ModelError(
+        f"{type(base).__name__}: its {layers} blocks are not one list of modules.",
+        hint="The audit reads decoders of transformers, such as Llama, Qwen, Mistral and GPT-2.",
+    )
