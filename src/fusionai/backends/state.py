@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
+import numpy as np
+
 from fusionai.backends.binding import nearest
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.stored import pack_stored, stored_bytes
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, tensor_bytes
+from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 EIGHT_BIT_BLOCK: Final = 256
@@ -92,7 +95,7 @@ def _moment(
 def state_entries(graph: Graph, optimizer: OptimizerSpec | None) -> dict[str, StateEntry]:
     """Entry name -> what it is, in canonical order: sorted `model/` entries, then sorted `optimizer/` entries."""
     specs = {spec.key: spec for spec in graph.params.values()}
-    entries = {f"model/{key}": StateEntry(key, "", specs[key].dtype, tuple(specs[key].shape)) for key in sorted(specs)}
+    entries = {f"model/{key}": _model_entry(specs[key]) for key in sorted(specs)}
     for key in sorted(specs):
         if not specs[key].trainable:
             continue
@@ -108,6 +111,25 @@ def saved_entries(graph: Graph, options: StageOptions) -> dict[str, StateEntry]:
         return entries
     frozen = {spec.key for spec in graph.params.values() if spec.kind == "parameter" and not spec.trainable}
     return {name: entry for name, entry in entries.items() if entry.key not in frozen}
+
+
+def _model_entry(spec: ParamSpec) -> StateEntry:
+    """A packed weight is its bytes."""
+    if spec.stored:
+        return StateEntry(spec.key, "", "uint8", (stored_bytes(spec.shape, spec.stored),))
+    return StateEntry(spec.key, "", spec.dtype, tuple(spec.shape))
+
+
+def as_stored(spec: ParamSpec, value: HostTensor) -> HostTensor:
+    """A parameter's value in its own dtype as the entry of a state has it."""
+    if not spec.stored:
+        return value
+    if (value.dtype, value.shape) != (spec.dtype, tuple(spec.shape)):
+        raise ExecutionError(
+            f"expected {spec.key!r} as {spec.dtype} {list(spec.shape)}, got {value.dtype} {list(value.shape)}."
+        )
+    packed = pack_stored(np.frombuffer(value.data, np.float32).reshape(spec.shape), spec.stored)
+    return host_tensor("uint8", packed.shape, packed.data)
 
 
 def gradient_bytes(graph: Graph) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from fusionai.backends.state import ANCHOR, state_entries
+from fusionai.backends.state import ANCHOR, as_stored, state_entries
 from fusionai.client.checkpoint_header import checkpoint_header
 from fusionai.client.preparation import Prepared
 from fusionai.corpus.recipe import Recipe
@@ -45,4 +45,4 @@ def _entries(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepare
             yield name, host_tensor(entry.dtype, entry.shape, bytes(entry.nbytes))
         elif spec.init is not None and recipe.adapter is None:
             made = np.asarray(initialise(spec.key, spec.shape, spec.dtype, spec.init, recipe.job.seed))
-            yield name, host_tensor(spec.dtype, spec.shape, made.tobytes())
+            yield name, as_stored(spec, host_tensor(spec.dtype, spec.shape, made.tobytes()))

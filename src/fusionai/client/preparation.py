@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -50,10 +50,12 @@ from fusionai.corpus.tables import (
 from fusionai.ir.cost import block_costs
 from fusionai.ir.ends import ends
 from fusionai.ir.schema import Graph, content_hash
+from fusionai.ir.stored import stored_bytes, with_stored
 from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
-from fusionai.primitives.units import format_count
+from fusionai.primitives.tensors import tensor_bytes
+from fusionai.primitives.units import format_bytes, format_count
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
 from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
 from fusionai.storage.rundir import RunDirectory
@@ -153,6 +155,8 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
     base: dict[str, str] = {}
     if recipe.adapter is not None:
         base = _hashes(captured)
+        form = recipe.adapter.base
+        captured = replace(captured, graph=with_stored(captured.graph, "" if form == "fp32" else form))
         progress(_trained(captured))
     return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
 
@@ -188,8 +192,18 @@ def _trained(captured: Captured) -> str:
     trained = sum(prod(spec.shape) for spec in captured.graph.params.values() if spec.trainable)
     return (
         f"adapter: {format_count(trained)} of {format_count(captured.n_parameters)} parameters are trained; "
-        "the others get no gradient and no optimizer state"
+        f"the others get no gradient and no optimizer state{_kept(captured)}"
     )
+
+
+def _kept(captured: Captured) -> str:
+    frozen = [spec for spec in captured.graph.params.values() if spec.stored]
+    if not frozen:
+        return ""
+    packed_bytes = sum(stored_bytes(spec.shape, spec.stored) for spec in frozen)
+    form = ", ".join(sorted({spec.stored for spec in frozen}))
+    whole_bytes = sum(tensor_bytes(spec.dtype, spec.shape) for spec in frozen)
+    return f" and are kept in {form}: {format_bytes(packed_bytes)} instead of {format_bytes(whole_bytes)}"
 
 
 def adapter_of(recipe: Recipe) -> Lora | StartedLora | None:

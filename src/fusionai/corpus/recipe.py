@@ -371,7 +371,7 @@ class _Checker:
         if table.start is not None:
             for key in ("rank", "alpha", "targets", "rslora"):
                 self.no_effect("adapter", key, getattr(table, key), "with start: the adapter there has its own")
-            return KnownAdapter(path=self.resolve(table.start), dropout=table.dropout)
+            return KnownAdapter(path=self.resolve(table.start), dropout=table.dropout, base=table.base)
         rank = DEFAULT_RANK if table.rank is None else table.rank
         return NewAdapter(
             rank=rank,
@@ -379,6 +379,7 @@ class _Checker:
             dropout=table.dropout,
             targets=None if table.targets in (None, "all-linear") else tuple(table.targets),
             rslora=bool(table.rslora),
+            base=table.base,
         )
 
     def evaluation(self, tables: RecipeTables) -> Evaluation | None:
@@ -491,11 +492,13 @@ def _summed_words(count: int | Literal["auto"]) -> str:
 
 
 def _adapter_words(adapter: Adapter) -> str:
+    kept = "" if adapter.base == "fp32" else f", the base in {adapter.base}"
     match adapter:
         case NewAdapter(rank=rank, targets=targets):
-            return f"an adapter of rank {rank} on {'its linear layers' if targets is None else ', '.join(targets)}"
+            where = "its linear layers" if targets is None else ", ".join(targets)
+            return f"an adapter of rank {rank} on {where}{kept}"
         case KnownAdapter(path=path):
-            return f"the adapter in {path} on it"
+            return f"the adapter in {path} on it{kept}"
 
 
 def _model_words(model: Model) -> str:

@@ -232,12 +232,16 @@ class Train(_Table, frozen=True, kw_only=True):
         return self.batch_size // self.microbatches
 
 
+BaseForm = Literal["fp32", "bf16", "int8", "int4"]
+
+
 class AdapterTable(_Table, frozen=True, kw_only=True):
     """Train a low-rank adapter and nothing else (LoRA, arXiv 2106.09685): `B(A(x))` times `alpha` / `rank` is added to
     what each layer of `targets` gives. `start`: an adapter's directory in PEFT layout that is trained on; then its own
-    settings hold."""
+    settings hold. `base`: how the weights that are not trained are kept; computed with in float32 all the same."""
 
     kind: Literal["lora"] = "lora"
+    base: BaseForm = "fp32"
     rank: Annotated[int, Meta(ge=1, le=4096)] | None = None
     alpha: PositiveFloat | None = None
     dropout: Fraction = 0.0
@@ -255,6 +259,7 @@ class NewAdapter(_Table, frozen=True, kw_only=True, tag="new"):
     dropout: float
     targets: tuple[str, ...] | None
     rslora: bool
+    base: BaseForm = "fp32"
 
 
 class KnownAdapter(_Table, frozen=True, kw_only=True, tag="start"):
@@ -262,6 +267,7 @@ class KnownAdapter(_Table, frozen=True, kw_only=True, tag="start"):
 
     path: str
     dropout: float
+    base: BaseForm = "fp32"
 
 
 Adapter = NewAdapter | KnownAdapter

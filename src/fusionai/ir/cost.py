@@ -19,8 +19,9 @@ import msgspec
 
 from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, reads
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.schema import Graph, Node, ParamSpec, Ref
 from fusionai.ir.shapes import evaluate
+from fusionai.ir.stored import stored_bytes
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
@@ -113,7 +114,7 @@ class _Prices:
             block=block,
             forward_flops=sum(forward_flops(node, self.sizes) for node in nodes),
             backward_flops=sum(self._backward_flops(node) for node in nodes),
-            parameter_bytes=sum(self._bytes(value) for value in params),
+            parameter_bytes=sum(self._kept_as(value, spec) for value, spec in params.items()),
             trainable_bytes=sum(self._bytes(value) for value, spec in params.items() if spec.trainable),
             activation_bytes=self._kept_bytes(nodes),
             workspace_bytes=max((self._workspace_bytes(node) for node in nodes), default=0),
@@ -205,6 +206,9 @@ class _Prices:
                 for value in node.outputs:
                     roots[value] = roots.get(source, source)
         return roots
+
+    def _kept_as(self, value: str, spec: ParamSpec) -> int:
+        return stored_bytes(spec.shape, spec.stored) if spec.stored else self._bytes(value)
 
     def _bytes(self, value: str) -> int:
         spec = self.graph.values[value]

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
-IR_VERSION: Final = 1
+IR_VERSION: Final = 2
 
 
 class Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="v"):
@@ -83,13 +83,17 @@ class InitOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.structs.force_setattr(self, "args", tuple(float(arg) for arg in self.args))
 
 
+Stored = Literal["", "bf16", "int8", "int4"]
+"""How a frozen weight is kept, see `ir.stored`; "": as it is."""
+
+
 class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A parameter, buffer or constant the graph reads.
 
     `key` is its canonical state-dict name, `aliases` the further names of the same tensor (ties). `init` is the
     declarative initialisation from (seed, key); None means that the bytes come from the job owner. `trainable` is
     False for buffers and constants. `order` is its place in `model.parameters()` (clipping sums norms in that order).
-    `decay` says whether weight decay applies when a recipe decays matrices only.
+    `stored`: how a weight that is not trained is kept; computed with in `dtype` all the same.
     """
 
     key: str
@@ -100,6 +104,7 @@ class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     order: int = 0
     aliases: tuple[str, ...] = ()
     init: tuple[InitOp, ...] | None = None
+    stored: Stored = ""
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -38,6 +38,7 @@ from fusionai.ir.schema import (
 )
 from fusionai.ir.semantic import check_semantic
 from fusionai.ir.shapes import SYMBOL, BinaryName, bounds, combine
+from fusionai.ir.stored import form_of
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES
 
@@ -220,6 +221,9 @@ class _Check:
                 raise GraphError(f"parameter key {key!r} must not look like a path.")
         if spec.trainable and (spec.kind != "parameter" or spec.dtype not in FLOAT_DTYPES):
             raise GraphError(f"{spec.kind} {spec.key!r} of {spec.dtype} can't be trainable.")
+        if spec.stored != form_of(spec, spec.stored):
+            what = f"{spec.kind} {spec.key!r}, {spec.dtype} {list(spec.shape)}"
+            raise GraphError(f"{what}, can't be kept as {spec.stored}.")
         if not 0 <= spec.order < _MAX_INTEGER:
             raise GraphError(f"parameter {spec.key!r} has the order {spec.order}.")
         if spec.init is not None:

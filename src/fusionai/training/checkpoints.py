@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fusionai.backends.state import StateEntry, check_entry
+from fusionai.backends.state import StateEntry, as_stored, check_entry
 from fusionai.backends.tolerance import TOLERANCES, difference, numbers
 from fusionai.coordination.stage import Source
 from fusionai.execution.state import chunks
@@ -50,7 +50,7 @@ class Checkpoints:
                 return
             case "initialise":
                 owed = [spec.key for spec in graph.params.values() if spec.init is None]
-                entries = _model_entries(job.state(owed)) if owed else iter(())
+                entries = _model_entries(graph, job.state(owed)) if owed else iter(())
             case "import":
                 entries = self._saved(job, graph, base)
         previous: dict[str, HostTensor] | None = None
@@ -77,9 +77,9 @@ class Checkpoints:
         # checkpoints don't repeat them. What has a rule is made by it here, as at the beginning it was by the stage.
         specs = {spec.key: spec for spec in graph.params.values()}
         rest = sorted(keys - kept)
-        yield from _model_entries(job.state([key for key in rest if specs[key].init is None]))
+        yield from _model_entries(graph, job.state([key for key in rest if specs[key].init is None]))
         yield from _model_entries(
-            (key, _initial(specs[key], job.options.seed)) for key in rest if specs[key].init is not None
+            graph, ((key, _initial(specs[key], job.options.seed)) for key in rest if specs[key].init is not None)
         )
 
     def collection(
@@ -229,5 +229,7 @@ def _initial(spec: ParamSpec, seed: int) -> HostTensor:
     return host_tensor(spec.dtype, spec.shape, made.tobytes())
 
 
-def _model_entries(entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:
-    return ((f"model/{key}", tensor) for key, tensor in entries)
+def _model_entries(graph: Graph, entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:
+    """Frozen weights are packed here, once: whoever gets them afterwards, a guard or an heir, gets these bytes."""
+    specs = {spec.key: spec for spec in graph.params.values()}
+    return ((f"model/{key}", as_stored(specs[key], tensor)) for key, tensor in entries)

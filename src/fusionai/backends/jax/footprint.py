@@ -17,8 +17,9 @@ import numpy as np
 from fusionai.backends.jax.operators import Context
 from fusionai.backends.jax.promotion import DTYPES, is_floating
 from fusionai.backends.jax.tracing import Program, Value
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.shapes import evaluate
+from fusionai.ir.stored import stored_bytes
 from fusionai.primitives.errors import ExecutionError
 
 
@@ -32,10 +33,7 @@ def footprint_bytes(
         for name in program.inputs
         if name not in sizes
     }
-    params = {
-        name: jax.ShapeDtypeStruct(tuple(graph.params[name].shape), DTYPES[graph.params[name].dtype])
-        for name in program.params
-    }
+    params = {name: _held(graph.params[name]) for name in program.params}
     keys = {node.id: jax.ShapeDtypeStruct((2,), jnp.uint32) for node in program.nodes}
 
     def run(
@@ -66,6 +64,12 @@ def footprint_bytes(
     )
     kept = _bytes(jax.tree_util.tree_leaves(pull)) - _bytes(params.values())
     return max(0, kept) + _bytes([*given.values(), *made.values(), *aside.values()])
+
+
+def _held(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+    if spec.stored:
+        return jax.ShapeDtypeStruct((stored_bytes(spec.shape, spec.stored),), jnp.uint8)
+    return jax.ShapeDtypeStruct(tuple(spec.shape), DTYPES[spec.dtype])
 
 
 def _compare(graph: Graph, program: Program, outputs: Mapping[str, Value], symbols: Mapping[str, int]) -> None:

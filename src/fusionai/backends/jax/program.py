@@ -32,6 +32,7 @@ from fusionai.backends.stage_base import StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph
+from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
@@ -88,7 +89,8 @@ class JaxStageProgram(StageBase[_InFlight]):
         self._compiled: dict[object, _Compiled] = {}
         self._check_memory(memory_limit_bytes)
         self._tensors: Arrays = {
-            key: jax.device_put(jnp.zeros(spec.shape, DTYPES[spec.dtype]), device) for key, spec in self._specs.items()
+            key: jax.device_put(jnp.zeros((held := self._entries[f"model/{key}"]).shape, DTYPES[held.dtype]), device)
+            for key in self._specs
         }
         self._committed: Arrays = {}
         """Buffers rewritten since the last apply: their values of then."""
@@ -199,6 +201,9 @@ class JaxStageProgram(StageBase[_InFlight]):
                 self._unset.add(key)
                 continue
             values = np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed))
+            if spec.stored:
+                self._set(key, jax.device_put(pack_stored(values, spec.stored), self._device))
+                continue
             # numpy has no bfloat16: it comes as raw bits.
             typed = values.view(jnp.bfloat16) if spec.dtype == "bfloat16" else values.astype(DTYPES[spec.dtype])
             self._set(key, jax.device_put(typed, self._device))

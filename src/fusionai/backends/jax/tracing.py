@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from fusionai.backends.binding import describe
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, Context
 from fusionai.backends.jax.promotion import DTYPES
+from fusionai.backends.jax.stored import opened
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
+from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, ParamSpec, Ref
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 Value = jax.Array | int
@@ -50,6 +51,8 @@ class Program:
     writes: Mapping[str, str]
     mixed: bool
     recompute: bool
+    stored: Mapping[str, ParamSpec]
+    """Parameters that are given as bytes."""
 
     def run(
         self, context: Context, values: Mapping[str, Value], params: Mapping[str, jax.Array]
@@ -84,12 +87,27 @@ class Program:
     def advance(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
         for node in nodes:
             try:
-                results = self._computed(context, node, known)
+                if any(name in self.stored for name in reads(node)):
+                    results = self._of_stored(context, node, known)
+                else:
+                    results = self._computed(context, node, known)
             except FusionError as error:
                 raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
             except _FAILURES as error:
                 raise ExecutionError(f"{describe(node)} failed: {_first_line(error)}") from error
             known.update(zip(node.outputs, results, strict=True))
+
+    def _of_stored(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
+        """Weights made float32 for this node, and once more for its part of backward."""
+        named = {name: known[name] for name in reads(node)}
+        arrays = {name: value for name, value in named.items() if not isinstance(value, int)}
+        sizes = {name: value for name, value in known.items() if isinstance(value, int)}
+
+        def unit(given: dict[str, jax.Array]) -> list[jax.Array]:
+            weights = {name: opened(given[name], self.stored[name]) for name in given if name in self.stored}
+            return [jnp.asarray(value) for value in self._computed(context, node, {**sizes, **given, **weights})]
+
+        return (jax.checkpoint(unit) if context.training else unit)(arrays)
 
     def _computed(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
         args = [_argument(arg, known) for arg in node.args]
@@ -129,6 +147,7 @@ def program_of(
         writes={key: value for value, key in writes.items()},
         mixed=mixed,
         recompute=recompute,
+        stored={name: graph.params[name] for name in graph.params if name in used and graph.params[name].stored},
     )
 
 

@@ -20,6 +20,7 @@ from fusionai.backends import binding
 from fusionai.backends.torch.deferral import deferrable_linear
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
+from fusionai.backends.torch.stored import AS_THEY_ARE, Reading
 from fusionai.ir.graph import needed_nodes, reads, references
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
@@ -30,6 +31,8 @@ Instruction = Callable[[Registers], None]
 
 _IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
 """Categories of operators that run in float32 under bf16 precision."""
+_IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+"""Categories of which autocast makes the operands bfloat16."""
 _TAKE_DEVICE: Final = frozenset(
     name for name in OPERATORS if name.split(".")[1] in ("arange", "full", "zeros", "ones", "empty", "scalar_tensor")
 )
@@ -128,18 +131,19 @@ def compile_graph(
     mixed: bool = False,
     deferred: Collection[int] = (),
     kernels: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
+    stored: Reading = AS_THEY_ARE,
 ) -> Interpreter:
     """Compile what `wanted` (output meanings) needs, and the state writes if asked for. `device` is what `DeviceArg`
     stands for. `mixed`: products may come in bfloat16, reductions take their operands in float32. `deferred`: linear
     layers (node ids) that may leave their weight gradient for later. `kernels`: node id -> what to call, with the
-    node's own arguments, instead of its operator.
+    node's own arguments, instead of its operator. `stored`: parameters that are given as `StoredWeight`.
 
     Raises `ExecutionError` on an operator this backend lacks.
     """
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = needed_nodes(graph, {*outputs.values(), *writes})
-    builder = _Builder(device, mixed=mixed, deferred=deferred, kernels=kernels)
+    builder = _Builder(device, mixed=mixed, deferred=deferred, kernels=kernels, stored=stored)
     calls = [(node, builder.instruction(node)) for node in nodes]
     kept = {builder.value(name) for name in (*outputs.values(), *writes)}
     last_use: dict[int, int] = {}
@@ -177,8 +181,10 @@ class _Builder:
         mixed: bool,
         deferred: Collection[int],
         kernels: Mapping[int, Callable[..., Any]],
+        stored: Reading,
     ) -> None:
         self.device = device
+        self.stored = stored
         self.kernels = kernels
         self.deferred = deferred
         self.mixed = mixed
@@ -208,6 +214,7 @@ class _Builder:
             compute = guarded(node.op, compute)
         if self.mixed and OPERATORS[node.op].category in _IN_FLOAT32:
             compute = _in_float32(compute)
+        compute = self.stored.of(node, compute, half=self.mixed and OPERATORS[node.op].category in _IN_BFLOAT16)
         lists: list[tuple[int, Callable[[Registers], list[Any]]]] = []
         positional = [*leading, *(self._operand(arg, lists) for arg in node.args)]
         fixed = {name: self._constant(arg) for name, arg in node.kwargs.items() if not any(references(arg))}

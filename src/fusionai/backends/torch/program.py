@@ -8,6 +8,7 @@ Neighbours: `interpreter` runs the graph, `sizes` checks it beforehand, `optimiz
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,8 +34,11 @@ from fusionai.backends.torch.optimizers import PIECE, StageOptimizer, slot_shape
 from fusionai.backends.torch.recomputation import Segment, run_in_segments, segments
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.backends.torch.slots import DiskSlots, Slots
+from fusionai.backends.torch.stored import EMBEDDING, Reading, StoredWeight
+from fusionai.ir.graph import reads
 from fusionai.ir.init import initialise
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
@@ -74,10 +78,18 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
         self._segments: dict[frozenset[str], tuple[Segment, ...]] = {}
         self._checked: set[object] = set()
+        self._stored = Reading(
+            frozenset(value for value, spec in graph.params.items() if spec.stored), again=options.recompute
+        )
         self._deferrable = deferrable(graph) if self._defers else frozenset[int]()
         self._check_memory()
         self._tensors = {
-            key: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype], device=device, requires_grad=spec.trainable)
+            key: torch.zeros(
+                (entry := self._entries[f"model/{key}"]).shape,
+                dtype=DTYPES[entry.dtype],
+                device=device,
+                requires_grad=spec.trainable,
+            )
             for key, spec in self._specs.items()
         }
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
@@ -126,7 +138,7 @@ class TorchStageProgram(StageBase[_InFlight]):
             if training and name in self._grad_inputs:
                 leaves[name] = value.requires_grad_()
             values[name] = value
-        params = {value: self._tensors[self._graph.params[value].key] for value in interpreter.params}
+        params = {value: self._given(self._graph.params[value]) for value in interpreter.params}
         precision = partial(_precision, half_floats, self._device.type)
         with torch.set_grad_enabled(training), precision():
             if training and self._options.recompute:
@@ -239,6 +251,9 @@ class TorchStageProgram(StageBase[_InFlight]):
                 self._unset.add(key)
                 continue
             array = initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed)
+            if spec.stored:
+                self._set(key, torch.from_numpy(pack_stored(array, spec.stored)))
+                continue
             # A tensor of rank 0 comes as numpy's own scalar.
             value = torch.from_numpy(np.asarray(array))
             dtype = DTYPES[spec.dtype]
@@ -291,10 +306,25 @@ class TorchStageProgram(StageBase[_InFlight]):
             limit_bytes=None if limit_bytes is None else limit_bytes - held_bytes,
             recompute=training and self._options.recompute,
         )
-        needed_bytes = held_bytes + footprint.peak_bytes + footprint.again_bytes
+        needed_bytes = held_bytes + footprint.peak_bytes + footprint.again_bytes + self._opened_bytes()
         needed_bytes += footprint.saved_bytes * self._microbatches_held
         needed_bytes = max(needed_bytes, held_bytes + self._update_bytes())
         self._require_room_in_flight(needed_bytes, self._microbatches_held, limit_bytes)
+
+    def _opened_bytes(self) -> int:
+        """Stored weights as they are computed with, as many as are alive at once: one, or those of a block."""
+        opened = [
+            (node.block, 4 * prod(self._graph.params[name].shape))
+            for node in self._graph.nodes
+            for name in reads(node)
+            if name in self._stored.values and node.op != EMBEDDING
+        ]
+        if not self._stored.again:
+            return max((nbytes for _, nbytes in opened), default=0)
+        blocks = Counter[int]()
+        for block, nbytes in opened:
+            blocks[block] += nbytes
+        return max(blocks.values(), default=0)
 
     def _update_bytes(self) -> int:
         """What an update takes besides, where it is made in pieces: activations are gone by then."""
@@ -351,9 +381,14 @@ class TorchStageProgram(StageBase[_InFlight]):
                 device=device,
                 mixed=self._options.precision == "bf16" and device != META,
                 deferred=self._deferrable if training else (),
+                stored=self._stored,
             )
             self._interpreters[key] = interpreter
         return interpreter
+
+    def _given(self, spec: ParamSpec) -> torch.Tensor | StoredWeight:
+        tensor = self._tensors[spec.key]
+        return StoredWeight(tensor, spec) if spec.stored else tensor
 
     def _parameter(self, key: str) -> torch.Tensor:
         self._require_trainable(key)

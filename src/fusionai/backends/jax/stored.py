@@ -1,0 +1,40 @@
+"""Frozen weights in fewer bits on JAX: float32 again where they are read. Decides nothing.
+
+Neighbours: `ir.stored` has the forms; `tracing` calls it within what backward runs again, so that bytes are all that is
+kept.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from fusionai.ir.schema import ParamSpec
+from fusionai.ir.stored import group_of
+
+
+def opened(data: jax.Array, spec: ParamSpec) -> jax.Array:
+    """Flat uint8 -> float32 of the parameter's shape."""
+    shape, count = tuple(spec.shape), prod(spec.shape)
+    columns = shape[-1]
+    match spec.stored:
+        case "int8":
+            codes = jax.lax.bitcast_convert_type(data[:count], jnp.int8).reshape(-1, columns)
+            found = codes.astype(jnp.float32) * _halves(data[count:]).reshape(-1, 1)
+        case "int4":
+            group = group_of(shape)
+            assert group is not None, "a graph is checked before it is loaded"
+            codes = data[: count // 2]
+            levels = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, group).astype(jnp.float32)
+            pairs = _halves(data[count // 2 :]).reshape(-1, 2)
+            found = (levels - 8) * pairs[:, :1] + pairs[:, 1:]
+        case _:
+            found = _halves(data)
+    return found.reshape(shape)
+
+
+def _halves(data: jax.Array) -> jax.Array:
+    """bfloat16 as bytes -> float32."""
+    return jax.lax.bitcast_convert_type(data.reshape(-1, 2), jnp.bfloat16).astype(jnp.float32)
