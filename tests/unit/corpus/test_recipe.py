@@ -314,6 +314,10 @@ def test_an_adapter_is_new_or_a_known_one() -> None:
     known = recipe_from_table(changed(adapter={"start": "mine", "dropout": 0.1}), FILE)
     assert known.adapter == KnownAdapter(path="/somewhere/mine", dropout=0.1)
     assert recipe_from_table(BASE, FILE).adapter is None
+    packed = recipe_from_table(changed(adapter={"base": "int4"}), FILE)
+    assert packed.adapter is not None
+    assert packed.adapter.base == "int4"
+    assert "on its linear layers, the base in int4" in packed.describe()
 
 
 @pytest.mark.parametrize(
@@ -323,6 +327,7 @@ def test_an_adapter_is_new_or_a_known_one() -> None:
         ({"ranks": 4}, "did you mean 'rank'"),
         ({"targets": "all"}, "all-linear"),
         ({"kind": "dora"}, "lora"),
+        ({"base": "int3"}, "'int4', got 'int3'"),
         ({"rank": 0}, "rank"),
     ],
 )

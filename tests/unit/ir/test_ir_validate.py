@@ -56,12 +56,19 @@ def test_operators_not_on_the_list(model: Graph, op: str) -> None:
     refuse(model, lambda d: d["nodes"][0].update(op=op), "is not allowed")
 
 
+def test_only_frozen_weights_that_a_form_takes_are_kept_in_it(model: Graph) -> None:
+    value, spec = next((value, spec) for value, spec in model.params.items() if spec.kind == "parameter")
+    odd = msgspec.structs.replace(spec, stored="int4")
+    with pytest.raises(GraphError, match="can't be kept as int4"):
+        validate(replace(model, params={**model.params, value: odd}))
+
+
 def test_versions(model: Graph) -> None:
     refuse(model, lambda d: d.update(ir=0), "IR version 0")
-    refuse(model, lambda d: d.update(ir=2, brand_new_field=1), "IR version 2")
+    refuse(model, lambda d: d.update(ir=3, brand_new_field=1), "IR version 3")
     refuse(model, lambda d: d.pop("ir"), "not a graph")
-    with pytest.raises(GraphError, match="version 2"):
-        validate(replace(model, ir=2))
+    with pytest.raises(GraphError, match="version 3"):
+        validate(replace(model, ir=3))
 
 
 # --- the JSON itself
