@@ -156,10 +156,9 @@ def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int)
     if len(posed.blocks) < 3:
         return
     least = least_token_s(posed)
-    at_owner = posed.roles[1].place == "owner"
     usable = [peer for peer in posed.peers if peer.flops_per_s > 0]
     assert posed.serving is not None
-    line = ServingLine(posed, posed.serving, usable, first_at_owner=at_owner, head_at_owner=at_owner)
+    line = ServingLine(posed, posed.serving, usable)
     index = {peer.peer: i for i, peer in enumerate(line.peers)}
     required = sum(1 << index[name] for name in posed.required)
     most = min(posed.stages or line.count, line.length, line.count)
@@ -180,10 +179,9 @@ def test_what_is_left_open_is_settled_exactly(posed: Problem) -> None:
     """Without a budget the best-first search gives up at once: the compiled one has to find the optimum by itself."""
     if posed.stages is not None and posed.stages > len(posed.peers):
         return
-    at_owner = posed.roles[1].place == "owner"
     usable = [peer for peer in posed.peers if peer.flops_per_s > 0]
     assert posed.serving is not None
-    line = ServingLine(posed, posed.serving, usable, first_at_owner=at_owner, head_at_owner=at_owner)
+    line = ServingLine(posed, posed.serving, usable)
     index = {peer.peer: i for i, peer in enumerate(line.peers)}
     required = sum(1 << index[name] for name in posed.required)
     most = min(posed.stages or line.count, line.length, line.count)

@@ -16,9 +16,13 @@ from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions
 from fusionai.client.serving_problem import serving_problem
 from fusionai.ir.cost import block_costs
+from fusionai.ir.ends import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
+from fusionai.primitives.errors import PlanError
 from fusionai.primitives.garbage import loading
+from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
+from fusionai.scheduling.ends import middle
 from fusionai.scheduling.types import BlockCost, Lever, Problem, RolePlacement
 from fusionai.wire.codecs import Compression
 
@@ -41,6 +45,7 @@ class Asked:
     offload: Lever = "auto"
     replicas: int | Literal["auto"] = 1
     """Of a training job, whose gradients are summed at every step."""
+    privacy: PrivacyLevel = "open"
 
     @property
     def rows(self) -> int:
@@ -50,6 +55,7 @@ class Asked:
 def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
     """What is to be planned."""
     wishes = asked.constraints
+    kept = _kept(graph, pool, asked)
     # Without a word about the owner's machine, nothing can be placed there.
     default: _Place = "pool" if pool.owner is None else "owner"
     if asked.task == "serve":
@@ -60,6 +66,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             asked.served.needs(None),
             ends="pool" if pool.owner is None else asked.served.ends,
             takeover=asked.takeover,
+            kept=kept,
         )
         roles = tuple(
             msgspec.structs.replace(role, place=_wished(wishes, role.role) or role.place) for role in problem.roles
@@ -74,6 +81,8 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
             peers=pool.peers,
             owner=pool.owner,
+            kept_first=kept[0],
+            kept_last=kept[1],
             microbatches=asked.microbatches,
             microbatch_tokens=asked.rows * asked.sequence,
             takeover=asked.takeover,
@@ -82,21 +91,36 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             offload=asked.offload,
             replicas=asked.replicas,
         )
-    places = {role.role: role.place for role in roles}
-    numbers = [block.block for block in problem.blocks]
-    ends = {
-        FIRST: numbers[1 if asked.task == "serve" and places["feed"] == "owner" else 0],
-        LAST: numbers[-2 if places["loss"] == "owner" else -1],
-    }
+    problem = msgspec.structs.replace(problem, roles=roles)
+    pools = middle(problem)
+    names = {FIRST: pools[0].block, LAST: pools[-1].block}
     return msgspec.structs.replace(
         problem,
-        pinned={ends[block] if block in ends else int(block): peer for block, peer in wishes.pinned.items()},
-        roles=roles,
+        pinned={names[block] if block in names else int(block): peer for block, peer in wishes.pinned.items()},
         stages=wishes.stages,
         links=dict(pool.links),
         required=wishes.required,
         excluded=wishes.excluded,
         spares_wanted=wishes.spares,
+    )
+
+
+def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
+    """Blocks at both ends that stay with the job owner; 0 where the level keeps none. Raises `GraphError`."""
+    if not keeps_ends(asked.privacy):
+        return 0, 0
+    if pool.owner is None:
+        raise PlanError(
+            f"--privacy {asked.privacy} keeps the model's ends on the job owner's machine, of which the pool file says "
+            "nothing.",
+            hint="Add a table [owner] to it, or plan with --privacy encrypted.",
+        )
+    training = asked.task == "train"
+    return ends(
+        graph if training else serving_graph(graph),
+        first_layers=asked.served.first_layers,
+        last_layers=asked.served.last_layers,
+        training=training,
     )
 
 

@@ -286,6 +286,8 @@ def _served(model: str, local: int | None, served: ServingOptions, home: Path) -
         arguments += ["--weights", served.weights, "--cache", served.cache, "--ends", served.ends]
         arguments += ["--privacy", served.privacy]
         arguments += ["--confidential"] if served.confidential else []
+        if served.privacy == "split-k":
+            arguments += ["--keep-first", str(served.first_layers), "--keep-last", str(served.last_layers)]
         arguments += ["--sessions", str(served.sessions)]
         arguments += [] if local is None else ["--local", str(local)]
         arguments += [] if served.context_tokens is None else ["--context", str(served.context_tokens)]

@@ -27,10 +27,12 @@ from fusionai.cli.plan_figures import figures
 from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
 from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
 from fusionai.cli.pool_tables import ConstraintsTable
+from fusionai.cli.privacy_view import privacy_figures, privacy_lines
 from fusionai.cli.serving_options import MOST_SESSIONS, ServingOptions, serving_options
 from fusionai.cli.what_would_fit import Change, what_would_fit
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
+from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling import replicated
 from fusionai.scheduling.crossings import Crossing, crossings
@@ -174,6 +176,7 @@ def plan(
         recompute=recompute,
         offload=offload,
         replicas=replicas,
+        privacy=_level(task, served, pool),
     )
     graph = captured(model, asked)
     problem = paced(problem_of(graph, pool, asked))
@@ -191,6 +194,8 @@ def plan(
     cost = expense(found, _everyone(pool), pool.prices)
     show_picture(found, between, names)
     show_plan(found, names)
+    for sentence in privacy_lines(asked.privacy, found):
+        console.line(sentence)
     show_guards(watch, names)
     show_expense(cost, names)
     smaller = lighter(problem, found)
@@ -226,12 +231,20 @@ def plan(
             "plan",
             {
                 **written,
+                "privacy": privacy_figures(asked.privacy, found),
                 "compression": compression,
                 "codecs": list(found.codecs),
                 "lighter": packed,
                 "local_updates": apart_figures(separate, names),
             },
         )
+
+
+def _level(task: Literal["train", "serve"], served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
+    """As asked for; without a word, what keeps the model's ends with the owner where the pool says who that is."""
+    if served.asked is not None or (task == "serve" and pool.owner is not None):
+        return served.privacy
+    return "encrypted"
 
 
 def _beside(problem: Problem, found: Plan, least_speed: float | None) -> ManyHolders | ManyLines | None:

@@ -24,6 +24,7 @@ from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lifeline import lifeline_option
 from fusionai.cli.options import home_option
+from fusionai.cli.privacy_view import privacy_figures, privacy_lines
 from fusionai.cli.running import run_until_stopped
 from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
 from fusionai.primitives.errors import UsageError
@@ -131,6 +132,9 @@ def serve(
         local=local,
         local_spares=1 if spares is None else spares,
         ends=served.ends,
+        privacy=served.privacy,
+        first_layers=served.first_layers,
+        last_layers=served.last_layers,
         invitation=invitation,
         device=device,
         threads=threads,
@@ -138,7 +142,6 @@ def serve(
         spares=None if local is not None else spares,
         speculate=speculate,
         draft=draft,
-        privacy=served.privacy,
         confidential=served.confidential,
     )
     door = Door(host=host, port=port, key_file=key_file, name=name)
@@ -189,6 +192,7 @@ def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
         "url": url,
         "model": door.name or ready.model.files.name,
         "job": ready.job,
+        "privacy": privacy_figures(ready.privacy, plan),
         "plan": plan,
         "peers": {stage.peer: ready.names.get(stage.peer, stage.peer) for stage in plan.stages},
         "local_pids": {} if ready.pool is None else ready.pool.pids,
@@ -267,6 +271,8 @@ def _announce(url: str, ready: Served, door: Door) -> None:
     if ready.model.texts.template.is_plain:
         console.line(f"{name} has no chat template: chats are given to it as lines of `role: text`.")
     console.line(f"ready: a probe token has crossed all stages and matched; {name} at {url}/v1")
+    for sentence in privacy_lines(ready.privacy, ready.engine.deployment.plan):
+        console.line(sentence)
     console.line(f"page: {url}/")
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True})
     key = "" if door.key_file is None else " -H 'Authorization: Bearer YOUR-KEY'"

@@ -43,6 +43,11 @@ class ServingOptions:
     ends: Literal["owner", "pool"]
     privacy: PrivacyLevel = "split"
     confidential: bool = False
+    asked: PrivacyLevel | None = None
+    """The level as somebody named it, if anybody did."""
+    first_layers: int = 0
+    last_layers: int = 0
+    """That stay with the job owner besides, with `split-k`."""
 
     def needs(self, model_tokens: int | None) -> ServingNeeds:
         """`model_tokens`: positions the model has, None where it has no limit or nobody knows."""
@@ -111,6 +116,22 @@ def serving_options(function: _Function) -> _Function:
     @click.option(
         "--confidential", is_flag=True, help="Only trusted peers will do: refused at any other level than `trusted`."
     )
+    @click.option(
+        "--keep-first",
+        "first_layers",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="K",
+        help="With --privacy split-k: so many layers behind the embedding stay here.",
+    )
+    @click.option(
+        "--keep-last",
+        "last_layers",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="M",
+        help="With --privacy split-k: so many layers before the head stay here.",
+    )
     @wraps(function)
     def with_options(
         *,
@@ -121,6 +142,8 @@ def serving_options(function: _Function) -> _Function:
         ends: Literal["owner", "pool"] | None,
         privacy: PrivacyLevel | None,
         confidential: bool,
+        first_layers: int,
+        last_layers: int,
         **rest: object,
     ) -> object:
         level, place = _resolved(privacy, ends)
@@ -128,6 +151,10 @@ def serving_options(function: _Function) -> _Function:
             raise UsageError(
                 f"--confidential asks for trusted peers, and at level {level!r} others could reconstruct the text.",
                 hint="Add --privacy trusted, or leave --confidential out.",
+            )
+        if (level == "split-k") != bool(first_layers or last_layers):
+            raise UsageError(
+                f"--keep-first and --keep-last go with --privacy split-k, and that with one of them; got {level}."
             )
         served = ServingOptions(
             weights=cast(Any, weights),
@@ -137,6 +164,9 @@ def serving_options(function: _Function) -> _Function:
             ends=place,
             privacy=level,
             confidential=confidential,
+            asked=privacy,
+            first_layers=first_layers,
+            last_layers=last_layers,
         )
         return function(served=served, **rest)
 
@@ -148,8 +178,6 @@ def _resolved(
 ) -> tuple[PrivacyLevel, Literal["owner", "pool"]]:
     """Ends with the pool are what no level that keeps them can mean. Raises `UsageError`."""
     level = privacy or ("encrypted" if ends == "pool" else "split")
-    if level == "split-k":
-        raise UsageError(f"--privacy {level} is not carried out yet.", hint="Take split.")
     if ends == "pool" and keeps_ends(level):
         raise UsageError(
             f"--ends pool sends token ids and logits to peers, --privacy {level} keeps them here.",

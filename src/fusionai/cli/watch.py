@@ -12,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 
 from fusionai.cli import console
+from fusionai.cli.privacy_view import privacy_lines
 from fusionai.client.demo import DemoEvent
 from fusionai.client.fault_story import FaultStory
 from fusionai.client.kills import Killed, Returned
@@ -117,6 +118,8 @@ class Watch:
         if event.plan.codecs:
             self.say(f"between stages, activations and gradients travel packed: {shown(event.plan.codecs)}")
         for sentence in savings(event.plan):
+            self.say(sentence)
+        for sentence in privacy_lines(event.prepared.recipe.privacy.level, event.plan):
             self.say(sentence)
         for warning in event.plan.warnings:
             self.say(f"warning: {warning}")

@@ -43,12 +43,13 @@ from fusionai.client.serving_watch import ServingWatch
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
+from fusionai.ir.ends import ends
 from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.primitives.privacy import PrivacyLevel
+from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.serving import progress
@@ -79,6 +80,9 @@ class ServeRequest:
     local: int | None = None
     local_spares: int = 1
     ends: Ends = "owner"
+    privacy: PrivacyLevel = "split"
+    first_layers: int = 0
+    last_layers: int = 0
     invitation: str | None = None
     device: str = "auto"
     threads: int | None = None
@@ -87,7 +91,6 @@ class ServeRequest:
     speculate: Speculate = "off"
     draft: str | None = None
     """A small model with the same tokens that guesses; without one what the text repeats is guessed."""
-    privacy: PrivacyLevel = "split"
     confidential: bool = False
     """Only `trusted` is good enough then."""
 
@@ -135,6 +138,7 @@ class Served:
     job: JobId
     model: ServedModel
     needs: ServingNeeds
+    privacy: PrivacyLevel
     engine: ServingEngine
     names: dict[str, str]
     ended: asyncio.Future[None]
@@ -223,6 +227,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
                 ends=request.ends,
                 stages=request.local or request.stages,
                 spares=request.spares,
+                kept=_kept(request, model),
             ),
             policy="tolerant",
             excluded=lambda _members: frozenset(),
@@ -276,6 +281,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             job=job,
             model=model,
             needs=needs,
+            privacy=request.privacy,
             engine=engine,
             names=names,
             ended=running,
@@ -354,6 +360,15 @@ async def _hashed(
     )
     stack.callback(weights.close)
     return weights
+
+
+def _kept(request: ServeRequest, model: ServedModel) -> tuple[int, int]:
+    """Blocks at both ends that stay here. Raises `GraphError` where the model can't be split so, `UsageError`."""
+    if not keeps_ends(request.privacy):
+        return 0, 0
+    if request.ends == "pool":
+        raise UsageError(f"the privacy level {request.privacy} keeps the model's ends here, not with the pool.")
+    return ends(model.graph, first_layers=request.first_layers, last_layers=request.last_layers, training=False)
 
 
 def _whole_needs(needs: ServingNeeds, model: ServedModel) -> ServingNeeds:

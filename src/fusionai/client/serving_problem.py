@@ -31,8 +31,10 @@ def serving_problem(
     spares: int | None = None,
     excluded: Sequence[str] = (),
     takeover: Literal["exact", "tolerant"] = "tolerant",
+    kept: tuple[int, int] = (0, 0),
 ) -> Problem:
-    """`graph`: as from `ir.serving.serving_graph`. `needs.result_bytes` is filled in from the graph."""
+    """`kept`: blocks at both ends that stay with the owner, where more than one does. `graph`: as from
+    `ir.serving.serving_graph`. `needs.result_bytes` is filled in from the graph."""
     spec = graph.values[graph.outputs[LOGITS]]
     vocabulary = spec.shape[-1]
     row_bytes = vocabulary * ITEMSIZE_BYTES[spec.dtype] if isinstance(vocabulary, int) else 0
@@ -59,6 +61,8 @@ def serving_problem(
         peers=tuple(peers),
         owner=owner,
         roles=(RolePlacement(role="feed", place=ends), RolePlacement(role="loss", place=ends)),
+        kept_first=kept[0],
+        kept_last=kept[1],
         stages=stages,
         microbatches=1,
         microbatch_tokens=1,

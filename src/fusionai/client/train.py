@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
@@ -47,6 +48,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.primitives.privacy import keeps_ends
 from fusionai.scheduling.replicated import with_replicas
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.storage.commits import CommitJournal
@@ -58,6 +60,11 @@ from fusionai.training.driver import Driver
 from fusionai.training.job import TrainingJob
 from fusionai.transport.enrolment import Membership
 from fusionai.wire.messages import StageOptions
+
+UNSAVED_ENDS: Final = (
+    "warning: this process has stages of its own, which nobody guards: if it dies, the job begins again at its newest "
+    "checkpoint, and [job] checkpoint_every = 0 makes none before the end"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +242,8 @@ async def _run(
         journal.start_incarnation()
         present = (*(member.profile for member in members or () if is_present(member)), owner)
         on_event(Planned(job, deployment.plan, present, prepared, part.first_step if part else 0))
+        if keeps_ends(recipe.privacy.level) and not recipe.job.checkpoint_every:
+            on_event(Noted(UNSAVED_ENDS))
         if reader is not None or journal.committed:
             base = 0 if reader is None else reader.step
             on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))

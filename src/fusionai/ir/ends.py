@@ -21,6 +21,8 @@ from fusionai.primitives.errors import GraphError
 
 TOLD: Final = frozenset({"position_ids", "attention_mask"})
 """Inputs that layers may read: they tell where a text begins and ends, not what it says."""
+HIDDEN: Final = "hidden"
+"""Of a serving graph: what goes into the head, and crosses to the owner anyway."""
 
 
 def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training: bool = True) -> tuple[int, int]:
@@ -58,7 +60,8 @@ def _check(graph: Graph, first: int, end: int, count: int) -> None:
             hint="Choose the privacy level `encrypted`, at which peers see it, or `trusted`.",
         )
     middle = partition.stages[1].graph
-    made = [name for name, value in graph.outputs.items() if any(value in node.outputs for node in middle.nodes)]
+    inner = {value for node in middle.nodes for value in node.outputs}
+    made = [name for name, value in graph.outputs.items() if value in inner and name != HIDDEN]
     if made:
         raise GraphError(
             f"the output {', '.join(made)} is made between the model's ends, so it would leave a peer.",

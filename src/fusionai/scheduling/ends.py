@@ -118,6 +118,29 @@ def check_ends(plan: Plan, problem: Problem) -> None:
             )
 
 
+class OwnersPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job owner's own blocks take of its machine. `compute_s`: of a step, in serving of a token."""
+
+    blocks: tuple[tuple[int, int], ...]
+    memory_bytes: int
+    limit_bytes: int
+    compute_s: float
+
+
+def owners_part(plan: Plan) -> OwnersPart | None:
+    """None where no block lies there."""
+    own = [stage for stage in plan.stages if stage.peer == plan.feed and "stage" not in stage.roles]
+    if not own:
+        return None
+    times = [plan.microbatches_of(stage) if plan.task == "train" else 1 for stage in own]
+    return OwnersPart(
+        blocks=tuple(stage.blocks for stage in own),
+        memory_bytes=sum(stage.memory_bytes for stage in own),
+        limit_bytes=own[0].memory_limit_bytes,
+        compute_s=sum(stage.compute_s * count for stage, count in zip(own, times, strict=True)),
+    )
+
+
 def owners_flops(problem: Problem) -> float:
     """Of both ends, forward and backward of one microbatch."""
     ends = ends_of(problem)

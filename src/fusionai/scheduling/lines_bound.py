@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from fusionai.scheduling.coverage_kernels import Floats
+from fusionai.scheduling.ends import ends_of, middle
 from fusionai.scheduling.line_load import session_tokens, stage_room
 from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds
@@ -35,10 +36,9 @@ def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, m
     next token within `most_s`."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
-    ends = {role.role: role.place for role in problem.roles}
-    first = 1 if ends.get("feed", "owner") == "owner" else 0
-    last = len(problem.blocks) - (1 if ends.get("loss", "owner") == "owner" else 0)
-    blocks = problem.blocks[first:last]
+    ends = ends_of(problem)
+    first, last = ends.first, len(problem.blocks) - ends.last
+    blocks = middle(problem)
     usable = {*chain_plan.spares, *(stage.peer for stage in chain_plan.stages if "stage" in stage.roles)}
     peers = [peer for peer in problem.peers if peer.peer in usable]
     soonest_s = 1 / chain_plan.certificate.bound_tokens_per_s

@@ -22,6 +22,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.eligibility import check_names, eligible
+from fusionai.scheduling.ends import middle, place_of
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.pins import check_pins, must_use
@@ -56,8 +57,7 @@ def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
     """The plan with the least predicted seconds per token. Raises `PlanError` naming the tightest constraint. With a
     `budget` the search ends there, however little that proves."""
     needs = _checked(problem)
-    first_at_owner, head_at_owner = _place(problem, "feed") == "owner", _place(problem, "loss") == "owner"
-    pool_blocks = problem.blocks[1 if first_at_owner else 0 : -1 if head_at_owner else None]
+    pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
     smallest = min(stage_bytes([block], needs, 0, needs.context_tokens) for block in pool_blocks)
     usable, refused = eligible(problem, pool_blocks, smallest)
@@ -67,9 +67,7 @@ def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
         )
-    line, found, cache_tokens = _found_in_pool(
-        problem, needs, usable, budget, first_at_owner=first_at_owner, head_at_owner=head_at_owner
-    )
+    line, found, cache_tokens = _found_in_pool(problem, needs, usable, budget)
     assert found.best is not None, "a line was found"
     best = found.best
     if needs.sessions > 1:
@@ -134,15 +132,12 @@ def _found_in_pool(
     usable: list[PeerProfile],
     budget: int | None,
     *,
-    first_at_owner: bool,
-    head_at_owner: bool,
     room: int = 1,
 ) -> tuple[ServingLine, FoundLine, int]:
     """The line, what was found for it, and the cache it has room for. Of large pools only the promising are looked at,
     and the bound is everybody's."""
-    blocks = problem.blocks[1 if first_at_owner else 0 : -1 if head_at_owner else None]
-    listed = shortlist(problem, needs, usable, blocks, room=room)
-    line = ServingLine(problem, needs, listed.peers, first_at_owner=first_at_owner, head_at_owner=head_at_owner)
+    listed = shortlist(problem, needs, usable, middle(problem), room=room)
+    line = ServingLine(problem, needs, listed.peers)
     _check_owner(line, needs)
     if len(listed.peers) == len(usable):
         return line, *_found(problem, line, needs, budget, SEARCH_BUDGET)
@@ -152,9 +147,7 @@ def _found_in_pool(
         if room == MOST_ROOM:
             raise
         # Where memory is short, more peers may hold what those who were listed can't.
-        return _found_in_pool(
-            problem, needs, usable, budget, first_at_owner=first_at_owner, head_at_owner=head_at_owner, room=MOST_ROOM
-        )
+        return _found_in_pool(problem, needs, usable, budget, room=MOST_ROOM)
     return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
 
 
@@ -228,7 +221,7 @@ def _stages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: in
     stages: list[StagePlacement] = []
     owner = line.owner
     if line.first and owner is not None:
-        stages.append(_stage(line, needs, 0, owner, (0, 1), ("feed",), cache_tokens))
+        stages.append(_stage(line, needs, 0, owner, (0, line.first), ("feed",), cache_tokens))
     for k, (peer, start, end) in enumerate(_placed(best)):
         whole = end == line.length and line.first + line.length == len(line.blocks)
         stages.append(
@@ -244,7 +237,7 @@ def _stages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: in
         )
     end = line.first + line.length
     if end < len(line.blocks) and owner is not None:
-        stages.append(_stage(line, needs, len(stages), owner, (end, end + 1), ("loss",), cache_tokens))
+        stages.append(_stage(line, needs, len(stages), owner, (end, len(line.blocks)), ("loss",), cache_tokens))
     return stages
 
 
@@ -343,10 +336,6 @@ def _infeasible(line: ServingLine, limits: LineLimits) -> PlanError:
     )
 
 
-def _place(problem: Problem, role: str) -> str:
-    return next((r.place for r in problem.roles if r.role == role), "owner")
-
-
 def _checked(problem: Problem) -> ServingNeeds:
     needs = problem.serving
     if needs is None:
@@ -372,11 +361,12 @@ def _checked(problem: Problem) -> ServingNeeds:
     for peer in everyone:
         check_access(peer)
     for role in ("feed", "loss"):
-        if _place(problem, role) == "owner" and problem.owner is None:
+        if place_of(problem, role) == "owner" and problem.owner is None:
             raise PlanError(
                 "an end of the model is placed with the job owner, but the problem has no owner's profile.",
                 hint="Give the owner's profile, or place the ends with the pool.",
             )
+    middle(problem)
     return needs
 
 
@@ -395,5 +385,5 @@ def _check_owner(line: ServingLine, needs: ServingNeeds) -> None:
         raise PlanError(
             f"the model's ends need {format_bytes(needed)} with the job owner, who has "
             f"{format_bytes(owner.memory_bytes)}: {format_bytes(needed - owner.memory_bytes)} are missing.",
-            hint="Use another weight format, or place the ends with the pool.",
+            hint="Use another weight format, or place the ends with the pool (`--privacy encrypted --ends pool`).",
         )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
+from fusionai.scheduling.ends import ends_of
 from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.pins import Pins
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
@@ -54,16 +55,14 @@ def retained_bytes(blocks: Sequence[BlockCost], end: int, needs: ServingNeeds) -
 
 class ServingLine:
     """The problem over usable peers, in an order that does not depend on how they were listed. Positions count from the
-    chain's first block: the model's first with `ends` in the pool, else its second."""
+    chain's first block: the model's first with `ends` in the pool, else the first that the owner does not keep."""
 
-    def __init__(
-        self, problem: Problem, needs: ServingNeeds, peers: Sequence[PeerProfile], *, first_at_owner: bool,
-        head_at_owner: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, problem: Problem, needs: ServingNeeds, peers: Sequence[PeerProfile]) -> None:
+        ends = ends_of(problem)
         self.needs = needs
         self.blocks = problem.blocks
-        self.first = 1 if first_at_owner else 0
-        self.length = len(problem.blocks) - self.first - (1 if head_at_owner else 0)
+        self.first = ends.first
+        self.length = len(problem.blocks) - ends.first - ends.last
         self.owner = problem.owner
         self.peers = sorted(peers, key=lambda p: (block_s(self.blocks[self.first], p), p.peer))
         self.count = len(self.peers)
@@ -78,7 +77,7 @@ class ServingLine:
         self._leave = [free if owner is None else hop(peer, owner, links) for peer in self.peers]
         self._hops = [[hop(one, other, links) for other in self.peers] for one in self.peers]
         self.ends_s = sum(block_s(block, owner) for block in self.owner_blocks()) if owner is not None else 0.0
-        self._result_bytes = needs.result_bytes if not head_at_owner else self._sent(self.length)
+        self._result_bytes = self._sent(self.length) if ends.last else needs.result_bytes
 
     def owner_blocks(self) -> list[BlockCost]:
         return [*self.blocks[: self.first], *self.blocks[self.first + self.length :]]
@@ -133,8 +132,8 @@ class ServingLine:
         head = self.first + self.length
         size = stage_bytes(self.blocks[head:], self.needs, 0, cache_tokens) if head < len(self.blocks) else 0
         if self.first:
-            sent = retained_bytes(self.blocks, 1, self.needs)
-            size += stage_bytes(self.blocks[:1], self.needs, sent, cache_tokens)
+            sent = retained_bytes(self.blocks, self.first, self.needs)
+            size += stage_bytes(self.blocks[: self.first], self.needs, sent, cache_tokens)
         return size
 
     def _plain(self, peer: int) -> bool:

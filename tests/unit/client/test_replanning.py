@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from fusionai.client.deployments import kept_deployment
 from fusionai.client.pool_session import Member
 from fusionai.client.replanning import Replanner
 from fusionai.execution.deployment import Deployment
-from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError, TransportError
+from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
@@ -235,3 +236,25 @@ def test_who_the_broker_has_lost_besides_is_not_planned_with(bench: Make):
     one = bench((working("a"), member("b", state="lost", job=JOB), working("c"), member("d")))
     found = one.replaced("a")
     assert not {"a", "b"} & set(stages(found))
+
+
+def test_a_broker_that_moves_the_models_ends_is_refused(bench: Make, monkeypatch: pytest.MonkeyPatch):
+    """Its answer is held against what stays with the owner before anybody acts on it."""
+    one = bench(ALL)
+    one.replanner.problem = msgspec.structs.replace(one.replanner.problem, kept_first=1, kept_last=2, stages=None)
+    asked = planned(one.replanner.problem)
+    request = one.pool.request
+
+    async def moving(job: Any, title: str, plan: Plan, steps: int) -> Deployment:
+        granted = await request(job, title, plan, steps)
+        first, *rest = granted.plan.stages
+        moved = msgspec.structs.replace(granted.plan, stages=(msgspec.structs.replace(first, peer="c"), *rest))
+        return dataclasses.replace(granted, plan=moved)
+
+    asyncio.run(one.replanner.make_real(asked))
+    monkeypatch.setattr(one.pool, "request", moving)
+    with pytest.raises(PlanError, match="stay with the job owner"):
+        asyncio.run(one.replanner.make_real(asked))
+    journalled = one.replanner.journal.plan
+    assert journalled is not None
+    assert msgspec.json.decode(journalled.plan, type=Plan).stages[0].peer != "c"
