@@ -163,7 +163,11 @@ def plan(
     if task == "serve" and replicas != 1:
         raise UsageError("--replicas is for --task train.")
     catalogue = read_catalogue(catalogue_file)
-    pool = read_pool(pool_file, catalogue) if pool_file is not None else _live_pool(home)
+    pool = (
+        read_pool(pool_file, catalogue)
+        if pool_file is not None
+        else _live_pool(home, trusted=served.privacy == "trusted")
+    )
     asked = Asked(
         task=task,
         batch=batch,
@@ -344,10 +348,10 @@ def _constraints(
     )
 
 
-def _live_pool(home: Path) -> PoolOnPaper:
+def _live_pool(home: Path, *, trusted: bool) -> PoolOnPaper:
     from fusionai.cli.session import pool_profiles
 
-    return pool_profiles(home)
+    return pool_profiles(home, trusted=trusted)
 
 
 def _everyone(pool: PoolOnPaper) -> tuple[PeerProfile, ...]:

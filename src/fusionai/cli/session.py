@@ -13,6 +13,7 @@ import msgspec
 
 from fusionai.cli import console
 from fusionai.cli.pool_file import PoolOnPaper
+from fusionai.client.job_trust import job_trust
 from fusionai.client.near_links import near_links
 from fusionai.client.owner import any_membership
 from fusionai.client.pool_session import PoolSession
@@ -46,12 +47,17 @@ def in_pool(
     return run(asked())
 
 
-def pool_profiles(home: Path) -> PoolOnPaper:
+def pool_profiles(home: Path, *, trusted: bool = False) -> PoolOnPaper:
     """The pool's present machines and this one as job owner, for planning; who is a member but can't be planned with is
-    named. Raises `UsageError` when nobody is there."""
-    members = in_pool(home, lambda session: session.pool())
+    named. `trusted`: only those of the owner's circle. Raises `UsageError` when nobody is there."""
+    members, barred = in_pool(home, lambda session: session.pool()), ()
+    if trusted:
+        names = {member.view.peer: member.profile.name for member in members}
+        trust = job_trust(home, any_membership(home), "trusted", confidential=False)
+        members = trust.among(members)
+        barred = tuple(Excluded(peer=names[one.peer] or one.peer, reason=one.reason) for one in trust.barred)
     peers = tuple(member.profile for member in members if member.view.state in _PRESENT)
-    absent = tuple(
+    absent = barred + tuple(
         Excluded(peer=member.profile.name or member.profile.peer, reason=_ABSENT.get(state, f"it is {state}."))
         for member in members
         if (state := member.view.state) not in _PRESENT

@@ -130,17 +130,14 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
 @click.argument("line", metavar="ENDORSEMENT")
 @home_option
 def carry_line(line: str, home: Path) -> None:
-    """Show ENDORSEMENT, a line of `fusion trust sign` for this machine's key, to the pool from the next `fusion join`
-    on."""
+    """Show ENDORSEMENT, a line of `fusion trust sign` for this machine's key, to the pool; a `fusion join` that runs
+    shows it within seconds."""
     if not (home / KEY_FILE).is_file():
         raise UsageError(f"this machine has no key yet (there is no {home / KEY_FILE}).", hint="Join a pool first.")
     data = parse_line(line)
     carry(home, data, load_identity(home).peer)
     statement = read_endorsement(data)
-    console.line(
-        f"Carried, until {_date(statement.not_after_s)}: the word of {key_text(statement.signer)}. A `fusion join` "
-        "that runs shows it once started again."
-    )
+    console.line(f"Carried, until {_date(statement.not_after_s)}: the word of {key_text(statement.signer)}.")
 
 
 @trust.command()

@@ -113,6 +113,7 @@ async def run_peer(
             links=lambda: near.among(transport.links),
             addresses_now=candidates_now,
             moved=lambda: transport.moved,
+            endorsements=lambda: carried_endorsements(options.home),
         )
 
     try:

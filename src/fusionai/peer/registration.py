@@ -38,7 +38,8 @@ class Registration:
     `on_lost` is called when the pool has gone on without this peer, before it registers again: forget every stage and
     snapshot, close the connections of jobs. It must not block. `on_meet` is told who wants to reach this peer and the
     broker that says so. `links` are reported with each heartbeat. `addresses_now` is asked after the broker was away,
-    as this machine may have been, and when `moved` says so; other addresses than before are announced.
+    as this machine may have been, and when `moved` says so; other addresses than before are announced. `endorsements`
+    are those its owner has had it carry by now; new ones are shown at once.
     """
 
     def __init__(
@@ -57,12 +58,15 @@ class Registration:
         links: Callable[[], tuple[wire.LinkView, ...]] = tuple,
         addresses_now: Callable[[], Awaitable[tuple[str, ...]]] | None = None,
         moved: Callable[[], bool] = bool,
+        endorsements: Callable[[], tuple[bytes, ...]] | None = None,
     ) -> None:
         self._transport = transport
         self._brokers = brokers
         self._register = wire.Register(
             boot=boot, profile=msgspec.Raw(msgspec.msgpack.encode(profile)), addresses=addresses
         )
+        self._profile = profile
+        self._endorsements = endorsements
         self._jobs = jobs
         self._on_registered = on_registered
         self._on_leave = on_leave
@@ -113,6 +117,8 @@ class Registration:
                     self._on_registered(registered)
                 elif self._moved():
                     await self._announce_move(conversation)
+                else:
+                    await self._show_endorsements(conversation)
         except RefusedError as error:
             if error.code in ("unknown_peer", "not_authorised", "untrusted", "bad_message"):
                 raise
@@ -148,6 +154,20 @@ class Registration:
         if addresses != self._register.addresses:
             log.info("this machine can be reached elsewhere now: %s", ", ".join(addresses))
             self._register = msgspec.structs.replace(self._register, addresses=addresses)
+            await self._enter_anew(conversation)
+
+    async def _show_endorsements(self, conversation: Conversation) -> None:
+        if self._endorsements is None:
+            return
+        try:
+            carried = self._endorsements()
+        except FusionError as error:
+            log.warning("the endorsements can't be read, those shown before stay: %s", error)
+            return
+        if carried != self._profile.endorsements:
+            self._profile = msgspec.structs.replace(self._profile, endorsements=carried)
+            encoded = msgspec.Raw(msgspec.msgpack.encode(self._profile))
+            self._register = msgspec.structs.replace(self._register, profile=encoded)
             await self._enter_anew(conversation)
 
     async def _beat(self, conversation: Conversation) -> bool:

@@ -24,7 +24,7 @@ from fusionai.scheduling.guards import ARRIVING
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, SnapshotAt
-from harness.pool import OWNER, tensor
+from harness.pool import OWNER, peer_id, tensor
 from harness.stand import (
     FENCE,
     MICROBATCHES,
@@ -480,6 +480,26 @@ def test_nobody_else_gives_a_guard_snapshots(stranger: str):
         assert member.snapshots == ()
         await guard.send(wire.Ping(sequence=1, sent_at_s=0.0))
         assert isinstance((await receive(guard)).message, wire.Pong)
+
+    with_stand(body)
+
+
+def test_who_is_in_the_placement_no_more_gives_no_snapshots_over_a_connection_it_still_has():
+    async def body(stand: Stand) -> None:
+        running = await stand.running()
+        channel, answer = await stand.open("state", as_peer=NEIGHBOUR)
+        assert isinstance(answer, wire.Done)
+        later = Fence(2, 1, 0)
+        places = tuple(
+            wire.Neighbour(stage=one.stage, peer=peer_id(5) if one.peer == NEIGHBOUR else one.peer, addresses=())
+            for one in stand.neighbours()
+        )
+        await stand.enlisted(running.control, fence=later, neighbours=places)
+        entries = {"model/layer0.weight": rows()}
+        message = wire.Snapshot(fence=later, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries))
+        await channel.send(message, tuple(entries.values()))
+        await until(lambda: channel.closed)
+        assert stand.member.snapshots == ()
 
     with_stand(body)
 

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+import msgspec
 import pytest
 
 from fusionai.peer import registration
 from fusionai.peer.registration import Registration
-from fusionai.primitives.errors import RefusedError
+from fusionai.primitives.errors import FusionError, RefusedError, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import PeerProfile
 from fusionai.transport.interface import Channel
@@ -26,14 +27,19 @@ STALE = wire.Refused(code="stale_fence", reason="clear your stages and register 
 class Script:
     """A broker that answers as told, and what it and the peer's callbacks saw, in order. `"break"` ends a connection;
     after the last answer nothing more is said. `finds`: where the peer finds itself when it looks; `moves`: whether it
-    moved, each time it wonders."""
+    moved, each time it wonders; `carries`: its endorsements after each heartbeat, the last for ever."""
 
     def __init__(
-        self, *answers: wire.Message | str, finds: tuple[str, ...] | None = None, moves: tuple[bool, ...] = ()
+        self,
+        *answers: wire.Message | str,
+        finds: tuple[str, ...] | None = None,
+        moves: tuple[bool, ...] = (),
+        carries: tuple[tuple[bytes, ...] | FusionError, ...] = (),
     ) -> None:
         self.answers = list(answers)
         self.finds = finds
         self.moves = list(moves)
+        self.carries = list(carries)
         self.seen: list[str] = []
         self.over = asyncio.Event()
 
@@ -41,6 +47,10 @@ class Script:
         while True:
             message = (await channel.receive()).message
             self.seen.append(type(message).__name__)
+            if isinstance(message, wire.Register) and (
+                shown := msgspec.msgpack.decode(message.profile, type=PeerProfile).endorsements
+            ):
+                self.seen.append(f"shows {len(shown)}")
             if isinstance(message, wire.Register) and message.addresses:
                 self.seen.append(message.addresses[0])
             if not self.answers:
@@ -52,6 +62,12 @@ class Script:
             await channel.send(answer)
             if self.answers and isinstance(self.answers[0], wire.MeetNotice):
                 await channel.send(self.answers.pop(0))
+
+    def carried(self) -> tuple[bytes, ...]:
+        now = self.carries.pop(0) if len(self.carries) > 1 else self.carries[0]
+        if isinstance(now, FusionError):
+            raise now
+        return now
 
     async def look(self) -> tuple[str, ...]:
         self.seen.append("looks")
@@ -78,6 +94,7 @@ async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
         on_meet=lambda notice, broker: script.seen.append(f"{notice.peer[:1]} wants to meet, says {broker.role}"),
         addresses_now=None if script.finds is None else script.look,
         moved=script.moved,
+        endorsements=script.carried if script.carries else None,
     )
     running = asyncio.create_task(peer.run())
     try:
@@ -138,7 +155,7 @@ def test_a_broker_set_back_to_before_this_peer_registered_hears_from_it_again(pl
     assert seen[2:] == ["Heartbeat", "Heartbeat", "Register", "on_registered", "Heartbeat"]
 
 
-@pytest.mark.parametrize("code", ["unknown_peer", "not_authorised", "bad_message"])
+@pytest.mark.parametrize("code", ["unknown_peer", "not_authorised", "untrusted", "bad_message"])
 def test_what_cannot_mend_itself_ends_it(play, code):
     with pytest.raises(RefusedError):
         play(lambda: Script(REGISTERED, wire.Refused(code=code, reason="no.")))
@@ -164,6 +181,13 @@ def test_a_move_that_broke_no_connection_is_said_after_the_next_heartbeat(play):
     there = "quic://b@203.0.113.7:1"
     seen = play(lambda: Script(REGISTERED, ACK, ACK, REGISTERED, finds=(there,), moves=(False, True)))
     assert seen[2:] == ["Heartbeat", "Heartbeat", "looks", "Register", there, "Heartbeat"]
+
+
+def test_an_endorsement_that_came_meanwhile_is_shown_after_the_next_heartbeat(play):
+    torn = StorageError("torn")
+    carries = ((), torn, (b"one", b"two"), torn, (b"one", b"two"))
+    seen = play(lambda: Script(REGISTERED, ACK, ACK, ACK, REGISTERED, ACK, ACK, carries=carries))
+    assert seen[2:] == [*["Heartbeat"] * 3, "Register", "shows 2", *["Heartbeat"] * 3]
 
 
 def test_who_wants_to_meet_is_told_together_with_the_broker_that_says_so(play):
