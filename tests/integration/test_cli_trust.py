@@ -122,7 +122,7 @@ def test_a_lost_peer_of_a_confidential_server_is_not_replaced_by_a_stranger(frie
     assert server.wait_until(lambda: written.is_file() or None), server.text
     assert "trusted peers: 2 of 2; 1 in the pool kept out" in server.text
     friends.pool.kill("bob")
-    server.wait_for("waits")
+    server.wait_for("waiting for")
     assert friends.seen(tmp_path)["eve"]["job"] is None
     friends.pool.start("bob").wait_for("In pool")
     url = json.loads(written.read_text())["url"]
