@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.execution.roster import Roster
@@ -27,6 +28,8 @@ from fusionai.transport.placements import Seal
 from fusionai.transport.tickets import Ticket, sign_ticket, verify_ticket
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
+
+pytestmark = pytest.mark.slow
 
 LEAST: int = 10_000
 SIGNATURE_BYTES = 64

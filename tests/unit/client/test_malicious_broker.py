@@ -36,6 +36,8 @@ from harness.malicious_pool import Lender, Lie, MaliciousPool
 from harness.told_pool import OWNER
 from harness.told_pool import problem as told_problem
 
+pytestmark = pytest.mark.slow
+
 JOB = JobId("private-00c0ffee")
 Task = Literal["train", "serve"]
 TASKS = pytest.mark.parametrize("task", ["train", "serve"])
