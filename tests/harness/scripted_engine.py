@@ -82,7 +82,9 @@ class ScriptedEngine:
         self.live += 1
         return _Stream(self, generation, self._cached(generation))
 
-    async def embed(self, prompts: Sequence[Sequence[int]], scope: str) -> list[list[float]]:
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
+    ) -> list[list[float]]:
         vectors: list[list[float]] = []
         for prompt in prompts:
             counts = [float(sum(token % 8 == at for token in prompt)) + 1.0 for at in range(8)]

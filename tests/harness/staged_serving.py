@@ -24,7 +24,7 @@ from fusionai.capture.causality import require_causal
 from fusionai.capture.state import to_host
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import LOGITS, POSITIONS, require_servable, serving_graph
+from fusionai.ir.serving import FROM_SEGMENTS, LOGITS, require_servable, serving_graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import host_tensor
@@ -52,7 +52,7 @@ class Pipeline:
         values = {"input_ids": host_tensor("int64", (1, len(ids)), np.array(ids, dtype=np.int64).tobytes())}
         for stage, program in zip(self.stages, self.programs, strict=True):
             is_last = stage is self.stages[-1]
-            inputs = {name: values[name] for name in stage.inputs if name != POSITIONS}
+            inputs = {name: values[name] for name in stage.inputs if name not in FROM_SEGMENTS}
             wanted = [LOGITS] if is_last else list(stage.outputs)
             values |= program.run(segments, inputs, wanted=wanted, rows=rows if is_last else None)
         return np.frombuffer(values[LOGITS].data, dtype=np.float32).reshape(len(rows), -1)

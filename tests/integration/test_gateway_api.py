@@ -226,3 +226,32 @@ def test_at_its_end_streams_may_finish_and_late_ones_are_told(engine: ScriptedEn
 
     assert events(asyncio.run(scenario(8.0)))[-1]["choices"][0]["finish_reason"] == "stop"
     assert '"code":"shutting_down"' in asyncio.run(scenario(0.1))
+
+
+def test_adapters_are_models_beside_the_model(engine: ScriptedEngine):
+    async def scenario() -> None:
+        config = GatewayConfig("tiny", aliases=("default",), adapters=("law", "poems"))
+        async with gateway_stand(engine, config) as stand, client(stand) as http:
+            listed = (await http.get("/v1/models")).json()["data"]
+            assert [(one["id"], one["parent"]) for one in listed] == [
+                ("tiny", None),
+                ("default", None),
+                ("law", "tiny"),
+                ("poems", "tiny"),
+            ]
+            assert (await http.get("/v1/models/poems")).json()["parent"] == "tiny"
+            engine.given.clear()
+            for name in ("poems", "default", "tiny"):
+                answer = (await http.post(CHAT, json=chat(model=name))).json()
+                assert answer["model"] == ("poems" if name == "poems" else "tiny")
+            body = {"model": "law", "prompt": "a", "max_tokens": 2}
+            assert (await http.post("/v1/completions", json=body)).json()["model"] == "law"
+            assert [given.adapter for given in engine.given] == ["poems", None, None, "law"]
+            vectors = await http.post("/v1/embeddings", json={"model": "law", "input": "a"})
+            assert vectors.json()["model"] == "law"
+            refused = await http.post(CHAT, json=chat(model="poem"))
+            assert refused.status_code == 404
+            assert refused.json()["error"]["code"] == "model_not_found"
+            assert "poems" in refused.json()["error"]["message"]
+
+    asyncio.run(scenario())

@@ -19,7 +19,7 @@ from fusionai.backends.layer_shapes import layer_shapes, ring_tokens
 from fusionai.backends.paged_table import SessionTable, Span
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE
+from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, SEQUENCE
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
@@ -123,25 +123,28 @@ class ServingBase(ABC):
         self, segments: Sequence[Segment], inputs: Mapping[str, HostTensor], needed: frozenset[str]
     ) -> dict[str, HostTensor]:
         """Inputs with positions, their sizes those that the graph declares."""
-        if POSITIONS in inputs:
-            raise ExecutionError("positions follow from the segments, they can't be given.")
+        for name in FROM_SEGMENTS:
+            if name in inputs:
+                raise ExecutionError(f"{name} follow from the segments, they can't be given.")
         length = sum(segment.length for segment in segments)
         if self._keeps and not segments:
             raise ExecutionError("a stage with attention needs to know whose positions these are: no segment came.")
         if length > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
         fed = dict(inputs)
+        if not segments and (missing := FROM_SEGMENTS & needed):
+            raise ExecutionError(f"the stage needs {min(missing)}: no segment came.")
         if POSITIONS in needed:
-            if not segments:
-                raise ExecutionError("the stage needs positions: no segment came.")
             fed[POSITIONS] = _positions_of(segments)
+        if ADAPTERS in needed:
+            fed[ADAPTERS] = _adapters_of(segments, self._options.adapter_ranks)
         symbols = bind_symbols(self._graph, fed, needed)
         if symbols.get(BATCH, 1) != 1:
             raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {symbols[BATCH]}.")
         found = symbols.get(SEQUENCE, length)
         if found > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {found}.")
-        if segments and found != length and (self._keeps or POSITIONS in fed):
+        if segments and found != length and (self._keeps or not FROM_SEGMENTS.isdisjoint(fed)):
             raise ExecutionError(f"the segments have {length} positions, the inputs {found}.")
         return fed
 
@@ -182,3 +185,17 @@ def _positions_of(segments: Sequence[Segment]) -> HostTensor:
     ranges = [np.arange(segment.start, segment.start + segment.length, dtype=np.int64) for segment in segments]
     flat = np.concatenate(ranges)
     return host_tensor("int64", (1, flat.size), flat.data)
+
+
+def _adapters_of(segments: Sequence[Segment], ranks: Sequence[int]) -> HostTensor:
+    """float32 [1, positions, all ranks]. Raises `ExecutionError` on an adapter that is not here."""
+    ends = np.cumsum([0, *ranks])
+    mask = np.zeros((1, sum(segment.length for segment in segments), int(ends[-1])), np.float32)
+    at = 0
+    for segment in segments:
+        if segment.adapter > len(ranks):
+            raise ExecutionError(f"session {segment.session} wants adapter {segment.adapter}, there are {len(ranks)}.")
+        if segment.adapter:
+            mask[0, at : at + segment.length, ends[segment.adapter - 1] : ends[segment.adapter]] = 1.0
+        at += segment.length
+    return host_tensor("float32", mask.shape, mask.reshape(-1).data)

@@ -97,7 +97,7 @@ def is_adapter(key: str) -> bool:
     return ".lora_A." in key or ".lora_B." in key
 
 
-def located(adapter: Adapter | None) -> dict[str, tuple[Path, str]]:
+def located(adapter: object) -> dict[str, tuple[Path, str]]:
     """Key -> (file, name in it) of the values an adapter starts from, where files have them."""
     if not isinstance(adapter, StartedLora):
         return {}
@@ -124,7 +124,7 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
             found = files.config
             chosen = tuple(sorted(files.layers)) if layers is None else tuple(sorted(layers))
             if layers is None:
-                _require_fit(module, files)
+                require_fit(module, files)
             return replace(found, dropout=adapter.dropout, targets=chosen, fan_in_fan_out=_turned(module, chosen))
         case Lora():
             chosen = tuple(sorted(_chosen(module, adapter.targets) if layers is None else layers))
@@ -161,7 +161,7 @@ def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"])
     return chosen
 
 
-def _require_fit(module: nn.Module, files: AdapterFiles) -> None:
+def require_fit(module: nn.Module, files: AdapterFiles) -> None:
     """Raise `ModelError` unless every layer of the adapter is one of the module, of these sizes."""
     layers = linear_layers(module)
     for name, part in files.layers.items():

@@ -24,12 +24,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fusionai.capture.adapter import Adapter, adapted, plain_name
+from fusionai.capture.adapter import Lora, StartedLora, adapted, is_adapter, plain_name
+from fusionai.capture.adapter_slots import Slots, slotted
 from fusionai.capture.huggingface import HuggingFaceModel, resolve
 from fusionai.capture.initialisation import InitialisationWatch, Program, watching
 from fusionai.capture.source import CodeSource, FactorySource, ModelSource, describe
 from fusionai.primitives.errors import ModelError
 
+Adapters = Lora | StartedLora | Slots
+"""What may be put into a module: an adapter to train, or several to serve."""
 Construct = Callable[[], nn.Module | tuple[nn.Module, Mapping[str, Any]]]
 
 
@@ -49,11 +52,21 @@ class Built:
     example_inputs: Mapping[str, Any] | None = None
     huggingface: HuggingFaceModel | None = None
     notes: tuple[str, ...] = ()
-    adapter: Adapter | None = None
+    adapter: Adapters | None = None
 
     def key(self, name: str) -> str:
         """What a parameter or buffer of the module is called in the graph: as without an adapter around it."""
-        return name if self.adapter is None else plain_name(name)
+        return plain_name(name) if isinstance(self.adapter, Lora | StartedLora) else name
+
+    def is_adapter(self, key: str) -> bool:
+        """Whether a parameter is an adapter's, not the base's."""
+        match self.adapter:
+            case None:
+                return False
+            case Slots():
+                return key in self.adapter.keys
+            case Lora() | StartedLora():
+                return is_adapter(key)
 
     def parameters(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
         """By key, in the module's order; of another module built the same way, if given."""
@@ -64,7 +77,7 @@ class Built:
         return {self.key(name): value for name, value in (module or self.module).named_buffers()}
 
 
-def build(source: ModelSource, seed: int, adapter: Adapter | None = None) -> Built:
+def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Built:
     """Build `source`'s module, with `adapter` in it. Raises `ModelError` when it can't be found, configured or
     constructed."""
     name = describe(source)
@@ -90,7 +103,7 @@ def build(source: ModelSource, seed: int, adapter: Adapter | None = None) -> Bui
         programs = {name: None for name, _ in module.named_parameters()}
         registered, real = {}, True
         notes = (*notes, f"Built in real memory: without it the constructor failed ({_first_line(error)}).")
-    key = (lambda name: name) if adapter is None else plain_name
+    key = plain_name if isinstance(adapter, Lora | StartedLora) else (lambda name: name)
     return Built(
         name,
         module,
@@ -137,18 +150,22 @@ def construct_real(built: Built) -> nn.Module:
     """The owner's module in real memory, Hugging Face models as transformers runs them."""
     if built.huggingface is not None:
         plain = built.huggingface.construct_plain()
-        return plain if built.adapter is None else adapted(plain, built.adapter)
+        return plain if built.adapter is None else _put_in(plain, built.adapter)
     module, _ = _construct(built.construct, built.name, built.seed)
     return module
 
 
-def _with_adapter(construct: Construct, adapter: Adapter) -> Construct:
+def _put_in(module: nn.Module, adapter: Adapters) -> nn.Module:
+    return slotted(module, adapter) if isinstance(adapter, Slots) else adapted(module, adapter)
+
+
+def _with_adapter(construct: Construct, adapter: Adapters) -> Construct:
     def made() -> nn.Module | tuple[nn.Module, Mapping[str, Any]]:
         match construct():
             case (module, inputs):
-                return adapted(module, adapter), inputs
+                return _put_in(module, adapter), inputs
             case module:
-                return adapted(module, adapter)
+                return _put_in(module, adapter)
 
     return made
 

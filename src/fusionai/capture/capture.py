@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fusionai.capture.adapter import Adapter, located
-from fusionai.capture.build import Built, build
+from fusionai.capture.adapter import located
+from fusionai.capture.adapter_slots import Slots
+from fusionai.capture.build import Adapters, Built, build
 from fusionai.capture.experts import by_products
 from fusionai.capture.export import export, output_dims
 from fusionai.capture.lowering import Lowered, Unsupported, lower
@@ -30,6 +31,7 @@ from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, in
 from fusionai.ir.blocks import assign_blocks
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.serving import ADAPTERS
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
@@ -84,7 +86,7 @@ def capture(
     seed: int = 0,
     train: bool = True,
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
-    adapter: Adapter | None = None,
+    adapter: Adapters | None = None,
 ) -> Captured:
     """Capture `source` with its loss as a validated graph, for every batch and sequence in the ranges (inclusive).
     With `adapter` in it, nothing else is trainable.
@@ -123,7 +125,7 @@ def draft(
     seed: int,
     train: bool,
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
-    adapter: Adapter | None = None,
+    adapter: Adapters | None = None,
 ) -> Draft:
     """As `capture`, but collects what is unsupported instead of refusing."""
     for name, (low, high) in (("batch", batch), ("sequence", sequence)):
@@ -134,6 +136,8 @@ def draft(
     if examples is None and built.huggingface is not None and task not in ("causal_lm", "counted_lm", "masked_lm"):
         examples = model_inputs(built.module, built.huggingface.config)
     specs, names = input_specs(built.module, task, examples, output_dims)
+    if isinstance(adapter, Slots):
+        specs = (*specs, InputSpec(ADAPTERS, ("b", "s", sum(adapter.ranks)), torch.float32))
     used_symbols = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
     symbols = {name: bounds for name, bounds in (("b", batch), ("s", sequence)) if name in used_symbols}
     if extra := sorted(used_symbols - set(symbols)):
@@ -187,6 +191,8 @@ def _assemble(
         for first, others in _aliases(built.module).items()
     }
     stored = frozenset[str]() if checkpoint is None else frozenset(checkpoint.entries)
+    if isinstance(built.adapter, Slots):
+        stored |= built.adapter.keys
     params: dict[str, ParamSpec] = {}
     order = {key: index for index, key in enumerate(parameters)}
     for value, name in lowered.parameters.items():

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from fusionai.capture.adapter import is_adapter
+from fusionai.capture.adapter_slots import Slots
 from fusionai.capture.build import Built, rebuild
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -51,6 +51,11 @@ class StateSource:
             raise ModelError(
                 f"{self.built.name} has no state {min(unknown)!r}.", hint="Ask for keys of the captured graph."
             )
+        if isinstance(self.built.adapter, Slots):
+            own = wanted & self.built.adapter.keys
+            wanted -= own
+            for key in sorted(own):
+                yield key, self.built.adapter.tensor(key)
         for key in sorted(wanted & set(self.constants)):
             yield key, to_host(self.constants[key])
         # Buffers in the checkpoint (statistics of a trained BatchNorm) are worth more than those just made.
@@ -129,7 +134,7 @@ def index_checkpoint(
     }
     for own, tensor in tensors.items():
         key = built.key(own)
-        if key in entries or (built.adapter is not None and is_adapter(key)):
+        if key in entries or built.is_adapter(key):
             continue
         named = [built.key(name) for name in (own, *aliases.get(own, ()))]
         names = [candidate for name in named for candidate in _spellings(name, prefix)]

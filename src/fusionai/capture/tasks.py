@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusionai.capture.adapter_slots import chosen_of
+from fusionai.ir.serving import ADAPTERS
 from fusionai.primitives.errors import ModelError
 
 Task = Literal[
@@ -65,7 +67,12 @@ class TaskModule(nn.Module):
         self.names = names
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        chosen = chosen_of(self.module)
+        if chosen is not None:
+            chosen.mask = inputs[ADAPTERS]
         result = self._call({name: inputs[name] for name in self.names})
+        if chosen is not None:
+            chosen.mask = None
         match self.task:
             case "causal_lm" | "masked_lm" | "seq2seq_lm":
                 logits = _tensor(result, "logits").float()

@@ -72,6 +72,14 @@ class Door:
     metavar="SMALL",
     help="A small model with the same tokens that guesses.  [default: what the text has repeated]",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="A LoRA adapter of MODEL in PEFT layout, or the directory of a job that trained one; requests choose it by "
+    "`model`: NAME. May be given several times.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen here; elsewhere only with API keys.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="0: any that is free.")
 @click.option(
@@ -102,6 +110,7 @@ def serve(
     served: ServingOptions,
     speculate: Speculate,
     draft: str | None,
+    adapters: tuple[str, ...],
     host: str,
     port: int,
     key_file: Path | None,
@@ -124,6 +133,7 @@ def serve(
         raise UsageError("--draft names a model that guesses: it goes without --speculate off.")
     from fusionai.cli.serving_observation import show_serving
     from fusionai.client.serve import ServeRequest
+    from fusionai.client.serving_adapters import parse_adapters
 
     request = ServeRequest(
         model=model,
@@ -143,7 +153,10 @@ def serve(
         speculate=speculate,
         draft=draft,
         confidential=served.confidential,
+        adapters=parse_adapters(adapters),
     )
+    if name is not None and any(name == adapter for adapter, _ in request.adapters):
+        raise UsageError(f"an adapter is called {name!r} like the model.", hint="Give it another name.")
     door = Door(host=host, port=port, key_file=key_file, name=name)
 
     written: dict[str, object] = {}
@@ -191,6 +204,7 @@ def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
     return {
         "url": url,
         "model": door.name or ready.model.files.name,
+        "adapters": [adapter.name for adapter in ready.model.adapters],
         "job": ready.job,
         "privacy": privacy_figures(ready.privacy, plan),
         "plan": plan,
@@ -248,7 +262,12 @@ async def _serve(
     keys = None if door.key_file is None else KeyRing.load(door.key_file)
     async with serving(request, on_event=on_event) as served:
         ready.set()
-        config = GatewayConfig(model=door.name or served.model.files.name, keys=keys, created_s=int(time.time()))
+        config = GatewayConfig(
+            model=door.name or served.model.files.name,
+            keys=keys,
+            adapters=tuple(adapter.name for adapter in served.model.adapters),
+            created_s=int(time.time()),
+        )
         observation = ServingObservation(served.engine, lambda: served.engine.deployment.plan)
         app = make_app(config, observation, served.model.texts)
         closing = asyncio.Event()

@@ -109,8 +109,10 @@ class ServingObservation:
     def status(self) -> EngineStatus:
         return self.engine.status
 
-    async def embed(self, prompts: Sequence[Sequence[int]], scope: str) -> list[list[float]]:
-        return await self.engine.embed(prompts, scope)
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
+    ) -> list[list[float]]:
+        return await self.engine.embed(prompts, scope, adapter)
 
     def submit(self, generation: Generation) -> TokenStream:
         stream = self.engine.submit(generation)

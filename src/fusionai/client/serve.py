@@ -34,6 +34,7 @@ from fusionai.client.near_links import near_links
 from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.replanning import PoolReplanner
+from fusionai.client.serving_adapters import find_adapters
 from fusionai.client.serving_draft import DraftModel, draft_proposer, open_draft
 from fusionai.client.serving_leftovers import ServedNote, end_leftovers
 from fusionai.client.serving_model import ServedModel, find_model, hash_weights, job_name, open_model
@@ -93,6 +94,8 @@ class ServeRequest:
     """A small model with the same tokens that guesses; without one what the text repeats is guessed."""
     confidential: bool = False
     """Only `trusted` is good enough then."""
+    adapters: tuple[tuple[str, Path], ...] = ()
+    """Beside the model: what clients call them, and where they lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,9 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
     async with AsyncExitStack() as stack:
         # Wrong names are told before anything starts.
         files = await in_background(lambda: find_model(request.model))
+        adapters = await in_background(lambda: find_adapters(request.adapters))
+        if any(adapter.name == files.name for adapter in adapters):
+            raise UsageError(f"an adapter is called {files.name!r} like the model.", hint="Give it another name.")
         small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
         clock = SystemClock()
         home, invitation, local = request.home, request.invitation, None
@@ -195,7 +201,9 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         )
         report, _ = await compute.run(backend.probe)
         on_event(Noted(f"capturing {files.name}"))
-        model = await in_background(lambda: open_model(files))
+        model = await in_background(lambda: open_model(files, adapters))
+        for adapter in adapters:
+            on_event(Noted(adapter.words))
         for note in model.captured.notes:
             on_event(Noted(note))
         weights = await _hashed(model, request, stack, on_event)
@@ -400,11 +408,13 @@ def _serving_job(
             sessions=sizes.sessions + 1,  # the probe is one
             pass_tokens=sizes.pass_tokens,
             whole=model.whole,
+            adapter_ranks=tuple(adapter.files.rank for adapter in model.adapters),
         ),
         weights=weights,
         vocabulary=model.vocabulary,
         context_tokens=sizes.context_tokens,
         stop_tokens=model.texts.stop_tokens,
+        adapters=tuple(adapter.name for adapter in model.adapters),
         prefix_cache=not model.windows,
         in_flight=max(sizes.passes_in_flight, len(plan.stages)),
         speculate=speculate,

@@ -16,24 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fusionai.capture.adapter_slots import slots_of
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.causality import require_causal
 from fusionai.capture.huggingface import model_directory
 from fusionai.capture.source import DirectorySource, HubSource, parse_source
+from fusionai.client.serving_adapters import CHECKPOINTS, ServedAdapter
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
 from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.serving.graph import weight_keys
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.text import read_json
+from fusionai.storage.adapter_files import CONFIG_FILE
 from fusionai.storage.reader import open_latest
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 
 SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 """Says which tensor lies in which part, where a model's weights are several files."""
-CHECKPOINTS: Final = "checkpoints"
-"""In a job's directory (`storage.rundir`)."""
 LONGEST_PASS: Final = 2048
 """The graph takes passes of so many positions, where the model sets no limit of its own."""
 
@@ -59,6 +60,7 @@ class ServedModel:
     texts: ModelText
     windows: bool
     whole: bool
+    adapters: tuple[ServedAdapter, ...] = ()
 
 
 def find_model(text: str) -> ServedFiles:
@@ -71,6 +73,8 @@ def find_model(text: str) -> ServedFiles:
                 f"the job in {path} has no checkpoint yet.",
                 hint="Let it train on, or set checkpoint_every in its recipe.",
             )
+        if (newest.directory / CONFIG_FILE).is_file():
+            raise _only_adapter(text)
         return ServedFiles(newest.directory, path.resolve().name)
     if not path.exists() and (path.is_absolute() or text.startswith((".", "~"))):
         raise ModelError(f"there is no directory {text}.", hint="Check the path, or give a hub id such as owner/name.")
@@ -90,8 +94,17 @@ def find_model(text: str) -> ServedFiles:
     return ServedFiles(directory, text if isinstance(source, HubSource) else place.name)
 
 
+def _only_adapter(text: str) -> ModelError:
+    return ModelError(
+        f"{text} holds an adapter, not a whole model.",
+        hint=f"Serve the model it was trained on, with this beside it: fusion serve BASE --adapter NAME={text}",
+    )
+
+
 def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
     """That there are any, and no part is missing. Raises `ModelError`."""
+    if (directory / CONFIG_FILE).is_file() and not any(directory.glob("model*.safetensors")):
+        raise _only_adapter(text)
     again = "Connect to the network and try again." if is_hub else "Copy the model again."
     if not any(directory.glob("*.safetensors")):
         hint = (
@@ -109,11 +122,13 @@ def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
         raise ModelError(f"{text} lacks a part of its weights: {missing[0]}{more}.", hint=again)
 
 
-def open_model(files: ServedFiles) -> ServedModel:
-    """Blocking: captures. Raises `ModelError` or `GraphError`, with the reason, where it can't be served."""
+def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = ()) -> ServedModel:
+    """Blocking: captures, with `adapters` beside the model. Raises `ModelError` or `GraphError`, with the reason, where
+    it can't be served."""
     texts = ModelText.load(files.directory)
     source = DirectorySource(files.directory)
-    captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False)
+    slots = slots_of([adapter.files for adapter in adapters])
+    captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=slots)
     graph = serving_graph(captured.graph)
     whole = not _has_caches(graph, captured)
     size = graph.values[graph.outputs[LOGITS]].shape[-1]
@@ -132,6 +147,7 @@ def open_model(files: ServedFiles) -> ServedModel:
         windows=not whole
         and any(node.op == "fusion.attention" and node.kwargs.get("window") is not None for node in graph.nodes),
         whole=whole,
+        adapters=adapters,
     )
 
 

@@ -258,7 +258,8 @@ class Batcher:
             start = min(shared * self.limits.page_tokens, computed)
             seen.update(table)
             if start < computed:
-                segments.append(Segment(number, start, computed - start, 0, table))
+                adapter = self._sessions[number].spec.adapter
+                segments.append(Segment(number, start, computed - start, 0, table, adapter))
         return tuple(segments)
 
     def tokens_of(self, segment: Segment) -> tuple[int, ...]:
@@ -325,12 +326,12 @@ class Batcher:
             session = self._sessions[number]
             spec = session.spec
             unread = spec.all_rows and session.delivered < len(spec.prompt)
-            match = Match((), 0) if unread else self.pages.match(spec.scope, session.tokens)
+            match = Match((), 0) if unread else self.pages.match(spec.prefix_scope, session.tokens)
             left = spec.max_tokens - session.emitted
             if self.pages.lacks(match, len(session.tokens) + min(left, self.limits.reserve_tokens)):
                 return
             self._queue.pop()
-            self.pages.admit(number, spec.scope, match)
+            self.pages.admit(number, spec.prefix_scope, match)
             self.pages.extend(number, len(session.tokens))
             session.admitted = True
             session.computed = session.origin = match.tokens

@@ -64,7 +64,8 @@ def packed(
     for part in parts:
         session, own = part.session, part.tokens
         pages = table(session.number)
-        segments.append(Segment(session.number, part.start, len(own), session.told, pages[session.told :]))
+        told = session.told
+        segments.append(Segment(session.number, part.start, len(own), told, pages[told:], session.spec.adapter))
         session.told = len(pages)
         first = part.first_wanted
         wanted += range(len(tokens) + first, len(tokens) + len(own))

@@ -24,6 +24,14 @@ class SessionSpec:
     """On the clock that `now_s` is told from."""
     all_rows: bool = False
     output: Output = "logits"
+    adapter: int = 0
+    """Number of the adapter it goes through, 0 for none."""
+
+    @property
+    def prefix_scope(self) -> str:
+        """Who may go on from what is cached of it: another scope may not, and what went through another adapter is of
+        no use."""
+        return f"{self.adapter}\x00{self.scope}"
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ import msgspec
 
 from fusionai.ir.partition import FEED, Partition
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import POSITIONS
+from fusionai.ir.serving import FROM_SEGMENTS
 from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
@@ -65,7 +65,7 @@ class ServingBoundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             if spec.dtype not in ITEMSIZE_BYTES or any(size < 0 for size in spec.row) or prod(spec.row) > LARGEST_ROW:
                 raise GraphError(f"{place} has a {spec.name} of {spec.dtype}{list(spec.row)} per position.")
         for what, named, known in (
-            ("inputs of the stage", {*graph.inputs} - {POSITIONS}, {*received}),
+            ("inputs of the stage", {*graph.inputs} - FROM_SEGMENTS, {*received}),
             ("values to send", {*sent}, {*graph.outputs, *received}),
             ("outputs", {*self.outputs}, {*graph.outputs}),
         ):
@@ -80,7 +80,7 @@ def serving_boundaries(partition: Partition) -> tuple[ServingBoundary, ...]:
     crossing: list[dict[str, RowSpec]] = [{} for _ in range(count + 1)]
     """What enters stage i."""
     for route in partition.routes:
-        if route.value == POSITIONS:
+        if route.value in FROM_SEGMENTS:
             continue
         graph = partition.stages[route.consumers[0]].graph
         spec = _row_spec(graph, route.value)

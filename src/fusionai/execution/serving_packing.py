@@ -34,5 +34,5 @@ def _pieces(segment: Segment, limit: int) -> list[Segment]:
     for done in range(0, segment.length, limit):
         length = min(limit, segment.length - done)
         first, pages = (segment.first_page + len(segment.pages), ()) if done else (segment.first_page, segment.pages)
-        pieces.append(Segment(segment.session, segment.start + done, length, first, pages))
+        pieces.append(Segment(segment.session, segment.start + done, length, first, pages, segment.adapter))
     return pieces

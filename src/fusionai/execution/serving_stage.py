@@ -27,7 +27,7 @@ from fusionai.execution.serving_packing import packed
 from fusionai.execution.serving_retained import Retained
 from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import HIDDEN, POSITIONS
+from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
@@ -108,8 +108,8 @@ class ServingStage:
         self._compute = compute
         self._postman = postman
         self._caches = keeps_positions(graph, identity.options)
-        self._inputs = frozenset(graph.inputs) - {POSITIONS}
-        self._placed = POSITIONS in graph.inputs or self._caches
+        self._inputs = frozenset(graph.inputs) - FROM_SEGMENTS
+        self._placed = self._caches or not FROM_SEGMENTS.isdisjoint(graph.inputs)
         """Whether the rows must be exactly the segments' positions."""
         self._made = boundary.made(graph)
         self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]

@@ -234,13 +234,15 @@ class EmbeddingList(Struct, frozen=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """A model one may ask. `max_model_len`: longest prompt plus answer, in tokens."""
+    """A model one may ask. `max_model_len`: longest prompt plus answer, in tokens. `parent`: of an adapter, the model
+    it is beside."""
 
     id: str
     created: int
     max_model_len: int
     owned_by: str = "fusionai"
     object: Literal["model"] = "model"
+    parent: str | None = None
 
 
 class ModelList(Struct, frozen=True):

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 import fusionai
 from fusionai.gateway.answers import ModelCard, ModelList
-from fusionai.gateway.asking import check_model
+from fusionai.gateway.asking import adapter_of
 from fusionai.gateway.chat import ChatEndpoint
 from fusionai.gateway.completions import CompletionEndpoint
 from fusionai.gateway.config import GatewayConfig
@@ -114,11 +114,12 @@ def _routes(desk: Desk, metrics: Metrics) -> list[BaseRoute]:
 
     async def models(request: Request) -> Response:
         del request
-        return desk.answer(ModelList([_card(desk, name) for name in (desk.config.model, *desk.config.aliases)]))
+        config = desk.config
+        return desk.answer(ModelList([_card(desk, name) for name in (config.model, *config.aliases, *config.adapters)]))
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        check_model(name, desk.config)
+        adapter_of(name, desk.config)
         return desk.answer(_card(desk, name))
 
     async def health(request: Request) -> Response:
@@ -156,7 +157,8 @@ def _routes(desk: Desk, metrics: Metrics) -> list[BaseRoute]:
 
 
 def _card(desk: Desk, name: str) -> ModelCard:
-    return ModelCard(name, desk.config.created_s, desk.engine.context_tokens)
+    parent = desk.config.model if name in desk.config.adapters else None
+    return ModelCard(name, desk.config.created_s, desk.engine.context_tokens, parent=parent)
 
 
 def _page(file: str, media: str) -> Callable[[Request], Awaitable[Response]]:

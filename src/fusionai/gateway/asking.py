@@ -24,6 +24,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 _ROUTE_HEADER: Final = "x-fusion-route"
 _LARGE_CHARACTERS: Final = 4096
+_SHOWN: Final = 8
 _SEEDS: Final = 2**63
 
 
@@ -35,12 +36,14 @@ def check_ready(engine: Engine) -> None:
         raise ApiError(503, f"The model is not ready ({status.state}{detail}).", code="not_ready", retry_after_s=2.0)
 
 
-def check_model(name: str, config: GatewayConfig) -> None:
-    """Raises `ApiError` 404 for a model that is not served here."""
-    known = (config.model, *config.aliases)
+def adapter_of(name: str, config: GatewayConfig) -> str | None:
+    """Which adapter a request's `model` means; None: the model itself. Raises `ApiError` 404 for a model that is not
+    served here."""
+    known = (config.model, *config.aliases, *config.adapters)
     if name not in known:
-        near = nearest(name, known) or f" Served here: `{config.model}`."
+        near = nearest(name, known) or f" Served here: `{'`, `'.join((config.model, *config.adapters)[:_SHOWN])}`."
         raise ApiError(404, f"The model `{name}` does not exist.{near}", code="model_not_found", param="model")
+    return name if name in config.adapters else None
 
 
 def wants_route(request: Request, asked: bool | None) -> bool:

@@ -64,7 +64,7 @@ class ChatEndpoint:
         desk = self._desk
         asking.check_ready(desk.engine)
         body = await read(request, ChatRequest, desk.config.limits)
-        asking.check_model(body.model, desk.config)
+        asking.adapter_of(body.model, desk.config)
         is_stream = asking.stream_wanted(body)
         heading = desk.heading("chatcmpl", body, with_route=asking.wants_route(request, body.fusion_route))
         choices = await while_connected(request, self._choices(request, body))
@@ -112,6 +112,7 @@ class ChatEndpoint:
                 stop_tokens=stop_tokens,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 scope=desk.scope(request),
+                adapter=asking.adapter_of(body.model, desk.config),
                 constraint=constraint,
                 deadline_s=asking.deadline_of(body, desk.config),
             )

@@ -48,7 +48,7 @@ class CompletionEndpoint:
         desk = self._desk
         asking.check_ready(desk.engine)
         body = await read(request, CompletionRequest, desk.config.limits)
-        asking.check_model(body.model, desk.config)
+        asking.adapter_of(body.model, desk.config)
         is_stream = asking.stream_wanted(body)
         heading = desk.heading("cmpl", body, with_route=asking.wants_route(request, body.fusion_route))
         choices, echoes = await while_connected(request, self._choices(request, body))
@@ -83,6 +83,7 @@ class CompletionEndpoint:
                     stop_tokens=stop_tokens,
                     logprobs=body.logprobs,
                     scope=desk.scope(request),
+                    adapter=asking.adapter_of(body.model, desk.config),
                     deadline_s=asking.deadline_of(body, desk.config),
                     prompt_logprobs=echo is not None and body.logprobs is not None,
                 )

@@ -41,11 +41,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """`model`: the name clients use; `aliases`: others that mean the same. `keys`: None means that nobody has to show
-    one, and then only this machine may ask."""
+    """`model`: the name clients use; `aliases`: others that mean the same; `adapters`: other names, each an adapter's
+    beside it. `keys`: None means that nobody has to show one, and then only this machine may ask."""
 
     model: str
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     keys: KeyRing | None = None
     limits: Limits = field(default_factory=Limits)
     created_s: int = 0

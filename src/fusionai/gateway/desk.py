@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fusionai.gateway import asking
 from fusionai.gateway.answers import RouteReport
 from fusionai.gateway.choice import Choice
 from fusionai.gateway.config import GatewayConfig
@@ -67,7 +68,7 @@ class Desk:
         return Heading(
             answer_id=f"{prefix}-{secrets.token_hex(12)}",
             created=int(self.clock.wall_s()),
-            model=self.config.model,
+            model=asking.adapter_of(body.model, self.config) or self.config.model,
             with_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
             with_route=with_route,
             with_logprobs=body.logprobs is not None and body.logprobs is not False,

@@ -33,14 +33,14 @@ class EmbeddingEndpoint:
         desk = self._desk
         asking.check_ready(desk.engine)
         body = await read(request, EmbeddingRequest, desk.config.limits)
-        asking.check_model(body.model, desk.config)
+        adapter = asking.adapter_of(body.model, desk.config)
         most = desk.config.limits.inputs
         if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
             raise invalid(f"{len(body.input)} inputs, at most {most} in one request.", "input")
-        answer = await while_connected(request, self._answer(body, desk.scope(request)))
+        answer = await while_connected(request, self._answer(body, desk.scope(request), adapter))
         return desk.answer(answer)
 
-    async def _answer(self, body: EmbeddingRequest, scope: str) -> EmbeddingList:
+    async def _answer(self, body: EmbeddingRequest, scope: str, adapter: str | None) -> EmbeddingList:
         desk = self._desk
         prompts = await prompts_of(body.input, desk.text, desk.engine, "input")
         for prompt in prompts:
@@ -48,7 +48,7 @@ class EmbeddingEndpoint:
                 message = f"The model takes {desk.engine.context_tokens} tokens; an input has {len(prompt)}."
                 raise invalid(message, "input", "context_length_exceeded")
         try:
-            vectors = await desk.engine.embed(prompts, scope)
+            vectors = await desk.engine.embed(prompts, scope, adapter)
         except FusionError as problem:
             raise of_failure(problem) from problem
         if body.dimensions is not None:
@@ -58,7 +58,7 @@ class EmbeddingEndpoint:
             for index, vector in enumerate(vectors)
         ]
         tokens = sum(map(len, prompts))
-        return EmbeddingList(data, desk.config.model, EmbeddingUsage(tokens, tokens))
+        return EmbeddingList(data, adapter or desk.config.model, EmbeddingUsage(tokens, tokens))
 
 
 def _shortened(vector: list[float], dimensions: int) -> list[float]:

@@ -24,6 +24,10 @@ BATCH: Final = "b"
 """Where a graph has it, it is 1 in serving."""
 SEQUENCE: Final = "s"
 POSITIONS: Final = "position_ids"
+ADAPTERS: Final = "adapters"
+"""Input [1, s, all ranks] of a graph with adapters: 1 in the columns of a position's own, 0 in all others."""
+FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
+"""Inputs that follow from a pass's segments: nobody sends them."""
 
 _ATTENTION: Final = "fusion.attention"
 _PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})

@@ -16,7 +16,7 @@ from fusionai.execution.serving_boundary import ServingBoundary, serving_boundar
 from fusionai.execution.serving_stage import keeps_positions
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
-from fusionai.ir.serving import HIDDEN, LOGITS, serving_graph
+from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN, LOGITS, serving_graph
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -28,7 +28,7 @@ from fusionai.wire.messages import WeightSpec
 @dataclass(frozen=True, slots=True)
 class CutStage:
     """One stage of a cut. `encoded`: its graph as it travels, named by `graph_hash`. `select`: no stage after it has
-    attention, so only wanted rows go on."""
+    attention or needs to know whose rows they are, so only wanted rows go on."""
 
     encoded: HostTensor
     graph_hash: str
@@ -71,6 +71,10 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
         raise PlanError("the logits and what they are computed from must be of the last stage.")
     specs = {spec.key: spec for spec in job.weights.specs}
     caching = [keeps_positions(stage.graph, job.options) for stage in partition.stages]
+    placed = [
+        caches or not FROM_SEGMENTS.isdisjoint(stage.graph.inputs)
+        for caches, stage in zip(caching, partition.stages, strict=True)
+    ]
     stages: list[CutStage] = []
     for stage, boundary in zip(partition.stages, boundaries, strict=True):
         encoded = schema.encode(stage.graph)
@@ -83,7 +87,7 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
                 graph_hash=schema.content_hash(stage.graph),
                 boundary=boundary,
                 caches=caching[stage.stage],
-                select=not any(caching[stage.stage + 1 :]),
+                select=not any(placed[stage.stage + 1 :]),
                 weights=tuple(specs[key] for key in keys),
             )
         )

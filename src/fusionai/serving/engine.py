@@ -177,7 +177,8 @@ class ServingEngine:
     # -------------------------------------------------------------------------------------------------- requests
 
     def submit(self, generation: Generation) -> Generating:
-        """Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary)."""
+        """Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary, an unknown
+        adapter)."""
         number = next(self._numbers)
         deadline_s = generation.deadline_s
         spec = SessionSpec(
@@ -187,6 +188,7 @@ class ServingEngine:
             max_tokens=generation.max_tokens,
             deadline_s=None if deadline_s is None else self._host.clock.now_s() + deadline_s,
             all_rows=generation.prompt_logprobs,
+            adapter=self._adapter(generation.adapter),
         )
         self._admit(spec)
         generating = self._generations[number] = Generating(number, generation, self._left)
@@ -195,14 +197,22 @@ class ServingEngine:
         self._driver.tell(None)
         return generating
 
-    async def embed(self, prompts: Sequence[Sequence[int]], scope: str) -> list[list[float]]:
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
+    ) -> list[list[float]]:
         """Mean of the last hidden states over each prompt's positions, of Euclidean length 1. Raises as `submit`."""
         asked: list[Embedding] = []
         try:
             for prompt in prompts:
                 number = next(self._numbers)
                 spec = SessionSpec(
-                    number=number, scope=scope, prompt=tuple(prompt), max_tokens=0, all_rows=True, output="hidden"
+                    number=number,
+                    scope=scope,
+                    prompt=tuple(prompt),
+                    max_tokens=0,
+                    all_rows=True,
+                    output="hidden",
+                    adapter=self._adapter(adapter),
                 )
                 self._admit(spec)
                 embedding = self._embeddings[number] = Embedding(number, spec.prompt)
@@ -214,6 +224,15 @@ class ServingEngine:
                 if self._embeddings.pop(embedding.number, None) is not None:
                     self._batcher.cancel(embedding.number)
             self._driver.tell(None)
+
+    def _adapter(self, name: str | None) -> int:
+        """Its number. Raises `ExecutionError` for one that is not served."""
+        if name is None:
+            return 0
+        if name not in self._job.adapters:
+            served = ", ".join(self._job.adapters) or "none"
+            raise ExecutionError(f"there is no adapter {name!r} of {self._job.model}; there are: {served}.")
+        return 1 + self._job.adapters.index(name)
 
     def _admit(self, spec: SessionSpec) -> None:
         if self._state == "stopped":

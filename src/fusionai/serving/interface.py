@@ -78,6 +78,8 @@ class Generation:
     scope: str = ""
     constraint: Constraint | None = None
     deadline_s: float | None = None
+    adapter: str | None = None
+    """The adapter it goes through; None: the model as it is."""
     prompt_logprobs: bool = False
     """Tell those of the prompt too (`echo` of completions)."""
 
@@ -205,10 +207,13 @@ class Engine(Protocol):
     """The model's own."""
 
     def submit(self, generation: Generation) -> TokenStream:
-        """Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary)."""
+        """Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary, an unknown
+        adapter)."""
         ...
 
-    async def embed(self, prompts: Sequence[Sequence[int]], scope: str) -> list[list[float]]:
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
+    ) -> list[list[float]]:
         """Mean of the last hidden states over each prompt's positions, of Euclidean length 1. Raises as `submit`."""
         ...
 

@@ -30,6 +30,8 @@ class ServingJob:
     context_tokens: int
     """Longest prompt plus answer."""
     stop_tokens: frozenset[int] = frozenset()
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters beside it, in the order of their numbers."""
     prefix_cache: bool = True
     """Off where layers have windows: their rings are per session."""
     in_flight: int = 0

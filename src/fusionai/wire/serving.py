@@ -35,6 +35,7 @@ WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 CacheFormat = Literal["fp32", "bf16", "fp16"]
 MAX_SESSIONS: Final = 4096
 MAX_PAGES: Final = 1_048_576
+MAX_ADAPTERS: Final = 1024
 PIECE_BYTES: Final = 1_048_576
 """Unit in which weights are asked for and checked."""
 
@@ -54,19 +55,23 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """At most so many positions in one pass."""
     retain: bool = True
     """Keep what is sent on, by page, so that the next stage's cache can be rebuilt elsewhere."""
+    adapter_ranks: Annotated[tuple[Annotated[int, Meta(ge=1, le=65_536)], ...], Meta(max_length=MAX_ADAPTERS)] = ()
+    """Of the adapters beside the model, in the order of their numbers, which begin with 1."""
     whole: bool = False
     """Each text is computed anew as a whole: stages keep what came in, in pages, instead of keys and values."""
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """`length` positions of a session in a pass, from position `start` on; what the cache has of it from there on is
-    dropped first. `pages` are written into the session's page table from entry `first_page` on and end it."""
+    dropped first. `pages` are written into the session's page table from entry `first_page` on and end it. `adapter`:
+    the number of the adapter that the session goes through, 0 for none."""
 
     session: Count
     start: Count
     length: Annotated[int, Meta(ge=1, le=65_536)]
     first_page: Count = 0
     pages: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_PAGES)], ...], Meta(max_length=65_536)] = ()
+    adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
 
 
 class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -97,7 +97,9 @@ class FakeEngine:
         self.streams.append(Stream(self, self.script))
         return self.streams[-1]
 
-    async def embed(self, prompts: Sequence[Sequence[int]], scope: str) -> list[list[float]]:
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
+    ) -> list[list[float]]:
         return [[float(len(prompt))] for prompt in prompts]
 
     @property

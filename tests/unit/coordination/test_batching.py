@@ -740,3 +740,20 @@ def test_how_fast_sessions_end_is_not_known_in_the_moment_of_the_first() -> None
         with pytest.raises(QueueFull) as full:
             batcher.submit(session(4, 4, 1), now_s)
         assert full.value.retry_after_s == 1.0
+
+
+def test_sessions_of_several_adapters_share_a_pass_and_no_prefix() -> None:
+    batcher = limited(in_flight=1)
+    prompt = range(9)
+    read(batcher, *(session(number, prompt, adapter=number % 2) for number in (1, 2)))
+    assert [(one.session, one.adapter) for one in sent(batcher).segments] == [(1, 1), (2, 0)]
+    batcher = limited()
+    for number, adapter, known in ((1, 0, 0), (2, 1, 0), (3, 1, 8), (4, 0, 8), (5, 2, 0)):
+        read(batcher, session(number, prompt, adapter=adapter))
+        assert batcher.matched(number) == known, number
+
+
+def test_what_is_rebuilt_goes_through_the_sessions_own_adapter() -> None:
+    batcher = limited()
+    read(batcher, session(1, 6, adapter=2), session(2, 6))
+    assert [(one.session, one.adapter) for one in batcher.segments_for_rebuild()] == [(1, 2), (2, 0)]
