@@ -218,15 +218,15 @@ def adapter_of(recipe: Recipe) -> Lora | StartedLora | None:
 
 
 def _adapter_file(recipe: Recipe, captured: Captured) -> bytes:
-    built = captured.source.built
-    assert built.adapter is not None
+    adapter = adapter_of(recipe)
+    assert adapter is not None
     match recipe.model.source:
         case LocalModel(path=base) | HubModel(hub=base):
             pass
         case _:
             base = None
     return encode_adapter_config(
-        adapter_config(built.module, built.adapter), base=base, task=_PEFT_TASKS.get(recipe.model.task)
+        adapter_config(captured.source.built.module, adapter), base=base, task=_PEFT_TASKS.get(recipe.model.task)
     )
 
 
