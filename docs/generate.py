@@ -1,6 +1,7 @@
 """Writes the generated pages of this folder: `wire.md` (every message), `machines.md` (every state machine),
 `recipes.md` (every key of a recipe), `analysis.md` (many small machines against a few big ones) and `models.md` (which
-models and operators run; from what `benchmarks/universality.py` found, `models.json`).
+models and operators run; from what `benchmarks/universality.py` found, `models.json`) and `privacy.md` (what peers
+could reconstruct; from the audit that ships).
 
 `python docs/generate.py` writes them, `--check` says whether they are what the code says and writes nothing. Text
 above the marker of a page is written by hand and kept. Neighbours: `wire.messages`, `coordination`, `corpus.tables` and
@@ -18,7 +19,7 @@ import json
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ import msgspec
 from msgspec import NODEFAULT
 
 from fusionai.backends.registry import BACKENDS, open_backend
+from fusionai.cli import audit_view, privacy
 from fusionai.cli.analyze import shipped_comparisons
 from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, serving, stage
 from fusionai.coordination.machine import START, rows
@@ -48,6 +50,10 @@ from fusionai.corpus.tables import (
 )
 from fusionai.dashboard.analysis_document import document
 from fusionai.ir.operators import OPERATORS
+from fusionai.primitives.units import format_seconds
+from fusionai.privacy.findings import Boundary, Findings
+from fusionai.privacy.levels import ADVERSARIES
+from fusionai.privacy.measured import shipped
 from fusionai.wire import messages
 from fusionai.wire.messages import OptimizerSpec
 
@@ -412,7 +418,59 @@ def _coverage() -> Iterator[str]:
         yield f"| {name} | {len(operators) - len(lacking)} | {', '.join(f'`{op}`' for op in lacking) or '-'} |"
 
 
+def privacy_page() -> str:
+    """What the audit that ships found: levels, boundaries by depth and defence, every attack, updates, budgets."""
+    found = shipped()
+    versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
+    lines = [
+        *audit_view.facts(found),
+        f"Made on {found.date} by `{found.command}` in {format_seconds(found.seconds)} ({found.machine}; {versions}).",
+        "",
+        "## Levels",
+        "",
+        *(f"- **{name}**: {who}." for name, who in ADVERSARIES.items()),
+        "",
+        *_table(("level", *ADVERSARIES), privacy.level_rows(found)),
+        "",
+        "Percentages: private tokens recovered by the strongest attack, from the depth where that is least to the "
+        "depth where it is most.",
+    ]
+    for title, cell in (
+        ("Tokens recovered by the white-box attack", lambda one: audit_view.share(one.white_box.top1)),
+        (
+            "Tokens recovered by the strongest attack",
+            lambda one: f"{audit_view.share(one.worst.top1)} ({one.worst.attack})",
+        ),
+        ("Loss, nats a token", lambda one: f"{one.loss:.3f}"),
+    ):
+        lines += ["", f"## {title}", "", *_by_depth(found, cell)]
+    lines += ["", "## Every attack", ""]
+    lines += _table(audit_view.boundary_headers(found), audit_view.boundary_rows(found))
+    lines += ["", "## Texts recovered from gradients", ""]
+    lines += _table(audit_view.UPDATE_HEADERS, map(audit_view.update_row, found.updates))
+    lines += ["", "## What the attacks took", "", *_table(audit_view.BUDGET_HEADERS, audit_view.budget_rows(found))]
+    lines += ["", "## Positive controls", ""]
+    passed = ((control.name, audit_view.share(control.got)) for control in found.controls)
+    lines += _table(("where the attack must succeed", "recovered"), passed)
+    return "\n".join(lines) + "\n"
+
+
+def _by_depth(found: Findings, cell: Callable[[Boundary], str]) -> Iterator[str]:
+    """A row for each depth, a column for each defence."""
+    at = ((depth, (found.at(defence, depth) for defence in found.defences)) for depth in found.depths)
+    rows = ((str(depth), *("at home" if one is None else cell(one) for one in row)) for depth, row in at)
+    return _table(("depth", *found.defences), rows)
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(headers) + " |"
+    yield "| " + " | ".join("---" for _ in headers) + " |"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
 GENERATED: Final = {
+    "privacy.md": privacy_page,
     "models.md": models_page,
     "wire.md": wire_page,
     "machines.md": machines_page,

@@ -70,6 +70,9 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "analyze": LazyCommand(
         "fusionai.cli.analyze:analyze", "Would many small machines be as fast as a few big ones in a box?"
     ),
+    "privacy": LazyCommand(
+        "fusionai.cli.privacy:privacy", "The privacy levels, and what peers could reconstruct, as it was measured."
+    ),
     "audit": LazyCommand("fusionai.cli.audit:audit", "Attack your own job: what could peers reconstruct of its text?"),
     "simulate": LazyCommand(
         "fusionai.cli.simulate:simulate", "What a pool would make of a job: hours of machines that come and go."

@@ -222,8 +222,10 @@ async def run(
 ) -> None:
     """Until `stop`. One that comes before everything is ready drops what was begun."""
     from fusionai.cli.serving_view import ServingView
+    from fusionai.privacy.measured import sentence
 
     _check_door(door)
+    console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
     with ServingView() as view:
         working = asyncio.create_task(_serve(request, door, stop, ready, view, on_ready, on_end))

@@ -33,6 +33,7 @@ from fusionai.primitives.tensors import host_tensor
 from fusionai.privacy import audit, metrics
 from fusionai.privacy.defences import NOISES, Packed, defences
 from fusionai.privacy.findings import AuditAttack, Findings, Subject, Trial
+from fusionai.privacy.gradients import check_invertible
 from fusionai.privacy.inverter import InverterBudget
 from fusionai.privacy.metrics import Truth
 from fusionai.privacy.optimisation import FitBudget
@@ -77,13 +78,22 @@ class AuditOptions:
 
 
 def audited(options: AuditOptions, on_doing: Callable[[audit.Doing], None]) -> Findings:
-    """Run it. Raises `UsageError` for a depth or level that the model does not have."""
+    """Run it. Raises `UsageError` for depths or texts that the model does not have room for, `ModelError` for a model
+    that an attack can't read."""
     begun_s = time.perf_counter()
     device = chosen_device(options.device)
     corpus = _corpus(options)
     attacked = _attacked(options, corpus, device, on_doing)
     depths = _depths(options, attacked.depth)
+    if "gradients" in options.attacks:
+        check_invertible(attacked)
     texts = _texts(options, corpus, device)
+    longest = max(texts.trial.shape[1], _ROW_TOKENS)
+    if longest > attacked.longest_tokens:
+        raise UsageError(
+            f"texts of {longest} tokens are longer than the {attacked.longest_tokens} that this model sees at once.",
+            hint="Make the private part shorter with --tokens.",
+        )
     victims = _victims(options, attacked, corpus, device, on_doing)
     plan = audit.AuditPlan(
         depths=depths,

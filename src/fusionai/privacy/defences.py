@@ -19,7 +19,7 @@ from fusionai.privacy.subject import Change
 
 Packed = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """What comes back of a boundary [texts, tokens, width] once it was packed and unpacked."""
-NOISES: Final = (0.1, 0.3, 1.0)
+NOISES: Final = (0.3, 1.0, 3.0)
 
 
 @dataclass(frozen=True, slots=True)

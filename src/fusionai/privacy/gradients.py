@@ -77,6 +77,17 @@ def texts_of(attacked: AttackedModel, gradients: Gradients, texts: int, tokens: 
     return [tuple(beam) for beam in beams[:texts].tolist()]
 
 
+def check_invertible(attacked: AttackedModel) -> None:
+    """Raises `ModelError` for a model that `gradients_of` can't read."""
+    if attacked.depth < 2:
+        raise ModelError(
+            "gradients give texts away by two blocks' weights, and the model has one block.",
+            hint="Leave gradient inversion out: name other --attacks.",
+        )
+    for block in (0, 1):
+        _projections(attacked, block)
+
+
 def in_order(guesses: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Guesses put beside the texts they are most like, each once: a batch has no order to be recovered."""
     left = [tuple(guess) for guess in guesses]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from fusionai.primitives.errors import ModelError
 from fusionai.privacy.subject import AttackedModel
@@ -31,6 +32,7 @@ def as_tokens(tokens: Sequence[int] | Sequence[Sequence[int]], device: str) -> T
 
 def load_attacked(directory: Path, device: str) -> AttackedModel:
     """A model in Hugging Face layout, in fp32. Raises `ModelError`."""
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory, local_files_only=True, use_safetensors=True, dtype=torch.float32

@@ -52,6 +52,13 @@ class AttackedModel:
     def width(self) -> int:
         return self.embedding.shape[1]
 
+    @property
+    def longest_tokens(self) -> int:
+        """So long may a text be that each token sees all before it: positions, or a window of attention."""
+        config = self.model.config
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
+        return min((limit for limit in limits if isinstance(limit, int)), default=2**31)
+
     @torch.no_grad()
     def boundaries(self, ids: Tensor) -> Tensor:
         """[depth + 1, texts, tokens, width] of `ids` [texts, tokens]."""

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from fusionai.cli.main import main
 from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.privacy.measured import sentence
 
 
 @pytest.fixture
@@ -54,7 +55,9 @@ def test_a_taken_port_is_told_at_once(model: str, capsys: pytest.CaptureFixture[
 
 def test_a_model_without_weights_starts_no_pool(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", model, "--local", "2", "--port", "0", "--home", str(tmp_path / "home")]) == 2
-    assert "holds no weights" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "holds no weights" in said.err
+    assert f"privacy split: {sentence('split')}" in said.out  # before anything leaves this machine
     assert not (tmp_path / "home" / "local").exists()
 
 

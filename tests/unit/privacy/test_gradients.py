@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusionai.primitives.errors import ModelError
 from fusionai.privacy.audit import low_rank
-from fusionai.privacy.gradients import gradients_of, in_order, texts_of
+from fusionai.privacy.gradients import check_invertible, gradients_of, in_order, texts_of
 from fusionai.privacy.subject import AttackedModel
 from harness.attacked import tiny
 
@@ -53,3 +54,9 @@ def test_no_weight_is_left_asking_for_gradients(attacked: AttackedModel):
 def test_a_batch_has_no_order():
     assert in_order([(4, 5, 6), (1, 2, 9)], [(1, 2, 3), (4, 5, 6)]) == [(1, 2, 9), (4, 5, 6)]
     assert in_order([(1, 2)], [(1, 2), (3, 4)]) == [(1, 2), ()]
+
+
+def test_a_model_with_one_block_is_refused_before_the_work():
+    check_invertible(tiny())
+    with pytest.raises(ModelError, match="one block"):
+        check_invertible(tiny(layers=1))
