@@ -15,7 +15,7 @@ from fusionai.primitives.privacy import LEVELS
 from fusionai.privacy.levels import ADVERSARIES
 from harness.audited import boundary, findings
 
-FOUND = findings(boundary(0, "clean", 1.0), boundary(0, "int8", 1.0), boundary(0, "int4", 0.5))
+FOUND = findings(boundary(1, "clean", 1.0), boundary(1, "int8", 1.0), boundary(1, "int4", 0.5))
 
 
 def test_cells_are_figures_where_it_is_a_question_of_measuring():
