@@ -215,6 +215,8 @@ class HandReplanner:
     journal: CommitJournal
     dead: asyncio.Event
     """The driver that asks is dead already."""
+    liars: dict[str, str] = field(default_factory=dict[str, str])
+    """Peer -> why nothing is for it any more."""
 
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
@@ -232,10 +234,14 @@ class HandReplanner:
         self.journal.adopt_plan(plan.version, msgspec.json.encode(plan))
         return self.pool.deployment(plan)
 
+    def distrust(self, peer: str, reason: str) -> None:
+        self.liars[peer] = reason
+
     def _replaced(self, plan: Plan, lost: frozenset[str]) -> Plan | None:
-        guards = {guard.stage: guard.peer for guard in plan.guards if guard.peer not in lost | self.pool.dead}
+        gone = {*lost, *self.pool.dead, *self.liars}
+        guards = {guard.stage: guard.peer for guard in plan.guards if guard.peer not in gone}
         placed = {stage.peer for stage in plan.stages} - lost
-        living = [host.peer for host in self.pool.hosts if host.peer not in self.pool.dead]
+        living = [host.peer for host in self.pool.hosts if host.peer not in self.pool.dead | self.liars.keys()]
         stages: list[StagePlacement] = []
         for stage in plan.stages:
             if stage.peer in lost:
@@ -268,6 +274,9 @@ class NoReplanner:
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
         raise ExecutionError("nobody is there")
+
+    def distrust(self, peer: str, reason: str) -> None:
+        return
 
 
 class Data:
@@ -343,6 +352,8 @@ class Job:
     sync_every: int = 0
     sync_lag: int = 0
     sync_codec: Codec = "none"
+    secret: bytes = b""
+    """Of spot checks; empty: there are none."""
     version: int = 1
     patience_s: float = 20.0
     """After which a start of the driver counts as hanging."""
@@ -410,6 +421,7 @@ class Job:
             save_base=self.save_base,
             evaluate_every=self.evaluate_every,
             evaluation_batches=self.evaluation_batches,
+            secret=self.secret,
         )
 
     def cut(self) -> Cut:

@@ -40,6 +40,8 @@ class RunStory:
     observation: Observation = field(default_factory=Observation)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Where machines listen, by peer."""
+    checked: progress.Checked | None = None
+    """The last spot check: it counts them all."""
     began_s: float = 0.0
     last_s: float = 0.0
     """Of the last event of the job itself; a demo goes on without one."""
@@ -87,7 +89,11 @@ class RunStory:
 
     def _collect(self, event: progress.Progress) -> None:
         match event:
+            case progress.Checked():
+                self.checked = event
             case progress.StepDone(replayed=False):
+                while self.steps and self.steps[-1].record.step >= event.record.step:
+                    self.steps.pop()  # taken back with a liar's work
                 self.steps.append(event)
                 self.observation.step(event)
                 self.commits.append((self._at_s(), event.record.step + 1))
@@ -96,7 +102,7 @@ class RunStory:
             case progress.PlanChanged(plan=plan):
                 self.observation.plan(plan)
                 self.tenures.plan(plan, self._at_s())
-            case progress.FaultSeen(kind="peer" | "guard", peer=peer):
+            case progress.FaultSeen(kind="peer" | "guard" | "liar", peer=peer):
                 self.tenures.lost(peer, self._at_s())
             case progress.BrokerAway():
                 self.tenures.lost(BROKER, self._at_s())
@@ -105,6 +111,11 @@ class RunStory:
                 self.tenures.broker(self._at_s())
             case _:
                 pass
+
+    def checks(self) -> dict[str, int] | None:
+        """Tasks (microbatches of a stage) that could have been checked, and those that were and held."""
+        last = self.checked
+        return None if last is None else {"tasks": last.tasks, "checked_tasks": last.checked_tasks}
 
     def _ordinary_step(self) -> progress.StepDone:
         """The middle one by time: a step with a fault in it would tell little of the others."""

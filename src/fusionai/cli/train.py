@@ -68,6 +68,11 @@ def train(
     if result.losses:
         console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
     show_observation(story.observed(), story.names(), story.shared_cores())
+    if (checks := story.checks()) is not None:
+        console.line(
+            f"spot checks: {checks['checked_tasks']} of {checks['tasks']} tasks of guarded stages were run again "
+            "elsewhere and came out the same"
+        )
     if result.checkpoint is not None:
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
     data = story.data(loaded, result)
@@ -87,6 +92,7 @@ def train(
                 "checkpoint": result.checkpoint,
                 "directory": result.directory,
                 "faults": result.faults,
+                "checks": story.checks(),
                 "observed": story.observed(),
                 "shared_cores": story.shared_cores() or None,
                 "plan": None if story.planned is None else story.planned.plan,

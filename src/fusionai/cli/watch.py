@@ -66,6 +66,8 @@ class Watch:
                 self.say(f"warning: {text}")
             case progress.PlanChanged():
                 self._plan_changed(event)
+            case progress.Checked(outcome="disputed", stage=stage, reason=reason):
+                self.say(f"a check of stage {stage} (steps {event.first + 1} to {event.below}) is in dispute: {reason}")
             case _:  # of faults, whose words come with the event
                 pass
         if said:

@@ -82,7 +82,8 @@ def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
     wanted = prepared.recipe.placement.stages
     pool_stages = sum("stage" in stage.roles for stage in plan.stages)
     fits = (wanted is None or wanted * plan.replicas == pool_stages) and ends_stay(plan, replanner.problem)
-    return plan if plan.graph_hash == prepared.graph_hash and fits else None
+    believed = not replanner.liars & {one.peer for one in (*plan.stages, *plan.guards)}
+    return plan if plan.graph_hash == prepared.graph_hash and fits and believed else None
 
 
 async def _anew(

@@ -18,7 +18,7 @@ from fusionai.primitives.units import format_seconds
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.training import progress
 
-Kind = Literal["peer", "guard", "link", "stage", "broker"]
+Kind = Literal["peer", "guard", "link", "stage", "liar", "broker"]
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class FaultStory:
             killed=event.kind != "link" and self._take_killed(event.peer),
         )
         self.episodes.append(episode)
-        if event.kind == "guard":
+        if event.kind == "guard" or (event.kind == "liar" and not event.stages):
             episode.over_s = now_s
             return (f"step {episode.step}: {self._what(episode)}; the job goes on",)
         return (f"step {episode.step}: {self._what(episode)}",)
@@ -217,7 +217,7 @@ class FaultStory:
         """Who went on, from where; empty while nobody knows."""
         if episode.kind == "broker":
             return "the job went on without it" + ("" if episode.over_s is None else "; it is back")
-        if episode.kind == "guard":
+        if episode.kind == "guard" or (episode.kind == "liar" and not episode.stages):
             return "the job went on; no stage stood still"
         origin = self._origin(episode)
         takers = list(dict.fromkeys(episode.takeover.values()))
@@ -261,6 +261,9 @@ class FaultStory:
                 return f"the connection to {name} broke ({stages}): {reason}"
             case "stage":
                 return f"{stages} failed on {name}: {reason}"
+            case "liar":
+                where = f"{stages} on {name}" if stages else f"{name}, a spare,"
+                return f"{where} gave wrong results and gets no more work of this job: {reason}"
             case "broker":
                 return "the broker was killed" if episode.killed else "the broker was away"
 

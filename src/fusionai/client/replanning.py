@@ -19,6 +19,7 @@ from typing import Final, Literal, Protocol
 import msgspec
 
 from fusionai.client.deployments import keep_deployment
+from fusionai.client.distrusted import distrust
 from fusionai.client.pool_session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
@@ -72,6 +73,8 @@ class PoolReplanner:
     clock: Clock
     barred: Callable[[], tuple[Excluded, ...]] = tuple
     """Those that the job's trust kept out at the last look."""
+    liars: set[str] = field(default_factory=set[str])
+    """Whose results were wrong."""
     _newest_version: int = 0
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
     _missing: set[str] = field(default_factory=set[str])
@@ -144,7 +147,7 @@ class PoolReplanner:
 
     def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """Who stands by for this job, or has a part in it already; as fast as this job has found them."""
-        kept_out = self.excluded(members)
+        kept_out = self.excluded(members) | self.liars
         return tuple(
             dataclasses.replace(member, profile=slowed(member.profile, self._slowness(member.view.peer)))
             for member in members
@@ -200,6 +203,10 @@ class PoolReplanner:
     def keep(self, deployment: Deployment) -> None:
         """New tickets for the plan in force. Blocking."""
 
+    def distrust(self, peer: str, reason: str) -> None:  # noqa: ARG002
+        """It gave wrong results: nothing of this job is for it any more."""
+        self.liars.add(peer)
+
     async def renewed(self, deployment: Deployment) -> Deployment:
         """The plan in force with new tickets and the addresses of today. Raises `RefusedError` (`unknown_job` or
         `stale_fence`: it is not in force any more), `TransportError`."""
@@ -228,6 +235,11 @@ class Replanner(PoolReplanner):
 
     def keep(self, deployment: Deployment) -> None:
         keep_deployment(self.directory, deployment)
+
+    def distrust(self, peer: str, reason: str) -> None:
+        """For later starts of the driver, too."""
+        PoolReplanner.distrust(self, peer, reason)
+        distrust(self.directory, peer, reason)
 
 
 def is_present(member: Member) -> bool:

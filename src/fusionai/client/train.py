@@ -10,6 +10,7 @@ Neighbours: `client.job_directory` says who may go on where, `client.preparation
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from fusionai.client.background import in_background
 from fusionai.client.beginning import begin, nobody
 from fusionai.client.checkpoint_header import checkpoint_header
 from fusionai.client.circle_watch import watch_circle
+from fusionai.client.distrusted import distrusted
 from fusionai.client.fault_records import FaultRecord, FaultRecords
+from fusionai.client.fault_story import stages_in_words
 from fusionai.client.job_directory import (
     check_checkpoint,
     check_recipe,
@@ -52,7 +55,7 @@ from fusionai.primitives.privacy import keeps_ends
 from fusionai.scheduling.replicated import with_replicas
 from fusionai.scheduling.types import PeerProfile, Plan
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.reader import latest, open_latest, sweep
+from fusionai.storage.reader import forget_after, latest, open_latest, sweep
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
@@ -139,6 +142,7 @@ async def train(
     with CommitJournal(directory.journal) as journal:
         check_recipe(recipe, directory, journal)
         sweep(directory.checkpoints)
+        forget_after(directory.checkpoints, journal.committed)  # of steps that were taken back
         if journal.committed >= recipe.job.steps and latest(directory.checkpoints) is not None:
             on_event(Noted(f"all {recipe.job.steps} steps are done already"))
             owner = known_owner(options.home)
@@ -212,6 +216,7 @@ async def _run(
         if reader is not None:
             check_checkpoint(prepared, reader)
         owner = owner_profile(membership.peer, report)
+        known_liars = await in_background(lambda: distrusted(directory))
         replanner = Replanner(
             pool=pool,
             job=job,
@@ -224,6 +229,7 @@ async def _run(
             journal=journal,
             directory=directory,
             clock=clock,
+            liars={one.peer for one in known_liars},
         )
         deployment = await begin(
             replanner,
@@ -244,6 +250,7 @@ async def _run(
         on_event(Planned(job, deployment.plan, present, prepared, part.first_step if part else 0))
         if keeps_ends(recipe.privacy.level) and not recipe.job.checkpoint_every:
             on_event(Noted(UNSAVED_ENDS))
+        on_event(Noted(checking(recipe, deployment.plan)))
         if reader is not None or journal.committed:
             base = 0 if reader is None else reader.step
             on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))
@@ -277,6 +284,8 @@ async def _run(
             on_progress=watched,
             exchange=None if part is None else part.exchange,
         )
+        for one in known_liars:
+            on_event(Noted(f"{names.get(one.peer) or short(PeerId(one.peer))} gets no work of this job: {one.reason}"))
         if part is not None:
             part.driver = driver
         watch = PoolWatch(replanner, driver, membership.peer, clock)
@@ -359,6 +368,19 @@ def owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
     )
 
 
+def checking(recipe: Recipe, plan: Plan) -> str:
+    """For people: whose work is checked, and whose is not."""
+    if not recipe.checks:
+        return "nobody checks what the machines compute"
+    guarded = {guard.stage for guard in plan.guards}
+    working = [stage.stage for stage in plan.stages if stage.peer != plan.feed]
+    bare = [stage for stage in working if stage not in guarded]
+    if not guarded:
+        return "nobody checks what the machines compute: none stands by to run it again"
+    text = f"spot checks: machines that stand by run part of the work of {stages_in_words(sorted(guarded))} again"
+    return text if not bare else f"{text}; nobody checks {stages_in_words(bare)}"
+
+
 def _training_job(
     recipe: Recipe,
     prepared: Prepared,
@@ -396,6 +418,7 @@ def _training_job(
         evaluate_every=every if prepared.source.evaluation_batches else 0,
         evaluation_batches=prepared.source.evaluation_batches,
         tokens_per_microbatch=prepared.tokens_per_microbatch,
+        secret=secrets.token_bytes(32) if recipe.checks else b"",
     )
 
 

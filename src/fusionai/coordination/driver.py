@@ -9,7 +9,8 @@ under way is done again. Rules kept here (numbers of the recovery protocol, docs
 commit (2); commit only when every stage is prepared (3); resume carries the last record (5); all status, resume, all
 ready, only then new work (7); the line is the oldest of the newest snapshots kept (10); everybody guarded gives a
 snapshot after a recovery (11); nothing is fed beyond the line and twice the snapshot interval (12); a lost guard is
-struck out under the same plan (20); replayed steps use the journalled record and are checked against it (21).
+struck out under the same plan (20); replayed steps use the journalled record and are checked against it (21); what a
+liar did is taken back (26), and the line waits for checks (25).
 
 Neighbours: `driver_events` and `driver_commands` are its words, `restoring` decides who starts from what,
 `coordination.stage` is the other side; `training.driver` is the shell.
@@ -28,17 +29,21 @@ from fusionai.coordination.driver_commands import (
     AnnounceReady,
     AskPlan,
     DecideScale,
+    Distrust,
     DriverCommand,
     EndJob,
     Evaluate,
     Feed,
     JournalCommit,
     PassSnapshot,
+    Rewind,
     SendAttach,
     SendCommit,
     SendProbe,
     SendResume,
+    StartCheck,
     StepCommitted,
+    TellCheck,
     TellFault,
     TellRestored,
     WarnTolerant,
@@ -58,6 +63,7 @@ from fusionai.coordination.driver_events import (
     ProbeAnswered,
     ScaleDecided,
     SnapshotStored,
+    StageChecked,
     StageFailed,
     StagePrepared,
     StageReady,
@@ -66,6 +72,7 @@ from fusionai.coordination.driver_events import (
 )
 from fusionai.coordination.restoring import Restoration, StagePosition, decide
 from fusionai.coordination.roles import Roles
+from fusionai.coordination.verification import Found, Inspector
 from fusionai.wire.messages import CommitRecord, Fence
 
 
@@ -123,6 +130,10 @@ class DriverMachine:
     """Of every official step from one before the newest checkpoint on."""
     saved: int = -1
     """Step of the newest complete checkpoint, -1 without any."""
+    older: list[int] = field(default_factory=list[int])
+    """Steps of all complete checkpoints; some may be gone from the disk but for what `saved` says."""
+    inspector: Inspector | None = None
+    """Where work is checked."""
     phase: DriverPhase = DriverPhase.ATTACHING
     step: int = 0
     """The next step to be committed; behind `official` while everybody replays from a checkpoint."""
@@ -161,6 +172,12 @@ class DriverMachine:
     _stage_faults: Counter[int] = field(default_factory=Counter[int])
     """Both since the last commit; of a guard's link, since its last snapshot."""
     _stop: str | None = None
+    _sentence: Found | None = None
+    """Who is to go as soon as no commit is on its way to the disk."""
+    _checkable: int = 0
+    """Stretches that began before the last round are not checked: what they need may be with nobody."""
+    _voided: bool = False
+    """Steps were taken back: what is run again on the way back is no replay."""
 
     # ------------------------------------------------------------------------------------------------ interface
 
@@ -204,6 +221,8 @@ class DriverMachine:
         self._replayed.clear()
         self._deciding = self._asked = False
         self._saving = None
+        if self.inspector is not None:
+            self.inspector.drop()
         kept = set[int]() if self._journalling is None else {self._journalling.step}
         self._losses = {step: losses for step, losses in self._losses.items() if step in kept}
         self._norms = {step: norms for step, norms in self._norms.items() if step in kept}
@@ -239,8 +258,12 @@ class DriverMachine:
             restored=tuple(restoration.sources),
             rollback=restoration.rollback and restoration.base < self.step,
         )
+        rewound: list[DriverCommand] = []
         if restoration.rollback:
             self._roll_back(restoration.base)
+            if self._voided:  # nobody's results of these steps are held against the new ones
+                rewound = self._take_back(restoration.base)
+        self._voided = False
         self._acked = {
             stage: max(held)
             for stage, guard in self._guards.items()
@@ -248,7 +271,7 @@ class DriverMachine:
         }
         self._move_line()
         self.phase = DriverPhase.LOADING
-        return [told, *self._load(restoration)]
+        return [told, *rewound, *self._load(restoration)]
 
     def _roll_back(self, base: int) -> None:
         """Everybody starts again from the checkpoint. The line falls with them and never rises to it: only what guards
@@ -352,6 +375,7 @@ class DriverMachine:
         """What the fault interrupted is taken up again: a checkpoint, an evaluation, the end."""
         last = self.step >= self.shape.steps or self._stop is not None
         self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
+        self._checkable = self.step
         commands: list[DriverCommand] = []
         if self._is_save_owed(last):
             self._saving, self._asked = self.step, True
@@ -460,7 +484,7 @@ class DriverMachine:
         assert isinstance(event, CommitJournalled)
         self._journalling = None
         self.official = event.record.step + 1
-        return self._commit(event.record, replayed=False)
+        return [*self._commit(event.record, replayed=False), *self._expel_if_free()]
 
     def on_journalled_in_a_round(self, event: DriverEvent) -> list[DriverCommand]:
         """A fault came between the vote and the disk: the step is official, the stages learn it from their resume."""
@@ -469,6 +493,8 @@ class DriverMachine:
         self.official = event.record.step + 1
         told = self._make_official(event.record, replayed=False)
         self._evaluate_if_due()
+        if self._sentence is not None:
+            return [told, *self._expel_if_free()]
         attaching = self.phase is DriverPhase.ATTACHING
         return [told, *(self._restore_if_all_answered() if attaching else [])]
 
@@ -506,19 +532,26 @@ class DriverMachine:
             return []
         self._acked[event.stage] = max(event.step, self._acked.get(event.stage, -1))
         self._forgive(frozenset((event.peer, self.roles.places[event.stage])))
+        checks = self._check_what_is_over()
         self._move_line()
-        return self._feed() if self.phase is DriverPhase.RUNNING else []
+        return [*checks, *(self._feed() if self.phase is DriverPhase.RUNNING else [])]
 
     def _move_line(self) -> None:
-        """Rule 10. What lies below the line and below the newest checkpoint is forgotten here as well."""
+        """Rule 10. What lies below the line and below the newest checkpoint is forgotten here as well. A check needs
+        what was retained as a replay does (25)."""
         newest = [self._acked.get(stage, self.line) for stage in self._guards]
-        self.line = max(self.line, min(newest, default=self.step))
+        hold = None if self.inspector is None else self.inspector.hold
+        until = min(newest, default=self.step)
+        self.line = max(self.line, until if hold is None else min(until, hold))
         below = min(self.line, self._checkpoint)
         self.records = {step: record for step, record in self.records.items() if step >= below - 1}
         self._history = {step: norms for step, norms in self._history.items() if step >= self.line}
 
     def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, CheckpointWritten)
+        if event.step > self.official:
+            return []  # of a state that was taken back
+        self.older.append(event.step)
         self.saved = max(self.saved, event.step)
         if self._saving == event.step:
             self._saving, self._asked = None, False
@@ -566,6 +599,81 @@ class DriverMachine:
     def _after(self, fed: tuple[int, int]) -> tuple[int, int]:
         step, microbatch = fed
         return (step, microbatch + 1) if microbatch + 1 < self.shape.microbatches else (step + 1, 0)
+
+    # ------------------------------------------------------------------------------------------------- spot checks
+
+    def _check_what_is_over(self) -> list[DriverCommand]:
+        """All guards have the state after a stretch: now, when nobody can change what it did, is decided whether it is
+        checked (25). One stretch at a time."""
+        calm = self.phase in (DriverPhase.RUNNING, DriverPhase.SAVING)
+        if self.inspector is None or self.inspector.open or not self._guards or not calm:
+            return []
+        below = min(self._acked.get(stage, -1) for stage in self._guards)
+        if below <= self.line or self.line < self._checkable:
+            return []
+        checks = self.inspector.due(self.roles.places, self._guards, self.line, below)
+        return [StartCheck(check) for check in checks]
+
+    def on_checked(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, StageChecked)
+        found = None if self.inspector is None else self.inspector.answered(event.check, event.opinion)
+        if found is None:
+            return []
+        if found.again is not None:
+            return [TellCheck(event.check, found.outcome, found.reason), StartCheck(found.again)]
+        told = TellCheck(event.check, found.outcome, found.reason)
+        if found.liar:
+            self._sentence = found
+            return [told, *self._expel_if_free()]
+        checks: list[DriverCommand] = []
+        if self.inspector is not None and not self.inspector.open:
+            self._move_line()
+            checks = self._check_what_is_over()
+        match self.phase:
+            case DriverPhase.SAVING:
+                return [told, *checks, *self._end_if_settled()]
+            case _:
+                return [told, *checks, *self._feed(), *self._change_plan_if_quiet()]
+
+    def _expel_if_free(self) -> list[DriverCommand]:
+        """A liar goes for good. What it did since it was last found honest, and what others made of that, is void: the
+        steps are taken back and done again (26)."""
+        found = self._sentence
+        if found is None or self._journalling is not None or self.phase is DriverPhase.ENDED:
+            return []
+        self._sentence = None
+        peer, stages = found.liar, self.roles.stages_of(found.liar)
+        guarded = peer in self._guards.values()
+        told: list[DriverCommand] = [
+            Distrust(peer, found.reason),
+            TellFault("liar", peer, stages, self.step, found.reason),
+        ]
+        self._guards = {stage: guard for stage, guard in self._guards.items() if guard != peer}
+        if not stages:
+            return [*told, *(self._without_guard(peer, found.reason) if guarded else [])]
+        self._lost.add(peer)
+        self._pending = None
+        self._voided = True
+        taken_back = self._take_back(min(found.trusted, self.step))
+        self.phase = DriverPhase.WAITING
+        return [*told, *taken_back, AskPlan(frozenset(self._lost), found.reason)]
+
+    def _take_back(self, step: int) -> list[DriverCommand]:
+        """Steps from `step` on were never done, and nobody's state of them is worth anything."""
+        self.official = self.step = step
+        self.records = {of: record for of, record in self.records.items() if of < step}
+        self._history = {of: norms for of, norms in self._history.items() if of < step}
+        self._losses.clear()
+        self._norms.clear()
+        self.older = [of for of in {*self.older, self.saved} if 0 <= of <= step]
+        self.saved = max(self.older, default=-1)
+        self.line = min(self.line, step)
+        self._acked = {stage: min(of, step) for stage, of in self._acked.items()}
+        self._evaluating = self._saving = None
+        self._deciding = self._asked = False
+        if self.inspector is not None:
+            self.inspector.went_back(step)
+        return [Rewind(step)]
 
     # ----------------------------------------------------------------------------------------------- faults, plans
 
@@ -716,7 +824,8 @@ class DriverMachine:
         return self._fail(event.reason)
 
     def _end_if_settled(self) -> list[DriverCommand]:
-        return [] if self._evaluating is not None or self._saving is not None else self._end()
+        checking = self._sentence is not None or (self.inspector is not None and bool(self.inspector.open))
+        return [] if checking or self._evaluating is not None or self._saving is not None else self._end()
 
     def _end(self) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED
@@ -785,7 +894,7 @@ def _row(act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]], *targ
 TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     (_A, MemberEnlisted): _row(DriverMachine.on_enlisted, _A, *_ROUND),
     (_A, StageReported): _row(DriverMachine.on_reported, _A, *_ROUND),
-    (_A, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _A, *_ROUND),
+    (_A, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _A, _W, *_ROUND),
     (_W, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _W),
     (_L, StageReady): _row(DriverMachine.on_loaded, _A, *_ROUND),
     (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _G, _S, _A, _E),
@@ -794,7 +903,9 @@ TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     (_G, LossArrived): _row(DriverMachine.on_loss, _G, _E),
     (_G, StagePrepared): _row(DriverMachine.on_prepared, _G, _E),
     (_G, ScaleDecided): _row(DriverMachine.on_scale, _G, _S, _A, _E),
-    (_G, CommitJournalled): _row(DriverMachine.on_journalled, _G, _S, _A, _E),
+    (_G, CommitJournalled): _row(DriverMachine.on_journalled, _G, _S, _A, _W, _E),
+    (_G, StageChecked): _row(DriverMachine.on_checked, _G, _A, _W, _E),
+    (_S, StageChecked): _row(DriverMachine.on_checked, _S, _W, _E),
     **{(phase, CheckpointWritten): _row(DriverMachine.on_checkpoint, phase) for phase in (_A, _L, _R, _P, _W)},
     (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _A, _E),
     (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),

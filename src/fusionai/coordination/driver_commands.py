@@ -11,6 +11,7 @@ from typing import Literal
 
 from fusionai.coordination.roles import Roles
 from fusionai.coordination.stage import Source
+from fusionai.coordination.verification import Check, Outcome
 from fusionai.wire.messages import CommitRecord, Fence
 
 
@@ -129,10 +130,42 @@ class AskPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StartCheck:
+    """Have a stretch run again; answer `StageChecked`, also when nothing comes of it."""
+
+    check: Check
+
+
+@dataclass(frozen=True, slots=True)
+class TellCheck:
+    """For people: what came of a check, and why."""
+
+    check: Check
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """This peer gave wrong results: no later plan of this job may have it."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """Steps from `step` on are void: take their records back, and checkpoints of later states. On the disk before any
+    plan that follows is in force."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class TellFault:
     """For people: what happened. `stages` stand still because of it."""
 
-    kind: Literal["peer", "guard", "link", "stage"]
+    kind: Literal["peer", "guard", "link", "stage", "liar"]
     peer: str
     stages: tuple[int, ...]
     step: int
@@ -180,6 +213,10 @@ DriverCommand = (
     | Evaluate
     | StepCommitted
     | AskPlan
+    | StartCheck
+    | TellCheck
+    | Distrust
+    | Rewind
     | TellFault
     | TellRestored
     | WarnTolerant

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusionai.coordination.roles import Roles
+from fusionai.coordination.verification import Check, Opinion
 from fusionai.wire.messages import CommitRecord
 
 
@@ -126,6 +127,14 @@ class StageFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StageChecked:
+    """What came of running a stretch again."""
+
+    check: Check
+    opinion: Opinion
+
+
+@dataclass(frozen=True, slots=True)
 class PlanGranted:
     """A newer plan version, minted by the broker and journalled by this driver."""
 
@@ -155,6 +164,7 @@ DriverEvent = (
     | PeerLost
     | LinkBroken
     | StageFailed
+    | StageChecked
     | PlanGranted
     | CommandFailed
 )

@@ -80,6 +80,11 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     output: Output
 
     @property
+    def checks(self) -> bool:
+        """Whether work is checked where somebody stands by to run it again."""
+        return self.replicas is None and self.faults.checks != "none"
+
+    @property
     def optimizer(self) -> OptimizerSpec:
         """As the stages run it: where replicas exchange, its state has what that needs, too."""
         apart = self.replicas
@@ -414,6 +419,12 @@ class _Checker:
             return None
         written = {name: value for name in Replicas.__struct_fields__ if (value := getattr(table, name)) is not None}
         replicas = Replicas(**written)
+        if tables.faults.checks == "spot":
+            raise self.fail(
+                "faults",
+                'checks = "spot" has no effect with [replicas]: steps that end in an exchange are not run again.',
+                hint='Remove it, or write checks = "none".',
+            )
         if tables.job.steps % replicas.every:
             raise self.fail(
                 "replicas",

@@ -292,9 +292,13 @@ class Placement(_Table, frozen=True, kw_only=True):
 class Faults(_Table, frozen=True, kw_only=True):
     """Who may stand in for a lost peer: `exact`, only one that computes the same bits, and the job waits for one;
     `tolerant`, anybody, and it is said where results may differ from then on; `refuse`, only one that computes the
-    same bits, and the job ends in order if there are only others."""
+    same bits, and the job ends in order if there are only others.
+
+    `checks`: whether part of the machines' work is run again by others that stand by (`spot`), or none; None: `spot`
+    where that can be, which is everywhere but in jobs that exchange with others."""
 
     takeover: Literal["exact", "tolerant", "refuse"] = "exact"
+    checks: Literal["none", "spot"] | None = None
 
     @property
     def numerics(self) -> Literal["exact", "tolerant"]:

@@ -1,4 +1,5 @@
-"""The state connections that this member dials to others, to give them snapshots. Decides when one is open or dead.
+"""The state connections that this member dials to others, to give them snapshots, and referees what they need. Decides
+when one is open or dead.
 
 One per receiver, opened when first needed and kept. Sending waits for the network, so that a snapshot never piles up
 in memory. Accepted state connections are the receiver's (`execution.member`).
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from fusionai.coordination.silence import Silence
 from fusionai.execution.line import Line
 from fusionai.execution.links import open_job
+from fusionai.execution.retained import Sent
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -38,14 +40,14 @@ class Carrier:
         peer: PeerId,
         addresses: Sequence[str],
         opening: wire.OpenJob,
-        message: wire.Snapshot,
+        message: wire.Snapshot | Sent,
         tensors: Sequence[HostTensor],
     ) -> None:
         """Returns when the network has taken the message. Raises `RefusedError`, `TransportError`, `TrustError`."""
         async with self._opening.setdefault(peer, asyncio.Lock()):
             line = self._lines.get(peer)
             if line is None or not line.usable:
-                if message.part:
+                if isinstance(message, wire.Snapshot) and message.part:
                     raise TransportError(f"the connection to peer {short(peer)} ended within a snapshot.")
                 line = await self._open(peer, addresses, opening)
         await line.channel.send(message, tensors)

@@ -24,6 +24,7 @@ from fusionai.execution.links import open_job
 from fusionai.execution.local import LocalChannel
 from fusionai.execution.outbox import Outbox
 from fusionai.execution.part import Part
+from fusionai.execution.retained import Sent
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -203,7 +204,7 @@ class Connections:
             line.control.post(message, tensors)
 
     async def send_state(
-        self, peer: PeerId, message: wire.StateChunk | wire.Agreement, tensors: Sequence[HostTensor]
+        self, peer: PeerId, message: wire.StateChunk | wire.Agreement | Sent, tensors: Sequence[HostTensor]
     ) -> None:
         """Raises `TransportError` without a line."""
         line = self._lines.get(peer)

@@ -38,3 +38,7 @@ class Replanner(Protocol):
         """`present` with others in the place of `lost`, recorded as the plan in force. Takes as long as it takes;
         `waiting` hears what is waited for. Raises `FusionError` where the job can't go on at all."""
         ...
+
+    def distrust(self, peer: str, reason: str) -> None:
+        """No later plan of this job may have this peer."""
+        ...

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fusionai.execution.carrier import Carrier
 from fusionai.execution.line import Line
 from fusionai.execution.placement import Placement
+from fusionai.execution.retained import Sent
 from fusionai.execution.snapshots import SnapshotStore
 from fusionai.execution.state import chunks, headers
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError
@@ -39,6 +40,7 @@ class Keeper:
         now_s: Callable[[], float],
         on_kept: Callable[[int, int], None],
         on_refused: Callable[[int, wire.RefusalCode, str], None],
+        on_testimony: Callable[[PeerId, Sent, Mapping[str, HostTensor]], None],
     ) -> None:
         self.store = SnapshotStore(room_bytes)
         self.stale_dropped = 0
@@ -47,11 +49,15 @@ class Keeper:
         self._now_s = now_s
         self._on_kept = on_kept
         self._on_refused = on_refused
+        self._on_testimony = on_testimony
+        self.judged: set[int] = set()
+        """Stages that run elsewhere and are run again here: snapshots of them are welcome from any member."""
         self._accepted: set[Line] = set()
         self._awaited: dict[tuple[int, int], asyncio.Future[Mapping[str, HostTensor]]] = {}
 
     def begin_round(self, placement: Placement, partition: str) -> None:
         self._placement = placement
+        self.judged.clear()
         self.store.begin_round(partition)
 
     # -------------------------------------------------------------------------------------------------------- taking
@@ -63,9 +69,13 @@ class Keeper:
         try:
             while True:
                 envelope = await line.receive()
-                if not isinstance(envelope.message, wire.Snapshot):
-                    raise ExecutionError(f"expected a Snapshot, got a {type(envelope.message).__name__}.")
-                self._take(peer, envelope.message, envelope.tensors)
+                match envelope.message:
+                    case wire.Snapshot() as message:
+                        self.take(peer, message, envelope.tensors)
+                    case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
+                        self._on_testimony(peer, message, envelope.tensors)
+                    case other:
+                        raise ExecutionError(f"expected a Snapshot, got a {type(other).__name__}.")
         except ChannelClosed:
             return
         except FusionError as error:
@@ -75,7 +85,8 @@ class Keeper:
             line.drop()
             self.store.drop_from(peer)
 
-    def _take(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
+    def take(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
+        """Raises `ExecutionError` where it is not for this member."""
         placement, stage, step = self._placement, message.stage, message.step
         if message.fence != placement.fence:
             self.stale_dropped += 1
@@ -83,7 +94,7 @@ class Keeper:
         if peer not in placement.named:
             raise ExecutionError(f"peer {short(peer)} sent a snapshot; the job's signed placement does not name it.")
         home, guarded = placement.peer_of(stage), stage in placement.guards
-        if home != placement.me and not (guarded and home == peer):
+        if home != placement.me and not (guarded and home == peer) and stage not in self.judged:
             raise ExecutionError(f"peer {short(peer)} sent a snapshot of stage {stage}, which is not for this member.")
         try:
             if not self.store.take(peer, message, tensors):
@@ -109,13 +120,17 @@ class Keeper:
     # ------------------------------------------------------------------------------------------------------- sending
 
     async def send(
-        self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
+        self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
     ) -> None:
         """Raises `RefusedError`, `TransportError`, `TrustError`."""
         await self._carrier.send(peer, addresses, self._placement.opening, message, tensors)
 
-    async def hand_on(self, order: wire.PassSnapshot) -> None:
-        """Send a snapshot to the stage's new home. Raises like `send`."""
+    async def hand_on(
+        self,
+        order: wire.PassSnapshot,
+        send: Callable[[wire.Snapshot, Sequence[HostTensor]], Awaitable[None]],
+    ) -> None:
+        """Send a snapshot to the stage's new home, or to whoever runs a stretch from there. Raises like `send`."""
         entries = self.store.whole(order.stage, order.step)
         if entries is None:
             self._on_refused(order.stage, "failed", f"there is no snapshot of step {order.step} here to hand on")
@@ -133,7 +148,7 @@ class Keeper:
                 last=part == len(parts),
                 tensors=headers(named),
             )
-            await self.send(PeerId(order.peer), order.addresses, message, tuple(named.values()))
+            await send(message, tuple(named.values()))
 
     # ---------------------------------------------------------------------------------------------------- life, ends
 

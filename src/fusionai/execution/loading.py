@@ -1,5 +1,5 @@
-"""From an `Attach` or a `Prepare` to a loaded stage: nothing received is run before it is validated. Decides what is
-refused.
+"""From an `Attach`, a `Prepare` or a `Recheck` to a loaded stage: nothing received is run before it is validated.
+Decides what is refused.
 
 Neighbours: `execution.stages` asks, `ir.validate` guards the door, `backends` load.
 """
@@ -32,7 +32,7 @@ class LoadedStage:
 
 async def load_stage(
     host: Host,
-    told: wire.Attach | wire.Prepare,
+    told: wire.Attach | wire.Prepare | wire.Recheck,
     tensors: Mapping[str, HostTensor],
     *,
     places: Mapping[int, PeerId],

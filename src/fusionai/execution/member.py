@@ -23,9 +23,11 @@ from fusionai.execution.links import Links, dials
 from fusionai.execution.outbox import Outbox
 from fusionai.execution.part import Task
 from fusionai.execution.placement import Placement
+from fusionai.execution.referee import Referee
+from fusionai.execution.retained import Sent
 from fusionai.execution.roster import Roster
 from fusionai.execution.runtime import StageRuntime
-from fusionai.execution.stages import Stages
+from fusionai.execution.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
 from fusionai.primitives.errors import (
     ChannelClosed,
     ExecutionError,
@@ -90,7 +92,12 @@ class JobMember:
             now_s=host.clock.now_s,
             on_kept=self._snapshot_kept,
             on_refused=self._snapshot_refused,
+            on_testimony=self.testimony,
         )
+        self._checks: set[asyncio.Task[None]] = set()
+        """Of the present round; those that are over too."""
+        self._referees: dict[int, Referee] = {}
+        """Stage that is run again here -> who does it."""
         self._driver: Outbox | None = None
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
         self._closed = False
@@ -159,6 +166,10 @@ class JobMember:
                 self._start(self._prepare(told, envelope.tensors))
             case wire.PassSnapshot() as order:
                 self._start(self._hand_on(order))
+            case wire.Recheck() as asked:
+                self._checks.add(self._start(self._recheck(asked, envelope.tensors)))
+            case wire.Testify() as asked:
+                self._start(self._testify(asked))
             case wire.Resume() | wire.Commit() | wire.Export() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
                     self._keeper.store.drop_below(message.line)
@@ -178,6 +189,8 @@ class JobMember:
                     match envelope.message:
                         case wire.StateChunk() | wire.Agreement() as message:
                             await self._take_state(message, envelope.tensors)
+                        case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
+                            self.testimony(self.owner, message, envelope.tensors)
                         case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
                             await channel.send(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
                         case other:
@@ -224,10 +237,11 @@ class JobMember:
         finally:
             self._tasks.discard(task)
 
-    def _start(self, work: Coroutine[object, object, None]) -> None:
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         message = envelope.message
@@ -290,6 +304,9 @@ class JobMember:
             named=self._roster.named,
         )
         self.fence = enlist.fence
+        for check in self._checks:
+            check.cancel()
+        self._checks.clear()
         if not self._enlisted:
             self._enlisted = True
             self._start(self._beat())
@@ -421,7 +438,9 @@ class JobMember:
             return
         self._post(self.owner, message, tensors)
 
-    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
+    async def state(
+        self, message: wire.StateChunk | wire.Difference | wire.Snapshot | Sent, tensors: Sequence[HostTensor]
+    ) -> None:
         await (await asyncio.shield(self._state_channel)).send(message, tensors)
 
     async def linked(self, stages: Sequence[int]) -> bool:
@@ -453,10 +472,114 @@ class JobMember:
         if order.fence != self._placement.fence:
             self.stale_dropped += 1
             return
+        to_owner = order.peer == self.owner  # who runs a stretch from there
+        if to_owner and self._keeper.store.whole(order.stage, order.step) is None:
+            return
+
+        async def send(message: wire.Snapshot, tensors: Sequence[HostTensor]) -> None:
+            await self._give(PeerId(order.peer), order.addresses, message, tensors)
+
         try:
-            await self._keeper.hand_on(order)
+            await self._keeper.hand_on(order, send)
         except FusionError as error:
             self._link_lost(PeerId(order.peer), f"the snapshot of stage {order.stage} could not be sent: {error}")
+
+    # ---------------------------------------------------------------------------------------------------- spot checks
+
+    async def _recheck(self, told: wire.Recheck, tensors: Mapping[str, HostTensor]) -> None:
+        """Run another's stretch again and say what came of it. No trouble with it is a failure of any stage."""
+        stage, guarded = told.stage, told.stage in self._placement.guards
+        if told.fence != self._placement.fence:
+            self.stale_dropped += 1
+            return
+        if self._placement.peer_of(stage) == self._host.peer:
+            raise ExecutionError(f"the driver wants stage {stage} checked by its own peer.")
+        kept_bytes = self._keeper.store.nbytes
+        try:
+            async with self._attaching:
+                loaded = await self._stages.lent(told, tensors, self._placement.places, kept_bytes)
+            limit_bytes = self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES
+            referee = Referee(told, loaded, self._host.compute, held_limit_bytes=limit_bytes)
+            self._referees[stage] = referee
+            if not guarded:
+                self._keeper.judged.add(stage)
+            self.to_driver(wire.Rechecking(fence=told.fence, stage=stage, first=told.first, below=told.below))
+            begin, end = [await self._snapshot_for_check(stage, step, guarded) for step in (told.first, told.below)]
+            answer = await referee.run(begin, end)
+        except FusionError as error:
+            answer = _no_opinion(told, str(error))
+        except Exception as error:  # whatever was received, this member goes on
+            log.exception("stage %d of %s could not be run again", stage, self.job)
+            answer = _no_opinion(told, f"{type(error).__name__}: {error}")
+        finally:
+            self._referees.pop(stage, None)
+            if not guarded:
+                self._keeper.judged.discard(stage)
+                self._keeper.store.drop(stage)
+        self.to_driver(answer)
+
+    async def _snapshot_for_check(self, stage: int, step: int, guarded: bool) -> Mapping[str, HostTensor]:
+        """A guard has it, or had it; to others it is brought."""
+        if not guarded:
+            return await self._keeper.whole(stage, step)
+        entries = self._keeper.store.whole(stage, step)
+        if entries is None:
+            raise ExecutionError(f"the snapshot of step {step} of stage {stage} is not kept here any more.")
+        return entries
+
+    def testimony(self, peer: PeerId, message: Sent, tensors: Mapping[str, HostTensor]) -> None:
+        """What a stage got from `peer`, for whoever runs it again. Raises `ExecutionError` for a word in another's
+        name."""
+        stage, fence = envelopes.receiver(message)
+        sender = envelopes.sender(message)
+        referee = self._referees.get(stage)
+        if fence != self._placement.fence or referee is None or sender is None:
+            self.stale_dropped += 1
+            return
+        if self._placement.peer_of(sender) != peer:
+            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
+        try:
+            referee.take(message, tensors)
+        except FusionError as error:
+            referee.fail(str(error))
+
+    async def _testify(self, told: wire.Testify) -> None:
+        """Without it the referee has no opinion: that is all that follows from trouble here."""
+        runtime = self._runtime(told.stage, told.fence)
+        if runtime is None:
+            return
+        if PeerId(told.peer) not in self._placement.named | {self.owner, self._host.peer}:
+            log.warning("the signed placement of %s does not name referee %s", self.job, short(PeerId(told.peer)))
+            return
+        if not runtime.retains_whole(told.about, told.first, told.below):
+            self.to_driver(wire.Untold(fence=told.fence, stage=told.stage, about=told.about))
+            return
+        sent = list(runtime.retained.again(told.fence, {told.about}, told.first, told.below))
+        try:
+            for _, message, tensors in sent:
+                if told.fence != self._placement.fence:
+                    return
+                await self._give(PeerId(told.peer), told.addresses, message, tensors)
+        except FusionError as error:
+            log.warning("the referee of stage %d was not told what it got: %s", told.about, error)
+
+    async def _give(
+        self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
+    ) -> None:
+        """Snapshots and testimony to another member. To and from the owner's machine they go by way of the driver:
+        nobody dials that. Raises `RefusedError`, `TransportError`, `TrustError`."""
+        if self.owner in (peer, self._host.peer):
+            await self.state(message, tensors)
+        elif peer == self._host.peer:
+            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
+            if not isinstance(message, wire.Snapshot):
+                self.testimony(peer, message, named)
+        else:
+            await self._keeper.send(peer, addresses, message, tensors)
+
+    def take_snapshot(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
+        """On the owner's machine: what the driver was brought. Raises `ExecutionError` where it is not wanted."""
+        self._keeper.take(peer, message, tensors)
 
     def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         if self._on_output is None:
@@ -492,6 +615,9 @@ class JobMember:
 
     def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
         """The driver takes a failure of a stage that runs elsewhere as news of its snapshots."""
+        if (referee := self._referees.get(stage)) is not None and stage in self._keeper.judged:
+            referee.fail(reason)
+            return
         fence = self._placement.fence
         self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
 
@@ -522,6 +648,12 @@ class JobMember:
         if tasks:
             await asyncio.wait(tasks)
         await self._detach()  # what an attach under way had loaded meanwhile
+
+
+def _no_opinion(told: wire.Recheck, reason: str) -> wire.Rechecked:
+    return wire.Rechecked(
+        fence=told.fence, stage=told.stage, first=told.first, below=told.below, reason=reason[:4000] or "it failed"
+    )
 
 
 def _fence(message: wire.Message) -> Fence | None:

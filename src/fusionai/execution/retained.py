@@ -6,12 +6,14 @@ Neighbour: `execution.runtime`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
+from fusionai.execution.boundary import Boundary
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
@@ -41,6 +43,19 @@ class Retained:
 
     def drop_below(self, line: int) -> None:
         self._sent = {key: sent for key, sent in self._sent.items() if key[0] >= line}
+
+    def is_whole(self, boundary: Boundary, microbatches: int, to: int, first: int, below: int) -> bool:
+        """Whether all that stage `to` got in these steps, of so many microbatches each, is here."""
+        forward = any(port.other == to for port in boundary.sends)
+        back = any(port.other == to and port.needs_grad for port in boundary.receives)
+        shares = to in boundary.sums_of | boundary.summed_by
+        kinds = Counter((key[0], min(key[2], 2)) for key in self._sent if key[3] == to)
+        return all(
+            kinds[step, 0] == forward * microbatches
+            and kinds[step, 1] == back * microbatches
+            and (kinds[step, 2] > 0 or not shares)
+            for step in range(first, below)
+        )
 
     def again(
         self, fence: Fence, to: Collection[int], first: int, below: int

@@ -125,6 +125,7 @@ class StageRuntime:
         if self._machine.fence is not None and attach.fence > self._machine.fence:
             self._bench.superseded.set()
         self._guard = (PeerId(attach.guard), attach.guard_addresses) if attach.guard else None
+        self._bench.secret = attach.secret
         self._handle(machine.Attached(attach.fence, attach.retain, attach.snapshot_every))
 
     def set_aside(self) -> None:
@@ -279,6 +280,7 @@ class StageRuntime:
                         norms=self._bench.norms,
                         spans=tuple(self._bench.spans),
                         peak_memory_bytes=self.resident_bytes,
+                        marks=self._bench.take_marks(step),
                     )
                 )
                 self._bench.spans.clear()
@@ -322,6 +324,11 @@ class StageRuntime:
     def linked_stages(self) -> tuple[int, ...]:
         """Stages this one exchanges tensors with."""
         return tuple(sorted(self.boundary.others))
+
+    def retains_whole(self, to: int, first: int, below: int) -> bool:
+        """Whether all that stage `to` got from this one in these steps can be sent again."""
+        microbatches = self._machine.shape.microbatches
+        return self.retained.is_whole(self.boundary, microbatches, to, first, below)
 
     async def _report_ready(self, fence: Fence, applied: int) -> None:
         if await self._postman.linked(self.linked_stages) and self.accepts(fence):

@@ -125,6 +125,11 @@ class SnapshotStore:
         """Its connection ended: what was arriving will never be whole."""
         self._arriving = {stage: one for stage, one in self._arriving.items() if one.sender != sender}
 
+    def drop(self, stage: int) -> None:
+        """All of this stage's."""
+        self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[0] != stage}
+        self._arriving.pop(stage, None)
+
     def drop_below(self, line: int) -> None:
         self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[1] >= line}
 

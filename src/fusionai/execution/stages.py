@@ -76,6 +76,7 @@ class Stages:
         self._ahead.clear()  # the memory is this stage's now; what is still guarded is prepared anew
         if ahead is not None and ahead[0] == identity:
             loaded = ahead[1]
+            await self._host.compute.run(loaded.program.discard)  # a check may have been under way
         else:
             loaded = await load_stage(
                 self._host, attach, tensors, places=places, memory_limit_bytes=self._unused_bytes()
@@ -119,6 +120,22 @@ class Stages:
         if told.stage in self._guarded:  # a later round may have begun meanwhile
             self._ahead[told.stage] = (identity, loaded)
 
+    async def lent(
+        self, told: wire.Recheck, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
+    ) -> LoadedStage:
+        """A program of a stage that runs elsewhere, to run it again: the one that is ready for a takeover, which brings
+        its own state, else another one, in what memory is left beside `kept_bytes` of snapshots.
+
+        Raises what an attach would."""
+        ahead = self._ahead.get(told.stage)
+        if ahead is not None and ahead[0] == _identity(told):
+            await self._host.compute.run(ahead[1].program.discard)
+            return ahead[1]
+        limit_bytes = self._unused_bytes()
+        if limit_bytes is not None:
+            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self._ahead.values())
+        return await load_stage(self._host, told, tensors, places=places, memory_limit_bytes=limit_bytes)
+
     async def adopt(self, runtime: StageRuntime) -> None:
         former = self._runtimes.get(runtime.stage)
         if former is not runtime:
@@ -160,7 +177,7 @@ class Stages:
         return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
 
 
-def _identity(told: wire.Attach | wire.Prepare) -> Identity:
+def _identity(told: wire.Attach | wire.Prepare | wire.Recheck) -> Identity:
     return (told.graph_hash, bytes(told.boundary), told.options)
 
 

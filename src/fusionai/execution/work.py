@@ -13,23 +13,22 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
-import numpy as np
-
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.coordination.stage import Work
-from fusionai.execution.accumulate import total_gradient
-from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
-from fusionai.execution.codecs import Carried, pack, split, unpack_all
+from fusionai.execution.boundary import Boundary, Port
+from fusionai.execution.codecs import Carried, split, unpack_all
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.copies import Chunk, Copies
 from fusionai.execution.exchange import adopt, differences, keep_anchor, keep_told
 from fusionai.execution.held import Held
+from fusionai.execution.marks import step_key
+from fusionai.execution.passes import ByStage, Pass
 from fusionai.execution.retained import Sent
 from fusionai.execution.state import chunks, headers
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import PackedTensor, codec_between, packing
+from fusionai.wire.codecs import PackedTensor
 from fusionai.wire.messages import CommitRecord, Fence, Span, StageOptions
 
 T = TypeVar("T")
@@ -90,6 +89,11 @@ class Bench:
         self._trainable = tuple(trainable)
         self._saved = tuple(saved)
         self._sending: set[asyncio.Task[None]] = set()
+        self._pass = Pass(program, boundary, options)
+        self.secret = b""
+        """What keys of marks follow from; empty: no marks are made."""
+        self._marks: dict[tuple[int, bool, bool, int, int], wire.Mark] = {}
+        """(step, sent, forward, other, microbatch) -> mark."""
 
     async def do(self, work: Work) -> bool:
         """True if entries are missing after `initialise`. Raises what the backend raises; `TransportError` when the
@@ -130,18 +134,17 @@ class Bench:
     async def _forward(self, call: Call) -> None:
         mode = call.mode
         inputs = self._held.take_inputs(mode, call.step, call.microbatch)
-        wanted = self._boundary.wanted(mode)
-        own = self._boundary.stage
+        key = self._key(call)
 
-        def work() -> tuple[dict[str, HostTensor], dict[int, dict[str, Carried]]]:
-            values = self._program.forward(call, unpack_all(inputs), wanted)
-            packed = {
-                port.other: self._packed(
-                    own, port.other, {name: values[name] for name in port.carried(mode)}, forward=True
-                )
-                for port in self._boundary.sends
-            }
-            return values, packed
+        unpacked: dict[str, HostTensor] = {}
+
+        def work() -> tuple[dict[str, HostTensor], ByStage]:
+            unpacked.update(unpack_all(inputs))
+            return self._pass.forward(call, unpacked)
+
+        def marks() -> None:
+            self._note(call.step, self._pass.marks_got_forward(call.microbatch, unpacked, key))
+            self._note(call.step, self._pass.marks_gave(call.microbatch, carried, key, forward=True))
 
         (values, carried), timed = await self._compute.run(work)
         self._span("forward", call.microbatch, timed)
@@ -161,6 +164,8 @@ class Bench:
                 tensors=headers(outputs),
             )
             self._stage.output(message, tuple(outputs.values()))
+        if key:
+            self._after(marks)
 
     def _forward_message(
         self, call: Call, port: Port, body: Mapping[str, HostTensor], packed: tuple[PackedTensor, ...]
@@ -179,26 +184,15 @@ class Bench:
 
     async def _backward(self, call: Call) -> None:
         arrived = self._held.take_gradients(call.step, call.microbatch)
-        microbatches = self._options.microbatches
-        seeds_loss = LOSS in self._boundary.job_outputs("train")
+        key = self._key(call)
 
-        ports = [port for port in self._boundary.receives if port.other != FEED and port.needs_grad]
+        def marks() -> None:
+            self._note(call.step, self._pass.marks_got_back(call.microbatch, arrived, key))
+            self._note(call.step, self._pass.marks_gave(call.microbatch, returned, key, forward=False))
 
-        def work() -> list[dict[str, Carried]]:
-            gradients = {value: total_gradient(unpack_all(by_consumer)) for value, by_consumer in arrived.items()}
-            if seeds_loss:
-                gradients[LOSS] = _loss_seed(microbatches)
-            made = self._program.backward(call, gradients)
-            # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
-            returned = [{value: made[value] for value in port.needs_grad if value in made} for port in ports]
-            return [
-                self._packed(port.other, self._boundary.stage, values, forward=False)
-                for port, values in zip(ports, returned, strict=True)
-            ]
-
-        returned, timed = await self._compute.run(work)
+        returned, timed = await self._compute.run(lambda: self._pass.backward(call, arrived))
         self._span("backward", call.microbatch, timed)
-        for port, carried in zip(ports, returned, strict=True):
+        for other, carried in returned.items():
             body, packed = split(carried)
             message = wire.Backward(
                 fence=self._stage.fence,
@@ -206,11 +200,30 @@ class Bench:
                 replica=call.replica,
                 microbatch=call.microbatch,
                 consumer=self._boundary.stage,
-                producer=port.other,
+                producer=other,
                 packed=packed,
                 tensors=headers(body),
             )
-            self._stage.send(port.other, message, tuple(body.values()))
+            self._stage.send(other, message, tuple(body.values()))
+        if key:
+            self._after(marks)
+
+    def _after(self, work: Callable[[], None]) -> None:
+        """In the compute thread, when what it is about is on its way already; nobody waits for it."""
+        self._compute.run(work).add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _key(self, call: Call) -> bytes:
+        """What marks of this pass are made under; empty where none are asked for."""
+        return step_key(self.secret, call.step) if self.secret and call.mode == "train" else b""
+
+    def _note(self, step: int, marks: Sequence[wire.Mark]) -> None:
+        """A pass that is run again replaces its marks."""
+        self._marks |= {(step, one.sent, one.forward, one.other, one.microbatch): one for one in marks}
+
+    def take_marks(self, step: int) -> tuple[wire.Mark, ...]:
+        """Of a step that is prepared; those of others that were begun are forgotten."""
+        marks, self._marks = self._marks, {}
+        return tuple(one for (of, *_), one in sorted(marks.items()) if of == step)
 
     async def _norms_of(self, step: int) -> None:
         totals = self._held.take_totals(step)  # they replace the own sums
@@ -377,13 +390,6 @@ class Bench:
 
     # ---------------------------------------------------------------------------------------------------- details
 
-    def _packed(
-        self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, forward: bool
-    ) -> dict[str, Carried]:
-        codec = codec_between(self._options.codecs, producer, consumer)
-        way = packing(codec, forward=forward)
-        return {name: pack(name, value, way, following=forward) for name, value in values.items()}
-
     def _span(self, kind: Literal["forward", "backward", "weights", "apply"], microbatch: int, timed: Timed) -> None:
         self.spans.append(Span(kind, microbatch, timed.start_s, timed.end_s))
 
@@ -396,9 +402,3 @@ class Bench:
         for sending in self._sending:
             sending.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
-
-
-def _loss_seed(microbatches: int) -> HostTensor:
-    """d(mean over microbatches)/d(one microbatch's loss), rounded once to float32 as `(loss / M).backward()` does."""
-    seed = np.float32(1) / np.float32(microbatches)
-    return host_tensor("float32", (), seed.tobytes())

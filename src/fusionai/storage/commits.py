@@ -2,8 +2,9 @@
 
 The driver's durable state of the recovery protocol: incarnation, adopted plan, commit records. Each call returns when
 the disk has it (SQLite, write-ahead log, synchronous=FULL). Every row's hash covers the row before it. Records are
-kept for the job's whole life: a replay may need any since the newest complete checkpoint. Neighbours: the driver
-appends before it sends a commit; `checkpoint` holds the state the records are replayed on.
+kept for the job's whole life: a replay may need any since the newest complete checkpoint. Only a liar's steps are taken
+back (recovery rule 26). Neighbours: the driver appends before it sends a commit; `checkpoint` holds the state the
+records are replayed on.
 """
 
 from __future__ import annotations
@@ -116,6 +117,14 @@ class CommitJournal:
         with self._transaction():
             self._database.execute("INSERT INTO commits VALUES (?, ?, ?)", (record.step, content, digest))
         self._last, self._last_hash = record, digest
+
+    def take_back(self, step: int) -> None:
+        """Commits from `step` on are void: what they were made of can't be believed. They are gone for good; the next
+        one is `step` again."""
+        with self._transaction():
+            self._database.execute("DELETE FROM commits WHERE step >= ?", (step,))
+        with self._turn, self._sqlite_errors():
+            self._last, self._last_hash = self._checked()
 
     def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
         """Commits from this step on, in order."""

@@ -160,7 +160,15 @@ def prune(root: Path, keep: int) -> tuple[Path, ...]:
     """Remove all but the `keep` newest checkpoints; say which. A removal that is interrupted leaves a `.partial`."""
     if keep < 1:
         raise ValueError(f"at least one checkpoint is kept, got {keep}")
-    old = complete_checkpoints(root)[keep:]
+    return _remove(complete_checkpoints(root)[keep:])
+
+
+def forget_after(root: Path, step: int) -> tuple[Path, ...]:
+    """Remove the checkpoints of states after more than `step` steps; say which."""
+    return _remove(tuple(path for path in complete_checkpoints(root) if (step_of(path) or 0) > step))
+
+
+def _remove(old: tuple[Path, ...]) -> tuple[Path, ...]:
     for path in old:
         doomed = path.with_name(path.name + PARTIAL_SUFFIX)
         with storage_errors(path, "removed"):

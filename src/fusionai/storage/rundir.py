@@ -7,6 +7,7 @@ checkpoints/         `checkpoint`
 deployment.msgpack   who runs what where, with tickets; for its owner only
 telemetry.jsonl      steps and metrics
 faults.jsonl         what broke, who took over, how long it took
+distrusted.json      whose results were wrong: they get no work of this job again
 tensorboard/         event files
 report.html          the report
 """
@@ -58,6 +59,10 @@ class RunDirectory:
     @property
     def faults(self) -> Path:
         return self._root / "faults.jsonl"
+
+    @property
+    def distrusted(self) -> Path:
+        return self._root / "distrusted.json"
 
     @property
     def tensorboard(self) -> Path:

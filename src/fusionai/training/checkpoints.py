@@ -24,8 +24,8 @@ from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
-from fusionai.storage.manifest import step_directory
-from fusionai.storage.reader import CheckpointReader, prune
+from fusionai.storage.manifest import step_directory, step_of
+from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, prune
 from fusionai.training.job import TrainingJob
 from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
@@ -96,6 +96,16 @@ class Checkpoints:
         be apart as far as `backends.tolerance` lets them; what the first stage that has it holds is kept."""
         owed = {stage: dict(entries[stage]) for stage in stages}
         return Collection(self.root, self._header, self._files, step, fence, dict(stages), owed, tolerant=tolerant)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Of the complete ones."""
+        found = (step_of(path) for path in complete_checkpoints(self.root))
+        return tuple(step for step in found if step is not None)
+
+    def forget_after(self, step: int) -> None:
+        """Remove those of states after more than `step` steps. Blocking."""
+        forget_after(self.root, step)
 
     def prune(self) -> None:
         """Remove old checkpoints. Blocking; only while no stage may still load one (recovery rule 15)."""

@@ -23,12 +23,15 @@ from fusionai.coordination import driver_events as events
 from fusionai.coordination.driver import DriverMachine, DriverPhase
 from fusionai.coordination.driver_commands import DriverCommand, EndJob
 from fusionai.coordination.driver_events import DriverEvent
+from fusionai.coordination.verification import Check, Inspector, Opinion, Outcome
 from fusionai.execution.boundary import LOSS
 from fusionai.execution.codecs import Carried, split
 from fusionai.execution.connections import Connections
 from fusionai.execution.deployment import Deployment, Replanner
+from fusionai.execution.envelopes import receiver
 from fusionai.execution.host import Host
 from fusionai.execution.member import JobMember
+from fusionai.execution.retained import Sent
 from fusionai.execution.state import chunks, headers
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
@@ -41,6 +44,7 @@ from fusionai.training.checkpoints import Checkpoints, Collection
 from fusionai.training.deployment import Cut, cut, stage_options
 from fusionai.training.faults import FaultLog
 from fusionai.training.feed import Feed, forwards
+from fusionai.training.inspection import Inspection, limits
 from fusionai.training.job import Batch, TrainingJob
 from fusionai.training.local_updates import Agreement, Differences, Exchange
 from fusionai.training.outputs import Outputs
@@ -54,6 +58,8 @@ log = logging.getLogger(__name__)
 
 Listener = Callable[[progress.Progress], None]
 
+CHECK_S = 120.0
+"""After which a referee's word is not waited for."""
 LINK_GRACE_S = 0.2
 """A lost link is often the first sign of a lost peer, whose own connection says so a moment later."""
 
@@ -111,6 +117,8 @@ class Driver:
         self._differences = self._new_differences()
         self._agreed_from = 0
         """Agreements of earlier steps were given up."""
+        self._inspection = Inspection(job.secret, job.owner) if job.secret else None
+        self._rewinding: asyncio.Task[None] | None = None
         saved_from = max(0, saved - 1)
         self._machine = DriverMachine(
             shape=job.shape(),
@@ -120,8 +128,12 @@ class Driver:
             official=journal.committed,
             records={record.step: record for record in journal.records(saved_from)},
             saved=saved,
+            older=list(checkpoints.steps),
+            inspector=self._inspector(),
         )
         self.fence = Fence(deployment.plan.version, journal.incarnation, 0)
+        self._prints: dict[str, str] = {}
+        """Fingerprints of members, as they say."""
         self._prepared: Fence | None = None
         """The round whose guards were told what to have ready."""
         self._member = JobMember(host, job.job, job.owner, self.fence, on_output=self._on_output)
@@ -251,6 +263,14 @@ class Driver:
                 self._start(self._evaluate(step))
             case commands.AskPlan(without, reason):
                 self._ask_plan(without, reason)
+            case commands.StartCheck(check):
+                self._start_check(check)
+            case commands.TellCheck(check, outcome, reason):
+                self._tell_check(check, outcome, reason)
+            case commands.Distrust(peer, reason):
+                self._replanner.distrust(peer, reason)
+            case commands.Rewind(step):
+                self._rewinding = self._last(self._rewind(step))
             case commands.TellFault():
                 self._faults.seen(command)
             case commands.TellRestored():
@@ -329,6 +349,7 @@ class Driver:
                     guard=guard,
                     guard_addresses=tuple(deployment.members.get(guard, ())),
                     snapshot_every=command.roles.snapshot_every if guard else 0,
+                    secret=self._inspection.secret_of(stage, peer) if self._inspection and guards else b"",
                     tensors=headers({"graph": part.encoded}),
                 ),
                 (part.encoded,),
@@ -528,12 +549,142 @@ class Driver:
             waiting = lambda reason: self._on_progress(progress.Waiting(reason))  # noqa: E731
             try:
                 deployment = await self._replanner.replacement(self.deployment, without, waiting)
+                if self._rewinding is not None:
+                    await asyncio.wait({self._rewinding})
             except FusionError as error:
                 self._tell(events.CommandFailed(f"{reason.rstrip('.')}; {error}"), None)
             else:
                 self.offer(deployment, reason)
 
         self._asking = self._last(ask())
+
+    # --------------------------------------------------------------------------------------------------- spot checks
+
+    def _inspector(self) -> Inspector | None:
+        job = self._job
+        if not job.secret:
+            return None
+        return Inspector(job.secret, job.owner, max(1, job.options.microbatches // self._cut.replicas))
+
+    def _start_check(self, check: Check) -> None:
+        """What the referee needs follows when it is ready. Steps below the stretch are never checked any more."""
+        assert self._inspection is not None
+        self._inspection.forget(check.first)
+        part = self._cut.stages[check.stage]
+        keys = self._inspection.keys(check, sorted(part.boundary.others))
+        if not keys or self._job.options.sync_every:
+            self._tell(events.StageChecked(check, Opinion(void="not all that is needed was kept")), self.fence)
+            return
+        message = wire.Recheck(
+            fence=self.fence,
+            stage=check.stage,
+            first=check.first,
+            below=check.below,
+            graph_hash=part.graph_hash,
+            boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
+            options=stage_options(self._job.options, self.deployment.plan, check.stage),
+            records=tuple(self._machine.records[step] for step in range(check.first, check.below)),
+            keys=keys,
+            tensors=headers({"graph": part.encoded}),
+        )
+        self._connections.tell(PeerId(check.referee), message, (part.encoded,))
+        self._start(self._give_up(check))
+
+    async def _give_up(self, check: Check) -> None:
+        """A referee that says nothing must not hold the line for ever."""
+        fence = self.fence
+        await asyncio.sleep(CHECK_S)
+        self._tell(events.StageChecked(check, Opinion(void=f"there was no answer for {CHECK_S:g} s")), fence)
+
+    def _hear_referee(self, peer: PeerId, message: wire.Rechecking | wire.Rechecked) -> None:
+        inspector, inspection = self._machine.inspector, self._inspection
+        check = None if inspector is None else inspector.open.get(message.stage)
+        if inspection is None or check is None:
+            return
+        if (check.referee, check.first, check.below) != (peer, message.first, message.below):
+            return
+        if isinstance(message, wire.Rechecking):
+            self._start(self._bring(check))
+            return
+        options, prints = self._job.options, self._prints
+        apart = limits(options, prints.get(check.peer, ""), prints.get(check.referee, ""))
+        self._tell(events.StageChecked(check, inspection.opinion(check, message, apart)), self.fence)
+
+    def _miss_word(self, peer: PeerId, message: wire.Untold) -> None:
+        """A neighbour took its stage over since, or has dropped what it sent: the stretch can't be run again."""
+        inspector = self._machine.inspector
+        check = None if inspector is None else inspector.open.get(message.about)
+        if check is not None and self._machine.roles.places.get(message.stage) == peer:
+            void = Opinion(void=f"stage {message.stage} does not have all that it sent any more")
+            self._tell(events.StageChecked(check, void), self.fence)
+
+    async def _bring(self, check: Check) -> None:
+        """Have all that the stage got sent to the referee; the owner's machine has no snapshot of it either."""
+        boundary, places = self._cut.stages[check.stage].boundary, self._machine.roles.places
+        addresses = tuple(self.deployment.members.get(check.referee, ()))
+        if check.referee == self._job.owner and (guard := self._machine.guards.get(check.stage)) is not None:
+            for step in (check.first, check.below):
+                order = wire.PassSnapshot(
+                    fence=self.fence, stage=check.stage, step=step, peer=check.referee, addresses=()
+                )
+                self._connections.tell(PeerId(guard), order)
+        for stage in sorted(boundary.others):
+            order = wire.Testify(
+                fence=self.fence,
+                stage=stage,
+                about=check.stage,
+                first=check.first,
+                below=check.below,
+                peer=check.referee,
+                addresses=addresses,
+            )
+            self._connections.tell(PeerId(places[stage]), order)
+        if check.stage not in self._machine.roles.fed:
+            return
+        for step in range(check.first, check.below):
+            for microbatch in filter(boundary.crosses, range(self._job.options.microbatches)):
+                batch = self._job.data.microbatch(step, microbatch)
+                fed = forwards(self._cut, self.fence, "train", step, microbatch, batch, only={check.stage})
+                for message, tensors in fed:
+                    await self._connections.send_state(PeerId(check.referee), message, tensors)
+
+    async def _take_testimony(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
+        """For a referee in this process, or from a stage in this process to one elsewhere. Raises `ExecutionError` for
+        a word in another's name."""
+        inspector, (stage, fence) = self._machine.inspector, receiver(message)
+        check = None if inspector is None else inspector.open.get(stage)
+        if check is None or fence != self.fence:
+            return
+        if check.referee == self._job.owner:
+            self._member.testimony(peer, message, tensors)
+        elif peer == self._job.owner:
+            await self._connections.send_state(PeerId(check.referee), message, tuple(tensors.values()))
+
+    def _tell_check(self, check: Check, outcome: Outcome, reason: str) -> None:
+        inspector = self._machine.inspector
+        assert inspector is not None
+        self._on_progress(
+            progress.Checked(
+                stage=check.stage,
+                peer=check.peer,
+                referee=check.referee,
+                first=check.first,
+                below=check.below,
+                outcome=outcome,
+                reason=reason,
+                tasks=inspector.tasks,
+                checked_tasks=inspector.checked_tasks,
+            )
+        )
+
+    async def _rewind(self, step: int) -> None:
+        """First the journal, then checkpoints: one of a later state than the journal's is forgotten at a start."""
+        if self._collection is not None:
+            self._collection.cancel()
+        if self._collected is not None:
+            await asyncio.wait({self._collected})
+        await asyncio.to_thread(self._journal.take_back, step)
+        await asyncio.to_thread(self._checkpoints.forget_after, step)
 
     # ---------------------------------------------------------------------------------------------- what arrives
 
@@ -579,6 +730,12 @@ class Driver:
                 pass
         if getattr(message, "fence", None) != self.fence:
             return
+        if isinstance(message, wire.Untold):
+            self._miss_word(peer, message)
+            return
+        if isinstance(message, wire.Rechecking | wire.Rechecked):
+            self._hear_referee(peer, message)
+            return
         try:
             event = inbox.event_of(message, peer, self._machine.roles)
             inbox.check_numerics(message, self.deployment.plan, self._job.options.takeover)
@@ -588,8 +745,13 @@ class Driver:
         match message:
             case wire.Status():
                 self._timeline.clock(message.stage, message.clock_s)
+                self._prints[peer] = message.fingerprint
+            case wire.Enlisted():
+                self._prints[peer] = message.fingerprint
             case wire.Prepared():
                 self._timeline.spans(message.stage, message.spans)
+                if self._inspection is not None:
+                    self._inspection.hear(peer, message)
             case _:
                 pass
         if event is not None:
@@ -603,6 +765,10 @@ class Driver:
                     pass
                 case wire.Difference() as message:
                     self._take_difference(peer, message, envelope.tensors)
+                case wire.Snapshot() as message:
+                    self._member.take_snapshot(peer, message, envelope.tensors)
+                case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
+                    await self._take_testimony(peer, message, envelope.tensors)
                 case _ if self._collection is not None:
                     await self._collection.take(peer, envelope)
                 case _:

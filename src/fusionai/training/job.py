@@ -51,6 +51,8 @@ class TrainingJob:
     evaluate_every: int = 0
     evaluation_batches: int = 0
     tokens_per_microbatch: int = 0
+    secret: bytes = b""
+    """What spot checks are drawn and marked with; no peer may know it. Empty: nothing is checked."""
 
     def shape(self) -> JobShape:
         trainable = [spec for spec in self.graph.params.values() if spec.trainable]

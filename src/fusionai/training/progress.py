@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fusionai.coordination.verification import Outcome
 from fusionai.scheduling.types import Plan
 from fusionai.wire.messages import CommitRecord, Span
 
@@ -52,11 +53,28 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """Steps `first` to `below` - 1 of `stage`, which `peer` ran, were run again by `referee`: what came of it, and why.
+    `tasks`: microbatches of a stage that were over where somebody could have checked them, `checked_tasks`: those of
+    them that were and held."""
+
+    stage: int
+    peer: str
+    referee: str
+    first: int
+    below: int
+    outcome: Outcome
+    reason: str
+    tasks: int
+    checked_tasks: int
+
+
+@dataclass(frozen=True, slots=True)
 class FaultSeen:
     """Something is lost. `step`: the number of official steps then, so the index of the step under way. `stages` stand
     still because of it; none do for a guard."""
 
-    kind: Literal["peer", "guard", "link", "stage"]
+    kind: Literal["peer", "guard", "link", "stage", "liar"]
     peer: str
     stages: tuple[int, ...]
     step: int
@@ -115,6 +133,7 @@ Progress = (
     | Evaluated
     | CheckpointSaved
     | Warned
+    | Checked
     | FaultSeen
     | Waiting
     | PlanChanged

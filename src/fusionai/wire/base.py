@@ -19,6 +19,7 @@ Blob = Annotated[bytes, Meta(max_length=65_536)]
 MAX_PLACEMENT_BYTES: Final = 2**19
 Placement = Annotated[bytes, Meta(max_length=MAX_PLACEMENT_BYTES)]
 """Signed by the job's owner: which keys hold which stages in one round (`transport.placements`)."""
+Secret = Annotated[bytes, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**40)]
 StepIndex = Annotated[int, Meta(ge=-1, le=2**40)]

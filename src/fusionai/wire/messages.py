@@ -32,6 +32,7 @@ from fusionai.wire.base import (
     Placement,
     RefusalCode,
     Seconds,
+    Secret,
     StepIndex,
     Stream,
     TensorHeader,
@@ -443,6 +444,8 @@ class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     guard_addresses: Addresses = ()
     snapshot_every: Count = 0
     """Steps between two snapshots."""
+    secret: Secret = b""
+    """What keys of marks follow from (spot checks); empty: no marks are made."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
@@ -605,6 +608,17 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     end_s: Seconds
 
 
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Random projections of what one message between stages carried (`execution.marks`). `sent`: by the stage whose
+    mark it is, else it got it. `other`: the stage at the other end, -1 for the data feed."""
+
+    sent: bool
+    forward: bool
+    other: Annotated[int, Meta(ge=-1, le=2**20)]
+    microbatch: Index
+    values: Annotated[tuple[float, ...], Meta(max_length=64)]
+
+
 class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     """Stage -> driver: all microbatches of `step` are summed; one gradient norm per parameter (exact binary64)."""
 
@@ -614,6 +628,98 @@ class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
     spans: Annotated[tuple[Span, ...], Meta(max_length=100_000)] = ()
     peak_memory_bytes: Count = 0
+    marks: Annotated[tuple[Mark, ...], Meta(max_length=1_000_000)] = ()
+    """Of all that the stage got and gave in this step, where the attach had a secret."""
+
+
+class StepKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Under which `stage` made its marks of `step`."""
+
+    stage: Count
+    step: Count
+    key: Secret
+
+
+class Recheck(WireMessage, frozen=True, kw_only=True, tag="recheck"):
+    """Driver -> referee: run steps `first` to `below` - 1 of a stage again, which another peer ran, from your snapshot
+    of `first`, and tell the marks. Answered by `Rechecking` once the program is loaded; what the stage got then comes
+    as it came to the stage, on state connections. Fields as in `Attach`, tensor `graph` too."""
+
+    fence: Fence
+    stage: Count
+    first: Count
+    below: Count
+    graph_hash: Name
+    boundary: msgspec.Raw
+    options: StageOptions
+    records: Annotated[tuple[CommitRecord, ...], Meta(max_length=65_536)]
+    """Of these steps."""
+    keys: Annotated[tuple[StepKey, ...], Meta(max_length=1_000_000)]
+    """Of the stage and of its neighbours: what each of them saw is marked under its own."""
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
+
+
+class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
+    """Referee -> driver: ready for what the stage got."""
+
+    fence: Fence
+    stage: Count
+    first: Count
+    below: Count
+
+
+class Testify(WireMessage, frozen=True, kw_only=True, tag="testify"):
+    """Driver -> member: send the referee `peer` what your `stage` sent to stage `about` in steps `first` to
+    `below` - 1, which you retain, once more."""
+
+    fence: Fence
+    stage: Count
+    about: Count
+    first: Count
+    below: Count
+    peer: Peer
+    addresses: Addresses
+
+
+class Untold(WireMessage, frozen=True, kw_only=True, tag="untold"):
+    """Member -> driver, answer to a `Testify` that it can't obey: not all that `stage` sent to `about` is retained."""
+
+    fence: Fence
+    stage: Count
+    about: Count
+
+
+class MarksOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """As `stage` should have made them of `step`."""
+
+    stage: Count
+    step: Count
+    marks: Annotated[tuple[Mark, ...], Meta(max_length=1_000_000)]
+
+
+class StepNorms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Gradient norms per parameter of one step (exact binary64)."""
+
+    step: Count
+    norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
+
+
+class Rechecked(WireMessage, frozen=True, kw_only=True, tag="rechecked"):
+    """Referee -> driver: what running a stretch again gave; with a `reason`, why it gave nothing."""
+
+    fence: Fence
+    stage: Count
+    first: Count
+    below: Count
+    marks: Annotated[tuple[MarksOf, ...], Meta(max_length=1_000_000)] = ()
+    norms: Annotated[tuple[StepNorms, ...], Meta(max_length=65_536)] = ()
+    state_apart: float = 0.0
+    """How far the snapshot of `below` is from the state that came out: the norm of the difference by the norm of the
+    snapshot, of the parameters or of one kind of slot, whichever is most."""
+    begin_apart: float = 0.0
+    """For `first` = 0, the same of the snapshot of 0 and the parameters as their rules make them."""
+    busy_s: Seconds = 0.0
+    reason: Text = ""
 
 
 class Commit(WireMessage, frozen=True, kw_only=True, tag="commit"):
@@ -764,6 +870,11 @@ Message = (
     | Output
     | SharedGradient
     | Prepared
+    | Recheck
+    | Rechecking
+    | Testify
+    | Untold
+    | Rechecked
     | Commit
     | Difference
     | Agreement

@@ -44,6 +44,7 @@ from fusionai.coordination.driver_events import (
     ProbeAnswered,
     ScaleDecided,
     SnapshotStored,
+    StageChecked,
     StageFailed,
     StagePrepared,
     StageReady,
@@ -51,6 +52,7 @@ from fusionai.coordination.driver_events import (
     StopAsked,
 )
 from fusionai.coordination.roles import Roles
+from fusionai.coordination.verification import Check, Opinion
 from fusionai.wire.messages import CommitRecord, Fence
 
 FENCE = Fence(1, 1, 0)
@@ -202,6 +204,7 @@ EVENTS: tuple[DriverEvent, ...] = (
     PeerLost("p1", "gone"),
     LinkBroken("p0", "p1", "cut"),
     StageFailed(0, "no memory"),
+    StageChecked(Check(0, "p0", "g0", 0, 2), Opinion()),
     PlanGranted(plan(2)),
     CommandFailed("disk full"),
 )

@@ -563,7 +563,7 @@ def test_with_a_snapshot_of_it_the_former_peer_forgets_the_stage():
         later = Fence(2, 1, 0)
         await changed_places(stand, running, later)
         tensors = {"model/weight": tensor(np.zeros(3, dtype=np.float32))}
-        stand.member._keeper._take(
+        stand.member._keeper.take(
             stand.pool.hosts[1].peer,
             wire.Snapshot(fence=later, stage=0, step=1, part=0, line=1, last=True, tensors=headers(tensors)),
             tensors,

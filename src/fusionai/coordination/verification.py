@@ -1,0 +1,202 @@
+"""Spot checks of a training job: which stretch is run again by whom, what each outcome means, who is not believed.
+
+A *stretch* is what one stage did in the steps from one snapshot to the next. Its guard has the state at the beginning,
+the stage's neighbours still have what they gave it, and all of them told the driver marks (projections under keys of
+their own) of what they got and gave: the guard, as *referee*, runs the stretch again and tells the marks of what it
+gets. Nobody is judged by one other peer's word: where the referee contradicts, the job owner's own machine runs the
+stretch as well, and whoever it contradicts is the liar. Two that contradict each other about what went between them
+can't be told apart by anybody else: both are checked all the time from then on, whoever stands against two others goes,
+and so does whose results are disputed by the same neighbour again.
+
+Decides no numbers: `training.inspection` compares marks within their limits and makes an `Opinion` of it.
+
+Neighbours: `coordination.driver` owns the inspector, holds the line for open checks and performs what is found;
+`reputation` has the rule of how much is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from fusionai.coordination.reputation import Reputation, drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Steps `first` to `below` - 1 of `stage`, which `peer` ran, are run again by `referee`."""
+
+    stage: int
+    peer: str
+    referee: str
+    first: int
+    below: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """What came of it. `inputs`: neighbours whose word of what they gave differs from the peer's of what it got.
+    `own`: what the referee got otherwise than the peer itself said, in words. `links`: neighbours whose word of what
+    they got differs from what the peer said it gave, which the referee confirms. `void`: why there is no opinion."""
+
+    inputs: frozenset[str] = frozenset()
+    own: str = ""
+    links: frozenset[str] = frozenset()
+    void: str = ""
+
+
+Outcome = Literal["valid", "accused", "disputed", "void"]
+
+OUTCOMES: Final[Mapping[tuple[bool, bool, bool], Outcome]] = {
+    # (inputs agree, the peer's own word agrees, its neighbours' word agrees)
+    (True, True, True): "valid",
+    (True, True, False): "disputed",
+    (True, False, True): "accused",
+    (True, False, False): "accused",
+    # On other inputs other results are right: they say nothing.
+    (False, True, True): "disputed",
+    (False, True, False): "disputed",
+    (False, False, True): "disputed",
+    (False, False, False): "disputed",
+}
+
+
+def outcome_of(opinion: Opinion) -> Outcome:
+    if opinion.void:
+        return "void"
+    return OUTCOMES[not opinion.inputs, not opinion.own, not opinion.links]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What follows from an answer. `liar`: who is not to be believed, empty for nobody; what it did from step `trusted`
+    on is void. `again`: the same stretch is to be run by the job owner's own machine."""
+
+    outcome: Outcome
+    reason: str = ""
+    liar: str = ""
+    trusted: int = 0
+    again: Check | None = None
+
+
+@dataclass(slots=True)
+class Inspector:
+    """One job's. `secret` decides what is checked and must stay with the owner. `owner`: its peer id, the last
+    resort. `tasks_per_step`: microbatches that cross a stage."""
+
+    secret: bytes
+    owner: str
+    tasks_per_step: int
+    reputations: dict[str, Reputation] = field(default_factory=dict[str, Reputation])
+    open: dict[int, Check] = field(default_factory=dict[int, Check])
+    """Stage -> the check under way."""
+    liars: set[str] = field(default_factory=set[str])
+    checked_tasks: int = 0
+    tasks: int = 0
+    _accusations: dict[int, tuple[Check, str]] = field(default_factory=dict[int, tuple[Check, str]])
+    """Stage -> the referee's check and its words, while the owner's machine runs the stretch."""
+    _trusted: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
+    """(stage, peer) -> the step up to which its work is not in doubt: the end of its last valid stretch."""
+
+    @property
+    def hold(self) -> int | None:
+        """What is retained from this step on is needed by a check."""
+        return min((check.first for check in self.open.values()), default=None)
+
+    def due(self, places: Mapping[int, str], guards: Mapping[int, str], first: int, below: int) -> tuple[Check, ...]:
+        """The stretch [first, below) is over at all guarded stages: which of them are checked. The owner's own stages
+        are not, and nobody checks itself."""
+        checks: list[Check] = []
+        for stage, referee in sorted(guards.items()):
+            peer = places[stage]
+            if peer in (referee, self.owner):
+                continue
+            tasks = (below - first) * self.tasks_per_step
+            self.tasks += tasks
+            self._trusted.setdefault((stage, peer), first)
+            chance = self.reputations.get(peer, Reputation()).chance(tasks)
+            if drawn(self.secret, peer, stage, first, chance):
+                checks.append(Check(stage, peer, referee, first, below))
+        self.open.update({check.stage: check for check in checks})
+        return tuple(checks)
+
+    def answered(self, check: Check, opinion: Opinion) -> Found | None:
+        """None for a check that is not open."""
+        if self.open.get(check.stage) != check:
+            return None
+        accusation = self._accusations.pop(check.stage, None)
+        outcome = outcome_of(opinion)
+        if accusation is not None:
+            del self.open[check.stage]
+            return self._settled(accusation[0], accusation[1], outcome, opinion)
+        if outcome == "accused":
+            again = Check(check.stage, check.peer, self.owner, check.first, check.below)
+            self.open[check.stage] = again
+            self._accusations[check.stage] = (check, opinion.own)
+            return Found("accused", opinion.own, again=again)
+        del self.open[check.stage]
+        match outcome:
+            case "valid":
+                self._hold_valid(check)
+                return Found("valid")
+            case "disputed":
+                return self._disputed(check, opinion)
+            case "void":
+                return Found("void", opinion.void)
+
+    def _hold_valid(self, check: Check) -> None:
+        self.reputations[check.peer] = self.reputations.get(check.peer, Reputation()).held()
+        self._trusted[check.stage, check.peer] = check.below
+        self.checked_tasks += (check.below - check.first) * self.tasks_per_step
+
+    def _settled(self, check: Check, said: str, outcome: Outcome, opinion: Opinion) -> Found:
+        """The owner's machine has run what the referee took exception to."""
+        match outcome:
+            case "accused":
+                return self._guilty(check.peer, check, said)
+            case "valid":
+                self._hold_valid(check)
+                return self._guilty(check.referee, check, "its word against another peer did not hold")
+            case "disputed":
+                return self._disputed(check, opinion)
+            case "void":
+                for peer in (check.peer, check.referee):
+                    self.reputations[peer] = self.reputations.get(peer, Reputation()).doubted()
+                return Found("void", f"{said}; the job's own machine could not run it: {opinion.void}")
+
+    def _disputed(self, check: Check, opinion: Opinion) -> Found:
+        """About what went between the peer and a neighbour. The owner's own stages are believed."""
+        partners = sorted(opinion.inputs | opinion.links)
+        what = "what it says it got or gave is not what its neighbour says"
+        if self.owner in partners:
+            return self._guilty(check.peer, check, what)
+        again = [partner for partner in partners if partner in self._of(check.peer).partners]
+        for partner in partners:
+            self.reputations[check.peer] = self._of(check.peer).doubted(partner)
+            self.reputations[partner] = self._of(partner).doubted(check.peer)
+        for peer in (check.peer, *partners):
+            if len(self._of(peer).partners) > 1:
+                return self._guilty(peer, check, "its word stands against that of two others")
+        if again:
+            return self._guilty(check.peer, check, f"{what}, for the second time")
+        return Found("disputed", what)
+
+    def _of(self, peer: str) -> Reputation:
+        return self.reputations.get(peer, Reputation())
+
+    def _guilty(self, peer: str, check: Check, reason: str) -> Found:
+        self.liars.add(peer)
+        self.reputations.pop(peer, None)
+        since = [step for (_, who), step in self._trusted.items() if who == peer]
+        self.drop()
+        return Found("accused", reason, liar=peer, trusted=min(since, default=check.below))
+
+    def drop(self) -> None:
+        """A round began, or somebody goes: nobody waits for the answers under way."""
+        self.open.clear()
+        self._accusations.clear()
+
+    def went_back(self, step: int) -> None:
+        """Steps from `step` on are done again: they are nobody's merit."""
+        self._trusted = {key: min(known, step) for key, known in self._trusted.items()}

@@ -1,0 +1,137 @@
+"""One microbatch through a stage program, forward or back, packed as it travels, and the marks of what went in and out.
+
+The same functions serve the stage that does the work and the referee that does it again, so that both mean the same by
+it. Everything here runs in the compute thread. Decides nothing.
+
+Neighbours: `execution.work` and `execution.referee` call; `execution.marks` and `execution.codecs` do the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusionai.backends.interface import Call, StageProgram
+from fusionai.execution.accumulate import total_gradient
+from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
+from fusionai.execution.codecs import Carried, pack, unpack_all
+from fusionai.execution.held import ByConsumer
+from fusionai.execution.marks import mark
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire import messages as wire
+from fusionai.wire.codecs import codec_between, packing
+from fusionai.wire.messages import StageOptions
+
+ByStage = dict[int, dict[str, Carried]]
+"""Stage at the other end -> what went there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """How a stage computes and what it exchanges with whom."""
+
+    program: StageProgram
+    boundary: Boundary
+    options: StageOptions
+
+    def forward(self, call: Call, inputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ByStage]:
+        """(values, what goes to each stage)."""
+        values = self.program.forward(call, inputs, self.boundary.wanted(call.mode))
+        own = self.boundary.stage
+        carried = {
+            port.other: self._packed(
+                own, port.other, {name: values[name] for name in port.carried(call.mode)}, forward=True
+            )
+            for port in self.boundary.sends
+        }
+        return values, carried
+
+    def backward(self, call: Call, arrived: ByConsumer) -> ByStage:
+        """What goes back to each stage."""
+        gradients = {value: total_gradient(unpack_all(by_consumer)) for value, by_consumer in arrived.items()}
+        if LOSS in self.boundary.job_outputs("train"):
+            gradients[LOSS] = _loss_seed(self.options.microbatches)
+        made = self.program.backward(call, gradients)
+        own = self.boundary.stage
+        # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
+        return {
+            port.other: self._packed(
+                port.other, own, {value: made[value] for value in port.needs_grad if value in made}, forward=False
+            )
+            for port in self.returns
+        }
+
+    @property
+    def returns(self) -> list[Port]:
+        """Where gradients go."""
+        return [port for port in self.boundary.receives if port.other != FEED and port.needs_grad]
+
+    def _packed(
+        self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, forward: bool
+    ) -> dict[str, Carried]:
+        codec = codec_between(self.options.codecs, producer, consumer)
+        way = packing(codec, forward=forward)
+        return {name: pack(name, value, way, following=forward) for name, value in values.items()}
+
+    # -------------------------------------------------------------------------------------------------------- marks
+
+    def marks_got_forward(self, microbatch: int, inputs: Mapping[str, HostTensor], key: bytes) -> list[wire.Mark]:
+        own = self.boundary.stage
+        return [
+            _mark(port.other, own, microbatch, _some(inputs, port.values), key, sent=False, forward=True)
+            for port in self.boundary.receives
+        ]
+
+    def marks_got_back(self, microbatch: int, arrived: ByConsumer, key: bytes) -> list[wire.Mark]:
+        by_stage: dict[int, dict[str, Carried]] = {port.other: {} for port in self.boundary.sends if port.needs_grad}
+        for value, gradients in arrived.items():
+            for consumer, gradient in gradients.items():
+                by_stage[consumer][value] = gradient
+        own = self.boundary.stage
+        return [
+            _mark(own, consumer, microbatch, unpack_all(values), key, sent=False, forward=False)
+            for consumer, values in by_stage.items()
+        ]
+
+    def marks_gave(self, microbatch: int, gave: ByStage, key: bytes, *, forward: bool) -> list[wire.Mark]:
+        own, marks = self.boundary.stage, list[wire.Mark]()
+        for other, carried in gave.items():
+            ends = (own, other) if forward else (other, own)
+            marks.append(_mark(*ends, microbatch, unpack_all(carried), key, sent=True, forward=forward))
+        return marks
+
+    def mark_at(
+        self, other: int, microbatch: int, carried: Mapping[str, Carried], key: bytes, *, forward: bool
+    ) -> wire.Mark:
+        """As the stage that gets it makes it."""
+        own = self.boundary.stage
+        ends = (own, other) if forward else (other, own)
+        return _mark(*ends, microbatch, unpack_all(carried), key, sent=False, forward=forward)
+
+
+def _mark(
+    producer: int,
+    consumer: int,
+    microbatch: int,
+    values: Mapping[str, HostTensor],
+    key: bytes,
+    *,
+    sent: bool,
+    forward: bool,
+) -> wire.Mark:
+    """Of activations from `producer` to `consumer`, or of their gradients, which go the other way."""
+    what = f"{producer}{'>' if forward else '<'}{consumer}/{microbatch}"
+    other = consumer if sent == forward else producer
+    return wire.Mark(sent, forward, other, microbatch, mark(values, key, what=what))
+
+
+def _some(values: Mapping[str, HostTensor], names: Iterable[str]) -> dict[str, HostTensor]:
+    return {name: values[name] for name in names}
+
+
+def _loss_seed(microbatches: int) -> HostTensor:
+    """d(mean over microbatches)/d(one microbatch's loss), rounded once to float32 as `(loss / M).backward()` does."""
+    seed = np.float32(1) / np.float32(microbatches)
+    return host_tensor("float32", (), seed.tobytes())
