@@ -133,11 +133,15 @@ def plain_losses(model: nn.Module, done: Run) -> list[float]:
 def test_losses_are_those_of_one_process_and_outlive_a_machine(base: Base, form: Stored, tmp_path: Path) -> None:
     """What is sent and kept of a frozen weight is its packed bytes, to the guard as well."""
     sent: dict[str, set[int]] = {}
+    copied: dict[tuple[wire.Fence, int, str], int] = {}
 
     def watch(pool: MemoryPool, message: wire.Message) -> None:
         if isinstance(message, wire.StateChunk | wire.Snapshot):
             for header in message.tensors:
                 sent.setdefault(header.name, set()).add(int(np.prod(header.shape)) if header.dtype == "uint8" else -1)
+                if isinstance(message, wire.Snapshot):
+                    at = message.fence, message.stage, header.name
+                    copied[at] = copied.get(at, 0) + 1
         if isinstance(message, wire.Commit) and message.record.step == 2 and peer_id(1) not in struck:
             struck.append(peer_id(1))
             pool.kill(peer_id(1))
@@ -154,6 +158,9 @@ def test_losses_are_those_of_one_process_and_outlive_a_machine(base: Base, form:
     for spec in with_stored(base.captured.graph, form).params.values():
         if spec.stored:
             assert sent[f"model/{spec.key}"] == {stored_bytes(tuple(spec.shape), spec.stored)}
+    frozen = {f"model/{spec.key}" for spec in base.captured.graph.params.values() if not spec.trainable}
+    assert {count for (*_, name), count in copied.items() if name in frozen} == {1}, "once in a round"
+    assert max(count for (*_, name), count in copied.items() if name not in frozen) > 1
 
 
 def test_another_form_is_another_graph(base: Base) -> None:

@@ -2,7 +2,8 @@
 
 Decides when bytes are copied: one chunk at a time while the network takes them, and whatever is left right before the
 state changes (copy on apply). At most two snapshots wait; a third takes the place of the one not begun. A snapshot that
-can't be sent is dropped: the next one comes in `snapshot_every` steps.
+can't be sent is dropped: the next one comes in `snapshot_every` steps. What never changes (frozen weights, constants)
+is in the first snapshot that a guard gets, and in no later one until something goes wrong.
 
 Neighbours: `execution.runtime` says when, `execution.member` sends, the guard's `execution.snapshots` keeps.
 """
@@ -13,7 +14,8 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from fusionai.backends.interface import StageProgram
@@ -25,19 +27,29 @@ from fusionai.primitives.tensors import HostTensor
 log = logging.getLogger(__name__)
 
 Chunk = list[tuple[str, HostTensor]]
-SendChunk = Callable[[int, int, Chunk | None], Awaitable[None]]
-"""(step, part, chunk; None: that was all). Raises `FusionError` when the guard can't be reached."""
 MAX_WAITING: Final = 2
 FAILURES_TOLD: Final = 2
 """Snapshots lost one after the other before somebody is told: the line stands still then."""
 
 
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Names of a state's entries. `fixed`: those of values that no step changes."""
+
+    fixed: Sequence[str]
+    moving: Sequence[str]
+
+
 class StateCopy:
     """The state of `step`. `take` and `complete` run in the compute thread, so never beside a change of the state."""
 
-    def __init__(self, step: int, program: StageProgram) -> None:
+    def __init__(self, step: int, program: StageProgram, entries: Entries) -> None:
         self.step = step
-        self._pending: Iterator[Chunk] = chunks(program.export_state(("model", "optimizer")))
+        self.rest_of: int | None = None
+        """The step whose snapshot has what never changes."""
+        self._program = program
+        self._fixed = tuple(entries.fixed)
+        self._pending: Iterator[Chunk] = chunks(self._named(entries.moving))
         self._copied: deque[Chunk] = deque()
         self._failure: str | None = None
 
@@ -45,7 +57,15 @@ class StateCopy:
         """Raises `ExecutionError` when the copy could not be made in time: the rest of the state is gone."""
         if self._failure is not None:
             raise ExecutionError(self._failure)
-        return self._copied.popleft() if self._copied else next(self._pending, None)
+        found = self._copied.popleft() if self._copied else next(self._pending, None)
+        if found is None and self.rest_of is None and self._fixed:
+            fixed, self._fixed = self._fixed, ()
+            self._pending = chunks(self._named(fixed))
+            found = next(self._pending, None)
+        return found
+
+    def _named(self, names: Sequence[str]) -> Iterator[tuple[str, HostTensor]]:
+        return (entry for name in names for entry in self._program.export_entries([name]))
 
     def complete(self) -> None:
         """The state is about to change: copy what has not been taken. Where that fails (no memory), the step must not
@@ -58,6 +78,10 @@ class StateCopy:
             self._copied.clear()
 
 
+SendChunk = Callable[[StateCopy, int, Chunk | None], Awaitable[None]]
+"""(copy, part, chunk; None: that was all). Raises `FusionError` when the guard can't be reached."""
+
+
 class Copies:
     """`on_failures` is told why after `FAILURES_TOLD` snapshots in a row did not arrive."""
 
@@ -65,10 +89,14 @@ class Copies:
         self,
         stage: int,
         program: StageProgram,
+        entries: Entries,
         compute: ComputeThread,
         send: SendChunk,
         on_failures: Callable[[str], None],
     ) -> None:
+        self._entries = entries
+        self._whole: int | None = None
+        """Step of the last snapshot that was sent to the end, under this fence and without trouble since."""
         self._stage = stage
         self._program = program
         self._compute = compute
@@ -82,7 +110,7 @@ class Copies:
         """Send the present state, which is that of `step`."""
         while len(self._waiting) >= MAX_WAITING:
             log.warning("stage %d: no snapshot of step %d, earlier ones wait", self._stage, self._waiting.pop().step)
-        self._waiting.append(StateCopy(step, self._program))
+        self._waiting.append(StateCopy(step, self._program, self._entries))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._run())
 
@@ -95,12 +123,15 @@ class Copies:
         """Their fence is gone: nobody would take the rest."""
         self._waiting.clear()
         self._failures = 0
+        self._whole = None
 
     async def _run(self) -> None:
         while self._waiting:
             copy = self._waiting[0]
+            copy.rest_of, self._whole = self._whole, None
             try:
-                await self._send_all(copy)
+                if await self._send_all(copy):
+                    self._whole = copy.step
                 self._failures = 0
             except FusionError as error:
                 self._count(copy, str(error))
@@ -117,14 +148,16 @@ class Copies:
         if self._failures == FAILURES_TOLD:
             self._on_failures(reason)
 
-    async def _send_all(self, copy: StateCopy) -> None:
+    async def _send_all(self, copy: StateCopy) -> bool:
+        """Whether it went out whole."""
         for part in itertools.count():
             chunk, _ = await self._compute.run(copy.take)
             if not self._waiting or self._waiting[0] is not copy:
-                return
-            await self._send(copy.step, part, chunk)
+                return False
+            await self._send(copy, part, chunk)
             if chunk is None:
-                return
+                return bool(self._waiting) and self._waiting[0] is copy
+        return False
 
     async def close(self) -> None:
         self.abandon()

@@ -23,7 +23,7 @@ from fusionai.execution.arrivals import Arrivals
 from fusionai.execution.boundary import Boundary
 from fusionai.execution.codecs import joined
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.copies import Chunk, Copies
+from fusionai.execution.copies import Chunk, Copies, Entries, StateCopy
 from fusionai.execution.exchange import check_values
 from fusionai.execution.held import Held
 from fusionai.execution.postman import Postman
@@ -83,7 +83,9 @@ class StageRuntime:
                 exchanges=_exchanges(options) if self._trainable else NO_EXCHANGES,
             )
         )
-        self._copies = Copies(boundary.stage, program, compute, self._send_copy, self._guard_lost)
+        self._copies = Copies(
+            boundary.stage, program, _entries(graph, options), compute, self._send_copy, self._guard_lost
+        )
         self._guard: tuple[PeerId, tuple[str, ...]] | None = None
         self._bench = Bench(
             self,
@@ -355,17 +357,18 @@ class StageRuntime:
                 return
         self._handle(machine.StateArrived(step))
 
-    async def _send_copy(self, step: int, part: int, chunk: Chunk | None) -> None:
+    async def _send_copy(self, copy: StateCopy, part: int, chunk: Chunk | None) -> None:
         if self._guard is None:
             raise ExecutionError(f"stage {self.stage} has no guard.")
         named = dict(chunk or ())
         message = wire.Snapshot(
             fence=self.fence,
             stage=self.stage,
-            step=step,
+            step=copy.step,
             part=part,
             line=self._machine.line,
             last=chunk is None,
+            rest_of=copy.rest_of,
             tensors=headers(named),
         )
         await self._postman.to_guard(*self._guard, message, tuple(named.values()))
@@ -404,6 +407,17 @@ class StageRuntime:
 
     def _failed(self, code: wire.RefusalCode, reason: str) -> None:
         self._postman.failed(self.stage, self.fence, code, reason)
+
+
+def _entries(graph: Graph, options: StageOptions) -> Entries:
+    """What no step changes: frozen weights, constants, and buffers that the graph does not write."""
+    written = set(graph.state_writes.values())
+    fixed = {spec.key for spec in graph.params.values() if not spec.trainable and spec.key not in written}
+    entries = state_entries(graph, options.optimizer)
+    return Entries(
+        fixed=[name for name, entry in entries.items() if entry.key in fixed],
+        moving=[name for name, entry in entries.items() if entry.key not in fixed],
+    )
 
 
 def _exchanges(options: StageOptions) -> Exchanges:

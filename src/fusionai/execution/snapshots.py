@@ -12,7 +12,7 @@ Neighbours: `execution.member` feeds it and answers the driver, `execution.runti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,7 +34,8 @@ class _Snapshot:
     step: int
     parts: int = 0
     entries: dict[str, HostTensor] = field(default_factory=dict[str, HostTensor])
-    nbytes: int = 0
+    rest: Mapping[str, HostTensor] = field(default_factory=dict[str, HostTensor])
+    """Of an earlier snapshot: what this one does not name is as it was there."""
 
     def is_continued_by(self, sender: PeerId, message: wire.Snapshot) -> bool:
         mine = (self.sender, self.fence, self.step, self.parts)
@@ -57,12 +58,12 @@ class SnapshotStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(snapshot.nbytes for snapshot in (*self._whole.values(), *self._arriving.values()))
+        return _bytes_of((*self._whole.values(), *self._arriving.values()))
 
     def nbytes_beside(self, stage: int) -> int:
         """Those of all stages but this one."""
         snapshots = (*self._whole.values(), *self._arriving.values())
-        return sum(snapshot.nbytes for snapshot in snapshots if snapshot.stage != stage)
+        return _bytes_of(snapshot for snapshot in snapshots if snapshot.stage != stage)
 
     @property
     def held(self) -> tuple[SnapshotAt, ...]:
@@ -77,12 +78,12 @@ class SnapshotStore:
     def take(self, sender: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> bool:
         """One part; True when the snapshot is whole. What was arriving for this stage is dropped when a new one begins.
 
-        Raises `ExecutionError` when there is no room or an entry comes twice: the rest of that snapshot is ignored
-        then, like parts that follow a gap."""
+        Raises `ExecutionError` when there is no room, an entry comes twice, or the snapshot that has the rest of this
+        one is not here: what else comes of it is ignored then, like parts that follow a gap."""
         self.drop_below(message.line)
         arriving = self._arriving.pop(message.stage, None)
         if message.part == 0:
-            arriving = _Snapshot(sender, message.fence, message.stage, message.step)
+            arriving = _Snapshot(sender, message.fence, message.stage, message.step, rest=self._rest(message))
         elif arriving is None or not arriving.is_continued_by(sender, message):
             return False
         arriving.parts += 1
@@ -90,8 +91,8 @@ class SnapshotStore:
             raise ExecutionError(f"a snapshot of stage {message.stage} names {min(repeated)} twice.")
         for name, tensor in tensors.items():
             arriving.entries[name] = HostTensor(tensor.dtype, tensor.shape, tensor.data.toreadonly())
-            arriving.nbytes += tensor.nbytes
-        needed_bytes, room_bytes = self.nbytes + arriving.nbytes, self._room_bytes()
+        others = (*self._whole.values(), *self._arriving.values())
+        needed_bytes, room_bytes = _bytes_of((*others, arriving)), self._room_bytes()
         if needed_bytes > room_bytes or len(arriving.entries) > MAX_ENTRIES:
             raise ExecutionError(
                 f"no room for a snapshot of stage {message.stage}: {needed_bytes} bytes in {len(arriving.entries)} "
@@ -100,8 +101,20 @@ class SnapshotStore:
         if not message.last:
             self._arriving[message.stage] = arriving
             return False
+        arriving.entries, arriving.rest = {**arriving.rest, **arriving.entries}, {}
         self._keep(arriving)
         return True
+
+    def _rest(self, message: wire.Snapshot) -> Mapping[str, HostTensor]:
+        if message.rest_of is None:
+            return {}
+        known = self.whole(message.stage, message.rest_of)
+        if known is None:
+            raise ExecutionError(
+                f"a snapshot of stage {message.stage} is to be completed from that of step {message.rest_of}, which is "
+                "not here."
+            )
+        return known
 
     def _keep(self, snapshot: _Snapshot) -> None:
         """The two newest stay, less those of a course of events that was taken back."""
@@ -136,3 +149,9 @@ class SnapshotStore:
     def clear(self) -> None:
         self._whole.clear()
         self._arriving.clear()
+
+
+def _bytes_of(snapshots: Iterable[_Snapshot]) -> int:
+    """What several snapshots have in common is there once."""
+    held = (tensor for one in snapshots for tensor in (*one.entries.values(), *one.rest.values()))
+    return sum({id(tensor): tensor.nbytes for tensor in held}.values())

@@ -38,6 +38,7 @@ class Chain:
         self._state = _sums([b.parameter_bytes + (held * b.trainable_bytes if training else 0.0) for b in blocks])
         self._trained = _sums([float(b.trainable_bytes) if training else 0.0 for b in blocks])
         self._saved = _sums([b.parameter_bytes + (slots - 1.0) * b.trainable_bytes for b in blocks])
+        self._moving = _sums([slots * b.trainable_bytes for b in blocks])
         self._again = _sums([b.forward_flops if training else 0.0 for b in blocks])
         self._activations = [float(b.activation_bytes) if training else 0.0 for b in blocks]
         self._kept = _sums(self._activations)
@@ -74,6 +75,10 @@ class Chain:
     def state_bytes(self, start: int, end: int) -> float:
         """Parameters and optimizer slots: what a snapshot or a checkpoint of the range holds."""
         return self._saved[end] - self._saved[start]
+
+    def moving_bytes(self, start: int, end: int) -> float:
+        """Of that, what steps change: a later snapshot has no more."""
+        return self._moving[end] - self._moving[start]
 
     def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
         """Parameters, their gradients and optimizer slots, other replicas' gradients, the largest workspace, and the

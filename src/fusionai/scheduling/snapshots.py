@@ -83,7 +83,7 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
         why = f"so that a replay takes at most {format_seconds(REPLAY_S)}"
     replay_s = (2 * every - 1) * compute_s
     steps = "step" if every == 1 else f"{every} steps"
-    traffic = sum(costs.state_bytes(stage) for stage, _ in pairs) / every
+    traffic = sum(costs.snapshot_bytes(stage) for stage, _ in pairs) / every
     return SnapshotInterval(
         every=every,
         reason=f"a snapshot every {steps}: {why}; a lost peer's stand-in replays at most {format_seconds(replay_s)}.",
@@ -109,7 +109,7 @@ def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]
     arriving_s: defaultdict[str, float] = defaultdict(float)
     worst, why = 1.0, ""
     for stage, guard in pairs:
-        state = costs.state_bytes(stage)
+        state = costs.snapshot_bytes(stage)
         transfer_s = costs.snapshot_s(stage, guard)
         if costs.hop(stage.peer, guard).shared:
             arriving_s[guard] += state / costs.profiles[guard].downlink.bandwidth_bytes_per_s

@@ -37,8 +37,12 @@ class StageCosts:
         self._first = problem.blocks[0].block
 
     def state_bytes(self, stage: StagePlacement) -> int:
-        """Of one snapshot: parameters and optimizer slots. 0: a stage without state, which anybody can start anew."""
+        """Parameters and optimizer slots. 0: a stage without state, which anybody can start anew."""
         return round(self._chain.state_bytes(*self._positions(stage)))
+
+    def snapshot_bytes(self, stage: StagePlacement) -> int:
+        """Of one snapshot, but for the first: what is frozen a guard gets once."""
+        return round(self._chain.moving_bytes(*self._positions(stage)))
 
     def forward_bytes(self, stage: StagePlacement) -> float:
         """Sent downstream per microbatch."""
@@ -150,7 +154,7 @@ class StageCosts:
     def snapshot_s(self, stage: StagePlacement, guard: str) -> float:
         """Transfer of one snapshot to `guard`, the link being free."""
         link = self.hop(stage.peer, guard)
-        return self.state_bytes(stage) / link.bandwidth_bytes_per_s + link.latency_s
+        return self.snapshot_bytes(stage) / link.bandwidth_bytes_per_s + link.latency_s
 
     def guardable(self, plan: Plan, stage: StagePlacement) -> bool:
         """Stages with state outside the job owner's process: what that process holds dies with the writer itself."""

@@ -507,6 +507,8 @@ class Snapshot(WireMessage, frozen=True, kw_only=True, tag="snapshot"):
     """Parts come in order from 0; the last one may be empty. A gap makes the rest worthless."""
     line: Count
     last: bool
+    rest_of: Count | None = None
+    """What never changes is not sent again: it is that of the snapshot of this step, which the receiver has whole."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
 from fusionai.backends.interface import StageProgram
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.copies import FAILURES_TOLD, Chunk, Copies
+from fusionai.execution.copies import FAILURES_TOLD, Chunk, Copies, Entries, StateCopy
+from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 
 
@@ -20,12 +21,10 @@ class Program:
     def __init__(self, *, broken: bool) -> None:
         self.broken = broken
 
-    def export_state(self, parts: Any) -> Iterator[tuple[str, HostTensor]]:
-        del parts
-        yield "model/a", host_tensor("float32", (1,), bytearray(4))
-        if self.broken:
+    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        if self.broken and "model/b" in names:
             raise MemoryError("no room")
-        yield "model/b", host_tensor("float32", (1,), bytearray(4))
+        return [(name, host_tensor("float32", (1,), bytearray(4))) for name in names]
 
 
 async def told_of(program: Program, *, applied: bool, send_fails: bool = False) -> tuple[list[str], list[int]]:
@@ -34,14 +33,15 @@ async def told_of(program: Program, *, applied: bool, send_fails: bool = False) 
     whole: list[int] = []
     compute = ComputeThread()
 
-    async def send(step: int, part: int, chunk: Chunk | None) -> None:
+    async def send(copy: StateCopy, part: int, chunk: Chunk | None) -> None:
         del part
         if send_fails:
             raise RuntimeError("the sender broke")
         if chunk is None:
-            whole.append(step)
+            whole.append(copy.step)
 
-    copies = Copies(0, cast(StageProgram, program), compute, send, told.append)
+    entries = Entries(fixed=[], moving=["model/a", "model/b"])
+    copies = Copies(0, cast(StageProgram, program), entries, compute, send, told.append)
     for step in range(FAILURES_TOLD):
         copies.begin(step)
         if applied:
@@ -69,3 +69,43 @@ def test_a_sender_that_breaks_is_told_too():
 
 def test_a_state_that_arrives_is_no_failure():
     assert asyncio.run(told_of(Program(broken=False), applied=True)) == ([], [0, 1])
+
+
+def test_what_never_changes_is_sent_once_until_something_goes_wrong():
+    sent: list[tuple[int, int | None, list[str]]] = []
+    trouble = False
+
+    async def main() -> None:
+        nonlocal trouble
+        compute = ComputeThread()
+
+        async def send(copy: StateCopy, part: int, chunk: Chunk | None) -> None:
+            del part
+            if trouble:
+                raise ExecutionError("the guard is gone")
+            if chunk is not None:
+                sent.append((copy.step, copy.rest_of, [name for name, _ in chunk]))
+
+        entries = Entries(fixed=["model/frozen"], moving=["model/a"])
+        copies = Copies(0, cast(StageProgram, Program(broken=False)), entries, compute, send, [].append)
+
+        async def snapshot(step: int) -> None:
+            copies.begin(step)
+            assert copies._sender is not None
+            await copies._sender
+
+        await snapshot(2)
+        await snapshot(4)
+        trouble = True
+        await snapshot(6)
+        trouble = False
+        await snapshot(8)
+        copies.abandon()  # another round: perhaps another guard
+        await snapshot(8)
+        await copies.close()
+        compute.close()
+
+    asyncio.run(main())
+    everything, moving = [["model/a"], ["model/frozen"]], [["model/a"]]
+    by_step = [(2, None, everything), (4, 2, moving), (8, None, everything), (8, None, everything)]
+    assert sent == [(step, rest, names) for step, rest, parts in by_step for names in parts]

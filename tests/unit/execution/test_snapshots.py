@@ -41,10 +41,18 @@ class Store(SnapshotStore):
         fence: Fence = FENCE,
         sender: str = STAGE_PEER,
         entries: dict[str, HostTensor] | None = None,
+        rest_of: int | None = None,
     ) -> bool:
         carried = (entry("a"), entry("b"), {})[number] if entries is None else entries
         message = wire.Snapshot(
-            fence=fence, stage=stage, step=step, part=number, line=line, last=number == 2, tensors=headers(carried)
+            fence=fence,
+            stage=stage,
+            step=step,
+            part=number,
+            line=line,
+            last=number == 2,
+            rest_of=rest_of,
+            tensors=headers(carried),
         )
         return self.take(sender, message, carried)  # pyright: ignore[reportArgumentType]
 
@@ -254,3 +262,29 @@ def test_what_is_held_is_bounded_over_everything():
     held.drop()
     held.keep(backward(microbatch=1)[0], {"y0": rows()})
     assert held.nbytes == rows().nbytes
+
+
+def test_a_snapshot_takes_the_rest_of_an_earlier_one_and_its_memory():
+    store = Store()
+    assert store.all(4)
+    for number, entries in enumerate((entry("a"), {}, {})):
+        whole = store.part(number, step=6, entries=entries, rest_of=4)
+    assert whole
+    before, after = store.whole(1, 4), store.whole(1, 6)
+    assert before is not None
+    assert after is not None
+    assert after.keys() == {"a", "b"}
+    assert after["b"] is before["b"]
+    assert after["a"] is not before["a"]
+    assert store.nbytes == 3 * PART_BYTES, "b is there once"
+    store.drop_below(6)
+    assert store.nbytes == 2 * PART_BYTES
+
+
+def test_a_snapshot_whose_rest_is_not_here_is_refused():
+    store = Store()
+    assert store.all(4)
+    with pytest.raises(ExecutionError, match="completed from that of step 2, which is not here"):
+        store.part(0, step=6, rest_of=2)
+    assert not store.part(1, step=6, rest_of=2), "a gap"
+    assert store.held == at((1, 4))
