@@ -50,10 +50,10 @@ def greedy(model: Path, prompt: str) -> str:
     return tokenizer.decode(made[0, asked.shape[1] :], skip_special_tokens=True)
 
 
-def asked(url: str, prompt: str) -> dict[str, Any]:
-    """The answer of a served model named `tiny`, with its route."""
+def asked(url: str, prompt: str, model: str = "tiny") -> dict[str, Any]:
+    """The answer of a served model, with its route."""
     body = {
-        "model": "tiny",
+        "model": model,
         "prompt": prompt,
         "max_tokens": TOKENS,
         "temperature": 0,

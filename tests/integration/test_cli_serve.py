@@ -114,3 +114,51 @@ def test_a_pool_ends_with_its_owner_however_that_ends(tmp_path: Path) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(420)
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
+def test_adapters_are_chosen_by_a_requests_model(model: Path, tmp_path: Path) -> None:
+    """Each answers as transformers does with it merged into the model."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    merged: dict[str, Path] = {"tiny": model}
+    options: list[object] = []
+    for number, name in enumerate(("law", "poems")):
+        tuned = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=4 + number, target_modules="all-linear")
+        )
+        torch.manual_seed(number)
+        with torch.no_grad():
+            for key, parameter in tuned.named_parameters():
+                if ".lora_" in key:
+                    parameter.copy_(0.2 * torch.randn_like(parameter))
+        tuned.save_pretrained(str(tmp_path / name))
+        options += ["--adapter", f"{name}={tmp_path / name}"]
+        merged[name] = tmp_path / f"{name}-merged"
+        tuned.merge_and_unload().save_pretrained(merged[name])
+        for tokenizer in model.glob("tokenizer*"):
+            (merged[name] / tokenizer.name).write_bytes(tokenizer.read_bytes())
+    figures = tmp_path / "serve.json"
+    server = Process(
+        *("serve", model, "--local", 2, "--context", 128, "--sessions", 4, "--port", 0, *options),
+        *("--home", tmp_path / "home", "--json", figures),
+    )
+    try:
+        heard(server, "curl ")
+        ready = json.loads(figures.read_text())
+        assert ready["adapters"] == ["law", "poems"]
+        answers = {name: asked(ready["url"], "a pool of", name)["choices"][0]["text"] for name in merged}
+        assert answers == {name: greedy(directory, "a pool of") for name, directory in merged.items()}
+        assert len(set(answers.values())) == 3
+        server.interrupt()
+        assert server.ended() == 0
+    finally:
+        if server.lives:
+            server.interrupt()
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(timeout=60)
+        server.end()

@@ -17,6 +17,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.capture.adapter_slots import slots_of
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import DirectorySource
+from fusionai.ir.ends import ends
 from fusionai.ir.serving import require_servable, serving_graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError, ModelError
@@ -168,6 +169,10 @@ def test_without_an_adapter_the_bits_are_the_bases(llama: Trained, captured: Cap
     with_slots, without = pipeline(captured, llama.ranks, backend), pipeline(plain, (), backend)
     for one, other in zip(served(with_slots, 1, 5), served(without, 1, 5), strict=True):
         np.testing.assert_array_equal(one[0], other[0])
+
+
+def test_the_ends_stay_with_the_owner_as_without_adapters(captured: Captured) -> None:
+    assert ends(serving_graph(captured.graph), training=False) == (1, 1)
 
 
 def test_who_else_is_in_the_pass_changes_no_bit(llama: Trained, captured: Captured) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusionai.backends.registry import lacking
+from fusionai.backends.trained import Trained, trained
+from fusionai.capture.build import Adapters
 from fusionai.capture.capture import Range, draft
 from fusionai.capture.source import ModelSource, describe
 from fusionai.capture.tasks import Task
@@ -23,6 +25,7 @@ from fusionai.ir.schema import Graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import tensor_bytes
+from fusionai.wire.messages import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class CheckReport:
     owed_bytes: int
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    trained: Trained
+    """With AdamW, 32 bits of state for each of its two moments."""
     lacking: Mapping[str, tuple[str, ...]]
     """Backend that is installed here -> operators of the model it has not."""
 
@@ -78,10 +83,18 @@ def check(
     sequence: Range = (1, 2048),
     seed: int = 0,
     example_inputs: Mapping[str, Any] | None = None,
+    adapter: Adapters | None = None,
 ) -> CheckReport:
     """Capture as far as it goes and report. Raises `ModelError` when the model can't be built or traced at all."""
     made = draft(
-        source, task=task, batch=batch, sequence=sequence, seed=seed, train=True, example_inputs=example_inputs
+        source,
+        task=task,
+        batch=batch,
+        sequence=sequence,
+        seed=seed,
+        train=True,
+        example_inputs=example_inputs,
+        adapter=adapter,
     )
     captured, graph = made.captured, made.captured.graph
     problems = [Problem(found.op, found.path, found.reason) for found in made.unsupported]
@@ -107,6 +120,7 @@ def check(
         ),
         problems=tuple(problems),
         notes=captured.notes,
+        trained=trained(graph, OptimizerSpec()),
         lacking={} if problems else lacking(graph),
     )
 

@@ -46,6 +46,8 @@ class Asked:
     replicas: int | Literal["auto"] = 1
     """Of a training job, whose gradients are summed at every step."""
     privacy: PrivacyLevel = "open"
+    lora: int | None = None
+    """Rank of an adapter that is trained in the place of the model."""
 
     @property
     def rows(self) -> int:
@@ -127,12 +129,17 @@ def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
 def captured(model: str, asked: Asked) -> Graph:
     """The graph of `model` (as `fusion plan` takes it) for the task. Loads the capturing framework."""
     with loading():
+        from fusionai.capture.adapter import Lora
         from fusionai.capture.capture import capture
         from fusionai.capture.source import parse_source
 
     source = parse_source(model)
     return capture(
-        source, batch=(1, max(asked.rows, 2)), sequence=(1, max(asked.sequence, 2)), train=asked.task == "train"
+        source,
+        batch=(1, max(asked.rows, 2)),
+        sequence=(1, max(asked.sequence, 2)),
+        train=asked.task == "train",
+        adapter=None if asked.lora is None else Lora(asked.lora, 2.0 * asked.lora),
     ).graph
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import lora_option
 from fusionai.corpus.tables import Task
 from fusionai.primitives.garbage import loading
 from fusionai.primitives.units import format_bytes, format_count
@@ -31,18 +32,21 @@ if TYPE_CHECKING:
     show_default=True,
     help="What it would be trained for.",
 )
+@lora_option
 @click.option("--operators", is_flag=True, help="List every operator with its count.")
 @json_option
-def check(model: str, task: Task, operators: bool, json_file: Path | None) -> int:
+def check(model: str, task: Task, lora: int | None, operators: bool, json_file: Path | None) -> int:
     """Does MODEL fit? Captures it without allocating weights and reports blocks, parameters and what is unsupported.
 
     MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
     """
     with loading():
         from fusionai.capture import check as capture_check
+        from fusionai.capture.adapter import Lora
         from fusionai.capture.source import architecture_of, parse_source
 
-    report = capture_check.check(parse_source(model, architecture_of(task)), task=task)
+    adapter = None if lora is None else Lora(lora, 2.0 * lora)
+    report = capture_check.check(parse_source(model, architecture_of(task)), task=task, adapter=adapter)
     if json_file is not None:
         write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
     _show(report, task, every_operator=operators)
@@ -62,6 +66,7 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
         )
     if report.owed_bytes:
         console.line(f"{format_bytes(report.owed_bytes)} of values come from the job owner; the rest from the seed.")
+    console.line(f"With AdamW, {report.trained.words}")
     for note in report.notes:
         console.line(f"Note: {console.printable(note)}")
     for problem in report.problems:

@@ -52,6 +52,16 @@ class HowMany(click.ParamType[Any]):
         return number
 
 
+def lora_option(function: _Function) -> _Function:
+    """Give a command the parameter `lora: int | None`."""
+    return click.option(
+        "--lora",
+        type=click.IntRange(1, 4096),
+        metavar="RANK",
+        help="Train an adapter of this rank on every linear layer but the head, in the place of the whole model.",
+    )(function)
+
+
 def home_option(function: _Function) -> _Function:
     """Give a command the parameter `home: Path`."""
     return click.option(

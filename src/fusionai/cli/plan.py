@@ -15,6 +15,7 @@ from typing import Final, Literal, get_args
 import click
 import msgspec
 
+from fusionai.backends.trained import trained
 from fusionai.cli import console
 from fusionai.cli.apart_view import apart, apart_figures, show_apart
 from fusionai.cli.asked import Asked, captured, problem_of
@@ -22,7 +23,7 @@ from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
 from fusionai.cli.holders_view import show_holders
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lines_view import show_lines
-from fusionai.cli.options import HowMany, home_option
+from fusionai.cli.options import HowMany, home_option, lora_option
 from fusionai.cli.plan_figures import figures
 from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
 from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
@@ -45,6 +46,7 @@ from fusionai.scheduling.pace import paced
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Lever, PeerProfile, Plan, Problem
 from fusionai.wire.codecs import Compression
+from fusionai.wire.messages import OptimizerSpec
 
 FASTER: Final = 1.01
 """By so much a plan without the user's constraints must be faster to be worth a warning."""
@@ -70,6 +72,7 @@ FASTER: Final = 1.01
     show_default=True,
     help="How activations and gradients of a training job travel between stages.",
 )
+@lora_option
 @click.option(
     "--recompute",
     type=click.Choice(get_args(Lever)),
@@ -130,6 +133,7 @@ def plan(
     microbatches: int,
     sequence: int,
     compression: Compression,
+    lora: int | None,
     recompute: Lever,
     offload: Lever,
     replicas: int | Literal["auto"],
@@ -160,6 +164,8 @@ def plan(
     for flag, value in (("--recompute", recompute), ("--offload", offload)):
         if task == "serve" and value != "auto":
             raise UsageError(f"{flag} is for --task train.")
+    if task == "serve" and lora is not None:
+        raise UsageError("--lora is for --task train.")
     if task == "serve" and replicas != 1:
         raise UsageError("--replicas is for --task train.")
     catalogue = read_catalogue(catalogue_file)
@@ -181,6 +187,7 @@ def plan(
         offload=offload,
         replicas=replicas,
         privacy=_level(task, served, pool),
+        lora=lora,
     )
     graph = captured(model, asked)
     problem = paced(problem_of(graph, pool, asked))
@@ -198,6 +205,9 @@ def plan(
     cost = expense(found, _everyone(pool), pool.prices)
     show_picture(found, between, names)
     show_plan(found, names)
+    learning = None if task == "serve" else trained(graph, OptimizerSpec())
+    if learning is not None:
+        console.line(f"With AdamW, {learning.words}")
     for sentence in privacy_lines(asked.privacy, found):
         console.line(sentence)
     show_guards(watch, names)
@@ -236,6 +246,7 @@ def plan(
             {
                 **written,
                 "privacy": privacy_figures(asked.privacy, found),
+                "trained": learning,
                 "compression": compression,
                 "codecs": list(found.codecs),
                 "lighter": packed,

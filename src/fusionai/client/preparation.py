@@ -13,13 +13,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from fusionai.backends.state import state_bytes_ratio
+from fusionai.backends.trained import trained
 from fusionai.capture.adapter import Lora, StartedLora, adapter_config
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
@@ -55,7 +55,7 @@ from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
-from fusionai.primitives.units import format_bytes, format_count
+from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
 from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
 from fusionai.storage.rundir import RunDirectory
@@ -157,7 +157,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         base = _hashes(captured)
         form = recipe.adapter.base
         captured = replace(captured, graph=with_stored(captured.graph, "" if form == "fp32" else form))
-        progress(_trained(captured))
+        progress(f"adapter: {trained(captured.graph, recipe.optimizer).words}{_kept(captured)}")
     return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
 
 
@@ -187,15 +187,6 @@ def _hashes(captured: Captured) -> dict[str, str]:
     return found
 
 
-def _trained(captured: Captured) -> str:
-    """A line for people."""
-    trained = sum(prod(spec.shape) for spec in captured.graph.params.values() if spec.trainable)
-    return (
-        f"adapter: {format_count(trained)} of {format_count(captured.n_parameters)} parameters are trained; "
-        f"the others get no gradient and no optimizer state{_kept(captured)}"
-    )
-
-
 def _kept(captured: Captured) -> str:
     frozen = [spec for spec in captured.graph.params.values() if spec.stored]
     if not frozen:
@@ -203,7 +194,7 @@ def _kept(captured: Captured) -> str:
     packed_bytes = sum(stored_bytes(spec.shape, spec.stored) for spec in frozen)
     form = ", ".join(sorted({spec.stored for spec in frozen}))
     whole_bytes = sum(tensor_bytes(spec.dtype, spec.shape) for spec in frozen)
-    return f" and are kept in {form}: {format_bytes(packed_bytes)} instead of {format_bytes(whole_bytes)}"
+    return f" The base is kept in {form}: {format_bytes(packed_bytes)} instead of {format_bytes(whole_bytes)}."
 
 
 def adapter_of(recipe: Recipe) -> Lora | StartedLora | None:

@@ -3,7 +3,7 @@
 Decides the counts from the graph alone. At the front: what comes before the first layer, which reads the job's inputs
 (a model that has nothing before its layers keeps the first of them). At the back: the loss, and everything from where
 the logits are made; without logits by name, the block before the loss. What lies between must read no input of the job
-but where its texts begin and end, and make none of its outputs, so that neither token ids nor logits leave: checked on
+but where its texts begin and end (and, served, through which adapter they go), and make none of its outputs, so that neither token ids nor logits leave: checked on
 the cut itself.
 
 Neighbours: `ir.blocks` numbers, `ir.partition` cuts, `scheduling.ends` plans with the counts.
@@ -17,10 +17,12 @@ from fusionai.ir.blocks import LOGITS
 from fusionai.ir.graph import producers
 from fusionai.ir.partition import FEED, cut_blocks
 from fusionai.ir.schema import Graph
+from fusionai.ir.serving import FROM_SEGMENTS
 from fusionai.primitives.errors import GraphError
 
-TOLD: Final = frozenset({"position_ids", "attention_mask"})
-"""Inputs that layers may read: they tell where a text begins and ends, not what it says."""
+TOLD: Final = FROM_SEGMENTS | {"position_ids", "attention_mask"}
+"""Inputs that layers may read: they tell where a text begins and ends and which adapter it goes through, not what it
+says."""
 HIDDEN: Final = "hidden"
 """Of a serving graph: what goes into the head, and crosses to the owner anyway."""
 

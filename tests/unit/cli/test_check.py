@@ -50,6 +50,22 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
+def test_what_an_adapter_would_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Rank 4: (32 + 32) of q and o, (32 + 16) of k and v, three of (32 + 64), times 4, in each of three layers."""
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    figures = tmp_path / "check.json"
+    assert main(["check", str(tmp_path / "model.json"), "--lora", "4", "--json", str(figures)]) == 0
+    written = json.loads(figures.read_text())["trained"]
+    count = 3 * 4 * (2 * 64 + 2 * 48 + 3 * 96)
+    assert written["parameters"] == count
+    # Two moments of each number, and a count of steps of each of the matrices.
+    assert written["optimizer_bytes"] == 2 * 4 * count + 4 * 3 * 7 * 2
+    assert written["frozen_parameters"] > count
+    assert written["frozen_optimizer_bytes"] == 0
+    assert "and 0 B for the others" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_an_operator_nobody_knows_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
