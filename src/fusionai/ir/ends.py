@@ -3,8 +3,8 @@
 Decides the counts from the graph alone. At the front: what comes before the first layer, which reads the job's inputs
 (a model that has nothing before its layers keeps the first of them). At the back: the loss, and everything from where
 the logits are made; without logits by name, the block before the loss. What lies between must read no input of the job
-but where its texts begin and end (and, served, through which adapter they go), and make none of its outputs, so that neither token ids nor logits leave: checked on
-the cut itself.
+but where its texts begin and end (and, served, through which adapter they go), and make none of its outputs, so that
+neither token ids nor logits leave: checked on the cut itself.
 
 Neighbours: `ir.blocks` numbers, `ir.partition` cuts, `scheduling.ends` plans with the counts.
 """
