@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.cli import session
 from fusionai.client.pool_session import Member
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import PeerProfile
+from fusionai.transport.circle import Circle, Signer, keep_circle
+from fusionai.transport.endorsements import endorse, key_text
+from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.wire.messages import MemberView
 
 
@@ -26,7 +32,9 @@ OWNER = PeerProfile(peer="o" * 52, name="this machine", flops_per_s=1e9, memory_
 
 def pool_of(monkeypatch: pytest.MonkeyPatch, *members: Member) -> None:
     monkeypatch.setattr(session, "in_pool", lambda home, ask: members)
-    monkeypatch.setattr(session, "any_membership", lambda home: SimpleNamespace(peer=OWNER.peer))
+    key = Ed25519PrivateKey.from_private_bytes(b"o" * 32)
+    known = SimpleNamespace(peer=OWNER.peer, credentials=SimpleNamespace(identity=SimpleNamespace(key=key)))
+    monkeypatch.setattr(session, "any_membership", lambda home: known)
     monkeypatch.setattr(session, "this_machine", lambda peer: msgspec.structs.replace(OWNER, peer=peer))
 
 
@@ -61,3 +69,21 @@ def test_an_empty_pool_is_wrong_use(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     pool_of(monkeypatch)
     with pytest.raises(UsageError, match=r"no peer in the pool that could be planned with\."):
         session.pool_profiles(tmp_path)
+
+
+def test_for_trusted_peers_the_others_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    signer = Ed25519PrivateKey.from_private_bytes(b"s" * 32)
+    peer = peer_of(public_bytes(Ed25519PrivateKey.from_private_bytes(b"a" * 32).public_key()))
+    known = member("attic", "idle")
+    profile = msgspec.structs.replace(known.profile, peer=peer)
+    attic = Member(msgspec.structs.replace(known.view, peer=peer), profile)
+    word = endorse(signer, PeerId(peer), name="", now_wall_s=time.time(), lifetime_s=60, serial=bytes(16))
+    circle = Circle(signers=(Signer(key_text(public_bytes(signer.public_key()))),), endorsements=(word,))
+    keep_circle(tmp_path / "trust.json", circle)
+    pool_of(monkeypatch, attic, member("barn", "idle"))
+    found = session.pool_profiles(tmp_path, trusted=True)
+    assert [one.name for one in found.peers] == ["attic"]
+    assert [(one.peer, "no key that this machine trusts" in one.reason) for one in found.absent] == [("barn", True)]
+    (tmp_path / "trust.json").unlink()
+    with pytest.raises(UsageError, match="attic: not trusted"):
+        session.pool_profiles(tmp_path, trusted=True)
