@@ -14,11 +14,11 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +31,16 @@ from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.tensors import host_tensor
 from fusionai.privacy import audit, metrics
-from fusionai.privacy.defences import NOISES, Packed, defences
+from fusionai.privacy.defences import NOISES, Defence, Packed, defences
 from fusionai.privacy.findings import AuditAttack, Findings, Subject, Trial
 from fusionai.privacy.gradients import check_invertible
 from fusionai.privacy.inverter import InverterBudget
 from fusionai.privacy.metrics import Truth
 from fusionai.privacy.optimisation import FitBudget
-from fusionai.privacy.placing import as_tokens, chosen_device, load_attacked
+from fusionai.privacy.placing import as_rows, as_tokens, chosen_device, load_attacked
 from fusionai.privacy.secret_prefix import secret_prefix
 from fusionai.privacy.small_model import SmallModel, batches_of, train_small_model
-from fusionai.privacy.subject import AttackedModel
+from fusionai.privacy.subject import AttackedModel, Change
 from fusionai.wire.codecs import Packing
 
 CORPUS_BYTES: Final = 3_000_000
@@ -51,6 +51,7 @@ PACKINGS: Final[tuple[Packing, ...]] = ("int8", "int4")
 SECRET_HEX: Final = 10
 _ROW_TOKENS: Final = 64
 _HEAD_TOKENS: Final = 4
+_HELD_OUT_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +192,8 @@ def _victims(
     device: str,
     on_doing: Callable[[audit.Doing], None],
 ) -> list[audit.Victim]:
-    ways = defences({codec: through(codec) for codec in PACKINGS}, NOISES, options.seed)
-    victims = [audit.Victim(way, attacked) for way in ways]
+    clean, *others = defences({codec: through(codec) for codec in PACKINGS}, NOISES, options.seed)
+    victims = [audit.Victim(way, attacked) for way in (clean, *others)]
     if options.level not in (None, "split-k") or not 0 < options.first < attacked.depth:
         return victims
     small = options.small
@@ -213,7 +214,7 @@ def _victims(
             seed=options.seed,
             on_step=on_step,
         )
-        victims.append(audit.Victim(type(ways[0])(name, ways[0].change), secret, options.first))
+        victims.append(audit.Victim(Defence(name, clean.change), secret, options.first))
     return victims
 
 
@@ -238,7 +239,7 @@ def _updates(attacked: AttackedModel, options: AuditOptions) -> tuple[audit.Upda
     some = max(1, min(4, fits // 2))
     sizes = dict.fromkeys((1, some, fits, 3 * attacked.width // (2 * tokens)))
 
-    def alone(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def alone(change: Change) -> Change:
         return lambda gradient: change(gradient[None])[0]
 
     return (
@@ -264,18 +265,14 @@ def _texts(options: AuditOptions, corpus: _Corpus, device: str) -> audit.Texts:
         private.append(text)
         secrets.append(secret if secret in tokenizer.decode(text) else "")
 
-    def rows(stream: Sequence[int], tokens: int, skip: int = 0) -> Any:
-        count = tokens // _ROW_TOKENS
-        return as_tokens(stream[skip : skip + count * _ROW_TOKENS], device).reshape(count, _ROW_TOKENS)
-
     known = min(options.known_tokens, len(corpus.auxiliary) // 3)
     return audit.Texts(
         trial=as_tokens([[*template, *text] for text in private], device),
         template_tokens=len(template),
         truth=Truth(tuple(private), tuple(secrets), tokenizer.decode),
-        auxiliary=rows(corpus.auxiliary, min(options.auxiliary_tokens, len(corpus.auxiliary) - known), known),
-        known=rows(corpus.auxiliary, known),
-        held_out=rows(corpus.held_out, 4096),
+        auxiliary=as_rows(corpus.auxiliary[known:][: options.auxiliary_tokens], _ROW_TOKENS, device),
+        known=as_rows(corpus.auxiliary[:known], _ROW_TOKENS, device),
+        held_out=as_rows(corpus.held_out[:_HELD_OUT_TOKENS], _ROW_TOKENS, device),
     )
 
 

@@ -30,6 +30,11 @@ def as_tokens(tokens: Sequence[int] | Sequence[Sequence[int]], device: str) -> T
     return torch.tensor(tokens, dtype=torch.long, device=device)
 
 
+def as_rows(tokens: Sequence[int], width: int, device: str) -> Tensor:
+    """[rows, width]; what fills no row is left out."""
+    return as_tokens(tokens[: len(tokens) // width * width], device).reshape(-1, width)
+
+
 def load_attacked(directory: Path, device: str) -> AttackedModel:
     """A model in Hugging Face layout, in fp32. Raises `ModelError`."""
     logging.disable_progress_bar()
