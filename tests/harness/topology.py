@@ -7,6 +7,7 @@ summed in another order or taken from another attempt changes whatever follows.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -49,6 +50,8 @@ class Topology:
     save_base: bool = False
     evaluate_every: int = 0
     evaluations: int = 0
+    keep_best: bool = False
+    patience: int | None = None
 
     @property
     def last(self) -> int:
@@ -86,6 +89,8 @@ class Topology:
             checkpoint_every=self.checkpoint_every,
             save_base=self.save_base,
             evaluate_every=self.evaluate_every,
+            keep_best=self.keep_best,
+            patience=self.patience,
         )
 
     def neighbours(self, stage: int) -> frozenset[int]:
@@ -140,7 +145,7 @@ def random_topology(choose: random.Random, most_steps: int = 5, most_microbatche
     if stages > 1 and stages - 1 not in tied and choose.random() < 0.6:
         stateless = frozenset({stages - 1})
     evaluating = choose.random() < 0.4
-    return Topology(
+    topology = Topology(
         stages=stages,
         steps=choose.randint(1, most_steps),
         microbatches=choose.randint(1, most_microbatches),
@@ -154,6 +159,12 @@ def random_topology(choose: random.Random, most_steps: int = 5, most_microbatche
         save_base=choose.random() < 0.3,
         evaluate_every=choose.randint(1, 3) if evaluating else 0,
         evaluations=choose.randint(1, 5) if evaluating else 0,
+    )
+    # Not drawn: seeds that once found a mistake would be other courses.
+    return dataclasses.replace(
+        topology,
+        keep_best=topology.evaluations in (1, 5),
+        patience=1 if topology.evaluations == 5 else None,
     )
 
 
@@ -235,6 +246,8 @@ class Result:
     steps: tuple[Step, ...]
     states: tuple[tuple[str, ...], ...]
     evaluations: dict[int, tuple[float, ...]]
+    ends: int
+    """Steps after which the job ends: all, or where evaluations bring nothing any more."""
 
 
 def reference(topology: Topology) -> Result:
@@ -272,7 +285,21 @@ def reference(topology: Topology) -> Result:
                 loss_of(_forward_all(topology, states, "eval", step + 1, index)[topology.last])
                 for index in range(topology.evaluations)
             )
-    return Result(tuple(steps), tuple(history), evaluations)
+    return Result(tuple(steps), tuple(history), evaluations, _ends(topology, evaluations))
+
+
+def _ends(topology: Topology, evaluations: Mapping[int, tuple[float, ...]]) -> int:
+    """Written out, not asked of what is tested."""
+    if topology.patience is None:
+        return topology.steps
+    lowest, since = float("inf"), 0
+    for step, losses in evaluations.items():
+        loss = sum(losses) / len(losses)
+        since = 0 if loss < lowest else since + 1
+        lowest = min(loss, lowest)
+        if since == topology.patience:
+            return step
+    return topology.steps
 
 
 def _forward_all(topology: Topology, states: list[str], mode: str, step: int, microbatch: int) -> list[str]:

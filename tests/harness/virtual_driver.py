@@ -15,6 +15,7 @@ from fusionai.coordination import driver_commands as commands
 from fusionai.coordination import driver_events as events
 from fusionai.coordination import stage as staging
 from fusionai.coordination.driver import DriverMachine, DriverPhase
+from fusionai.coordination.evaluations import Evaluation, standing
 from fusionai.coordination.roles import Roles
 from fusionai.coordination.silence import PING_S, Silence
 from fusionai.wire.messages import CommitRecord, Fence, Mode
@@ -65,6 +66,7 @@ class Driver:
             official=len(world.journal),
             records={record.step: record for record in world.journal if record.step >= checkpoint - 1},
             saved=checkpoint,
+            evaluations=tuple(world.evaluations),
         )
 
     def _roles(self, version: int) -> Roles:
@@ -179,6 +181,10 @@ class Driver:
                 self.unfed = deque(range(world.topology.evaluations))
                 for _ in range(2):
                     self._feed_evaluation(step)
+            case commands.NameBest(best=best):
+                assert best.step in world.checkpoints, "named before it was complete"
+                assert best == standing(world.evaluations).best
+                world.best = best.step
             case commands.StepCommitted(record=record, losses=losses):
                 assert losses == world.expected.steps[record.step].losses
             case commands.AskPlan(without=without):
@@ -282,7 +288,16 @@ class Driver:
         self.evaluated[step][index] = loss
         self._feed_evaluation(step)
         if len(self.evaluated[step]) == self.world.topology.evaluations:
-            self.handle(events.EvaluationDone(step))
+            losses = [self.evaluated[step][number] for number in range(self.world.topology.evaluations)]
+            found = Evaluation(step, sum(losses) / len(losses))
+            self._later(lambda: self._journal_evaluation(found))
+
+    def _journal_evaluation(self, found: Evaluation) -> None:
+        if all(known.step != found.step for known in self.world.evaluations):
+            self.world.evaluations.append(found)
+        # As with a commit: what is on disk counts, whoever lives to hear of it.
+        fence = self.machine.fence
+        self._later(lambda: fence == self.machine.fence and self.handle(events.EvaluationDone(found.step, found.loss)))
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -313,7 +328,9 @@ class Driver:
         self.saving = None if self.saving == step else self.saving
         self.handle(events.CheckpointWritten(step))
         if self.machine.phase is DriverPhase.RUNNING:  # otherwise somebody may still be loading an older one
-            for older in [other for other in self.world.checkpoints if other < self.machine.saved]:
+            best = self.machine.standing.best if self.world.topology.keep_best else None
+            kept = (self.machine.saved, None if best is None else best.step)
+            for older in [other for other in self.world.checkpoints if other not in kept]:
                 del self.world.checkpoints[older]
 
     # ------------------------------------------------------------------------------------------------------- plans

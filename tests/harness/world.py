@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fusionai.coordination import driver_commands as commands
 from fusionai.coordination import driver_events as events
 from fusionai.coordination.driver import DriverPhase
+from fusionai.coordination.evaluations import Evaluation, standing
 from fusionai.coordination.events import Fact
 from fusionai.wire.messages import CommitRecord
 from harness import topology as model
@@ -61,6 +62,9 @@ class World:
         self.improving = True
         """Whether the driver looks for better plans by itself."""
         self.journal: list[CommitRecord] = []
+        self.evaluations: list[Evaluation] = []
+        self.best: int | None = None
+        """What was told to be the best."""
         self.checkpoints: dict[int, dict[int, str]] = {}
         self.facts: list[Fact] = []
         self.incarnation = 0
@@ -136,10 +140,18 @@ class World:
 
     def _check_result(self) -> None:
         steps = [(record.loss, record.scale, record.norms_hash) for record in self.journal]
-        assert steps == [(step.loss, step.scale, step.norms_hash) for step in self.expected.steps]
-        assert [record.step for record in self.journal] == list(range(self.topology.steps))
-        final = self.expected.states[self.topology.steps]
-        assert self.checkpoints[self.topology.steps] == dict(enumerate(final))
+        number = self.expected.ends
+        assert steps == [(step.loss, step.scale, step.norms_hash) for step in self.expected.steps[:number]]
+        assert [record.step for record in self.journal] == list(range(number))
+        final = self.expected.states[number]
+        assert self.checkpoints[number] == dict(enumerate(final))
+        if self.topology.evaluate_every:
+            every = self.topology.evaluate_every
+            assert [found.step for found in self.evaluations] == list(range(every, number + 1, every))
+        best = standing(self.evaluations).best
+        if self.topology.keep_best and best is not None:
+            assert self.best == best.step
+            assert self.checkpoints[best.step] == dict(enumerate(self.expected.states[best.step]))
         for member in self.members.values():
             for stage in member.stages.values():
                 if stage.machine.accepts(self.driver.fence):

@@ -195,6 +195,63 @@ def test_parquet_in_bf16_with_momentum(pool: LivePool, tmp_path: Path):
     assert (changed.code, "a file changed since" in changed.err) == (2, True), changed.err
 
 
+def test_conversations_until_evaluations_bring_nothing(pool: LivePool, tmp_path: Path):
+    rows = [
+        {"instruction": f"Say {WORDS[n % 15]}.", "input": "", "output": f"{WORDS[n % 15]}, {WORDS[n % 7]}."}
+        for n in range(120)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    lines[40] = '{"instruction": "private words"}'
+    lines[70] = "private words"
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    settings: dict[str, Any] = {
+        "job__steps": 60,
+        "job__keep_checkpoints": 1,
+        "job__checkpoint_every": 2,
+        "data__files": ["rows.jsonl"],
+        "data__format": "instructions",
+        "data__evaluation_fraction": 0.2,
+        "data__packing": True,
+        "train__learning_rate": 0.03,
+        "evaluation": {"every": 2, "batches": 2, "patience": 2},
+    }
+    stopped = fusion("train", write_recipe(tmp_path / "r.toml", **settings), "--home", pool.owner)
+    assert stopped.code == 2, stopped.out
+    assert "rows.jsonl, line 41: expected the key 'output'" in stopped.err
+    assert "bad_rows in [data]" in stopped.err
+
+    said = tmp_path / "train.json"
+    recipe = write_recipe(tmp_path / "r.toml", **settings, data__bad_rows=0.05)
+    done = fusion("train", recipe, "--home", pool.owner, "--threads", 1, "--json", said)
+    assert done.code == 0, done.err + done.out
+    figures = json.loads(said.read_text())
+    evaluations = {entry["step"]: entry["loss"] for entry in figures["evaluations"]}
+    best = min(evaluations, key=lambda step: evaluations[step])
+    assert 2 < figures["steps"] < 60
+    assert figures["ended_early"] == f"2 evaluations without an improvement since step {best}"
+    assert list(evaluations) == list(range(2, figures["steps"] + 1, 2))
+    assert best == figures["steps"] - 4
+    kept = tmp_path / "run" / "checkpoints"
+    assert figures["best"] == {"step": best, "loss": evaluations[best], "checkpoint": str(kept / f"step-{best:08d}")}
+    assert json.loads((kept / "best.json").read_text())["checkpoint"] == f"step-{best:08d}"
+    assert {path.name for path in kept.iterdir() if path.is_dir()} == {
+        f"step-{n:08d}" for n in (best, figures["steps"])
+    }
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    for words in ("2 of 120 rows are bad", "line 71: not valid JSON", "the best so far", "done early", "best: step"):
+        assert words in done.out, words
+    assert "ended early" in report
+    listed = (tmp_path / "run" / "tokens" / "bad_rows.jsonl").read_text()
+    assert listed.count("\n") == 2
+    assert "private" not in listed + done.out
+
+    again = fusion("train", recipe, "--home", pool.owner)
+    assert (again.code, "ended early already" in again.out) == (0, True), again.err
+    patient = dict(settings, evaluation={"every": 2, "batches": 2, "patience": 4}, data__bad_rows=0.05)
+    more = trained(pool, write_recipe(tmp_path / "r.toml", **patient))
+    assert more["steps"] > figures["steps"], "with more patience it goes on"
+
+
 def test_the_shipped_recipe_of_own_code_on_arrays(pool: LivePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("cnn_classifier.toml", "cnn_model.py"):
         shutil.copy(RECIPES / name, tmp_path)

@@ -27,6 +27,9 @@ CHAIN = Topology(
 TIED_WITH_SKIP = dataclasses.replace(
     CHAIN, edges=CHAIN.edges | {(0, 2)}, tied=(0, 2), checkpoint_every=2, evaluate_every=2, evaluations=3
 )
+CHOOSING = dataclasses.replace(
+    CHAIN, steps=9, checkpoint_every=3, evaluate_every=2, evaluations=1, keep_best=True, patience=2
+)
 GUARDED = Layout(places={0: "a", 1: "b", 2: "c"}, guards={0: "x", 1: "y", 2: "x"}, snapshot_every=2)
 UNGUARDED = Layout(places={0: "a", 1: "b", 2: "c"})
 FEW, MANY, LONG = range(40), range(40, 500), range(1_000, 11_000)
@@ -60,7 +63,7 @@ def run_all(course: Callable[..., World], seeds: Iterable[int]) -> Covered:
         any_order = seed % 3 == 2
         world = course(seed, any_order=any_order)
         try:
-            assert world.run().steps == world.topology.steps
+            assert world.run().steps == world.expected.ends
         except Exception as error:
             replay = f"python -m harness.course {seed}{' any' if any_order else ''}"
             raise AssertionError(f"{course.__name__} {seed} ({replay}): {error}") from error
@@ -149,6 +152,19 @@ def test_the_driver_dies_at_every_moment(topology: Topology):
         world = World(topology, GUARDED, 3, spares=())
         at_event(world, number, world.restart_driver).run()
         assert world.incarnation == 2
+
+
+def test_the_driver_dies_at_every_moment_and_decides_the_same():
+    """The same evaluations, once each; the same best checkpoint, still there; the same end, before the last step."""
+    quiet = World(CHOOSING, GUARDED, 3)
+    ended = quiet.run()
+    assert (quiet.expected.ends, ended.steps) == (8, 8)
+    assert ended.early == "2 evaluations without an improvement since step 4"
+    assert quiet.best == 4
+    for number in range(0, quiet.network.events, 37):
+        world = World(CHOOSING, GUARDED, 3)
+        ended = at_event(world, number, world.restart_driver).run()
+        assert (world.evaluations, world.best, ended.early) == (quiet.evaluations, 4, quiet.driver.ended.early)
 
 
 @pytest.mark.parametrize("first", [150, pytest.param(187, marks=pytest.mark.slow)])

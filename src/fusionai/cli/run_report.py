@@ -166,6 +166,10 @@ class RunStory:
             pool=self.planned.members,
             checkpoint=None if result.checkpoint is None else str(result.checkpoint),
             evaluations=tuple(self.evaluations),
+            best=None
+            if result.best is None or result.best_checkpoint is None
+            else (result.best.step, result.best.loss, str(result.best_checkpoint)),
+            ended_early=result.early,
             timed_step=StepSpans(step=middle.record.step + 1, spans=middle.spans),
             observed=self.observed(),
             shared_cores=self.shared_cores(),

@@ -64,6 +64,8 @@ def train(
 
         result = run_until_stopped(lambda stop: run(loaded, options, on_event=seen, stop=stop))
     state = "done" if result.stopped is None else f"stopped ({result.stopped}); the same command resumes"
+    if result.early is not None:
+        state = f"done early ({result.early})"
     console.line(f"{result.job}: {state}; {result.steps} of {loaded.job.steps} steps are official")
     if result.losses:
         console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
@@ -75,6 +77,8 @@ def train(
         )
     if result.checkpoint is not None:
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
+    if result.best is not None and result.best_checkpoint is not None:
+        console.line(f"best: step {result.best.step}, evaluation loss {result.best.loss:.4f}: {result.best_checkpoint}")
     data = story.data(loaded, result)
     if data is not None and loaded.output.report:
         write_report(data, result.directory / "report.html")
@@ -90,6 +94,10 @@ def train(
                 "losses": result.losses,
                 "evaluations": [{"step": step, "loss": loss} for step, loss in story.evaluations],
                 "checkpoint": result.checkpoint,
+                "best": None
+                if result.best is None
+                else {"step": result.best.step, "loss": result.best.loss, "checkpoint": result.best_checkpoint},
+                "ended_early": result.early,
                 "directory": result.directory,
                 "faults": result.faults,
                 "checks": story.checks(),

@@ -58,8 +58,10 @@ class Watch:
                     self._view.replayed(event.record.step + 1)
             case StepDone():
                 self._step(event)
-            case progress.Evaluated(step=step, loss=loss):
-                self.say(f"evaluation after step {step}: loss {loss:.4f}")
+            case progress.Evaluated():
+                self.say(evaluation_words(event))
+            case progress.BestKept(step=step, path=path):
+                self.say(f"the best so far is step {step}: {path} stays")
             case progress.CheckpointSaved(step=step, path=path, seconds=seconds):
                 self.say(f"checkpoint of step {step} in {format_seconds(seconds)}: {path}")
             case progress.Warned(text=text):
@@ -142,6 +144,15 @@ class Watch:
                 stage_busy=stage_busy(event, self._plan),
             )
         )
+
+
+def evaluation_words(event: progress.Evaluated) -> str:
+    """One line; the best is said where this is not it."""
+    if event.best is None:
+        beside = ""
+    else:
+        beside = ", the best so far" if event.best == event.step else f"; the best so far after step {event.best}"
+    return f"evaluation after step {event.step}: loss {event.loss:.4f}{beside}"
 
 
 def stage_busy(event: StepDone, plan: Plan | None) -> tuple[float, ...]:

@@ -43,6 +43,7 @@ from fusionai.client.records import JobRecords
 from fusionai.client.replanning import Replanner, is_present
 from fusionai.client.replica import ReplicaPart
 from fusionai.client.reporting import Reporting
+from fusionai.coordination.evaluations import Evaluation, standing
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import learning_rate
 from fusionai.execution.compute import ComputeThread
@@ -54,7 +55,9 @@ from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.scheduling.replicated import with_replicas
 from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.storage.best import best_checkpoint
 from fusionai.storage.commits import CommitJournal
+from fusionai.storage.manifest import step_of
 from fusionai.storage.reader import forget_after, latest, open_latest, sweep
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
@@ -123,6 +126,11 @@ class TrainingResult:
     """Mean loss per committed step, from step 0, the journal's words."""
     faults: tuple[FaultRecord, ...] = ()
     """Of this start of the driver, oldest first."""
+    best: Evaluation | None = None
+    best_checkpoint: Path | None = None
+    """Where the job keeps it: the state of the lowest evaluation loss."""
+    early: str | None = None
+    """Why the job ended before its last step, having enough."""
 
 
 async def train(
@@ -143,11 +151,11 @@ async def train(
         check_recipe(recipe, directory, journal)
         sweep(directory.checkpoints)
         forget_after(directory.checkpoints, journal.committed)  # of steps that were taken back
-        if journal.committed >= recipe.job.steps and latest(directory.checkpoints) is not None:
-            on_event(Noted(f"all {recipe.job.steps} steps are done already"))
+        if (over := _over(recipe, directory, journal)) is not None:
+            on_event(Noted(over))
             owner = known_owner(options.home)
             name = JobId(recipe.job.name) if owner is None else job_id(recipe, owner.peer, directory)
-            return _result(directory, journal, name, None)
+            return _result(recipe, directory, journal, name, None)
         on_event(Noted("looking for the pool"))
         membership = membership or await owner_membership(options.home, options.invitation)
         driving = asyncio.Event()
@@ -161,7 +169,7 @@ async def train(
             dropped = None if part is None else part.dropped
             if dropped is None and (driving.is_set() or not stop.is_set()):
                 raise
-            return _result(directory, journal, job_id(recipe, membership.peer, directory), dropped or "Ctrl-C")
+            return _result(recipe, directory, journal, job_id(recipe, membership.peer, directory), dropped or "Ctrl-C")
         finally:
             asked_early.cancel()
             working.cancel()
@@ -308,6 +316,9 @@ async def _run(
             if options.epilogue is not None and ended.stopped is None:
                 await options.epilogue(driver, prepared)
             reason = "done" if ended.stopped is None else f"stopped: {ended.stopped}"
+            if ended.early is not None:
+                reason = f"done early: {ended.early}"
+                on_event(Noted(f"enough after {ended.steps} steps: {ended.early}"))
         except FusionError as error:
             reason = error.message
             raise
@@ -319,7 +330,7 @@ async def _run(
             noticed = faults.close()
             if reason != "interrupted":  # dropped at once: nobody waits for the broker's answer either
                 await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
-        return _result(directory, journal, job, ended.stopped, noticed)
+        return _result(recipe, directory, journal, job, ended.stopped, noticed)
 
 
 async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> tuple[Member, ...] | None:
@@ -417,6 +428,9 @@ def _training_job(
         save_base=options.save_base,
         evaluate_every=every if prepared.source.evaluation_batches else 0,
         evaluation_batches=prepared.source.evaluation_batches,
+        keep_best=evaluation is not None and evaluation.keeps_best,
+        patience=None if evaluation is None else evaluation.patience,
+        minimum_improvement=0.0 if evaluation is None else evaluation.minimum_improvement,
         tokens_per_microbatch=prepared.tokens_per_microbatch,
         secret=secrets.token_bytes(32) if recipe.checks else b"",
     )
@@ -427,14 +441,46 @@ def _checkpoints(recipe: Recipe, prepared: Prepared, directory: RunDirectory) ->
     return Checkpoints(directory.checkpoints, header, files=prepared.files, keep=recipe.job.keep_checkpoints)
 
 
+def _over(recipe: Recipe, directory: RunDirectory, journal: CommitJournal) -> str | None:
+    """Why there is nothing left to do, in a job that is done."""
+    newest = latest(directory.checkpoints)
+    if newest is None:
+        return None
+    evaluation, steps = recipe.evaluation, journal.committed
+    if steps < recipe.job.steps:
+        early = _early(recipe, journal)
+        ended = early is not None and step_of(newest) == steps
+        return f"the job ended early already, after {steps} steps: {early}" if ended else None
+    if evaluation is not None and evaluation.keeps_best and evaluation.every and steps % evaluation.every == 0:
+        evaluated = journal.evaluations[-1].step if journal.evaluations else 0
+        if evaluated < steps:
+            return None
+    return f"all {recipe.job.steps} steps are done already"
+
+
+def _early(recipe: Recipe, journal: CommitJournal) -> str | None:
+    """Why the journalled evaluations end the job before its last step."""
+    evaluation, found = recipe.evaluation, journal.evaluations
+    if evaluation is None or not found or found[-1].step < journal.committed or journal.committed >= recipe.job.steps:
+        return None
+    return standing(found, evaluation.minimum_improvement).enough(evaluation.patience)
+
+
 def _result(
+    recipe: Recipe,
     directory: RunDirectory,
     journal: CommitJournal,
     job: JobId,
     stopped: str | None,
     faults: tuple[FaultRecord, ...] = (),
 ) -> TrainingResult:
+    best = None
+    if recipe.evaluation is not None and recipe.evaluation.keeps_best:
+        best = standing(journal.evaluations).best
     return TrainingResult(
+        best=best,
+        best_checkpoint=best_checkpoint(directory.checkpoints, best),
+        early=_early(recipe, journal) if stopped is None else None,
         job=job,
         steps=journal.committed,
         stopped=stopped,

@@ -35,6 +35,7 @@ from fusionai.coordination.driver_commands import (
     Evaluate,
     Feed,
     JournalCommit,
+    NameBest,
     PassSnapshot,
     Rewind,
     SendAttach,
@@ -70,6 +71,7 @@ from fusionai.coordination.driver_events import (
     StageReported,
     StopAsked,
 )
+from fusionai.coordination.evaluations import Evaluation, Standing, standing
 from fusionai.coordination.restoring import Restoration, StagePosition, decide
 from fusionai.coordination.roles import Roles
 from fusionai.coordination.verification import Found, Inspector
@@ -104,6 +106,11 @@ class JobShape:
     save_base: bool = False
     """Write a checkpoint of the state the run starts from, before anything is fed."""
     evaluate_every: int = 0
+    keep_best: bool = False
+    """Save every state whose evaluation is the best so far."""
+    patience: int | None = None
+    """End after so many evaluations without an improvement of at least `minimum_improvement`."""
+    minimum_improvement: float = 0.0
     takeover: Literal["exact", "tolerant"] = "exact"
 
 
@@ -134,6 +141,8 @@ class DriverMachine:
     """Steps of all complete checkpoints; some may be gone from the disk but for what `saved` says."""
     inspector: Inspector | None = None
     """Where work is checked."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """All that are journalled, in order."""
     phase: DriverPhase = DriverPhase.ATTACHING
     step: int = 0
     """The next step to be committed; behind `official` while everybody replays from a checkpoint."""
@@ -166,6 +175,8 @@ class DriverMachine:
     _asked: bool = False
     """Whether stages have to export before they may be fed."""
     _evaluating: int | None = None
+    _named: int = -1
+    """Step of the best state, as far as told."""
     _pending: Roles | None = None
     """A plan to go over to when nothing is under way."""
     _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
@@ -194,6 +205,7 @@ class DriverMachine:
         self.step = self.official
         self.line = self._checkpoint
         self._guards = dict(self.roles.guards)
+        self._evaluate_if_due()
         return self._begin_round()
 
     def handle(self, event: DriverEvent) -> list[DriverCommand]:
@@ -373,18 +385,22 @@ class DriverMachine:
 
     def _run(self) -> list[DriverCommand]:
         """What the fault interrupted is taken up again: a checkpoint, an evaluation, the end."""
-        last = self.step >= self.shape.steps or self._stop is not None
-        self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
         self._checkable = self.step
-        commands: list[DriverCommand] = []
-        if self._is_save_owed(last):
-            self._saving, self._asked = self.step, True
-            commands.append(WriteCheckpoint(self.step, ask=True))
+        commands = self._save_if_owed()
         if self._evaluating is not None:
             commands.append(Evaluate(self._evaluating))
-        if last:
+        if self.phase is DriverPhase.SAVING:
             return [*commands, *self._end_if_settled()]
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
+
+    def _save_if_owed(self) -> list[DriverCommand]:
+        """Between two steps, with nothing of the next one begun: go on or end, and save what must not be lost."""
+        last = self._is_last()
+        self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
+        if self._saving is not None or not self._is_save_owed(last):
+            return self._name_best()
+        self._saving, self._asked = self.step, True
+        return [WriteCheckpoint(self.step, ask=True)]
 
     # -------------------------------------------------------------------------------------------------- replaying
 
@@ -512,7 +528,7 @@ class DriverMachine:
 
     def _commit(self, record: CommitRecord, *, replayed: bool) -> list[DriverCommand]:
         told = self._make_official(record, replayed=replayed)
-        last = self.step >= self.shape.steps or self._stop is not None
+        last = self._is_last()
         save = self._is_save_owed(last)
         commands: list[DriverCommand] = [SendCommit(record, line=self.line, save=save), told]
         if save:
@@ -555,37 +571,50 @@ class DriverMachine:
         self.saved = max(self.saved, event.step)
         if self._saving == event.step:
             self._saving, self._asked = None, False
+        told = self._name_best()
         match self.phase:
             case DriverPhase.SAVING:
-                return self._end_if_settled()
+                return [*told, *self._end_if_settled()]
             case DriverPhase.RUNNING:
-                return [*self._feed(), *self._decide(), *self._change_plan_if_quiet()]
+                return [*told, *self._feed(), *self._decide(), *self._change_plan_if_quiet()]
             case _:
-                return []
+                return told
 
     def on_evaluated(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, EvaluationDone)
         if event.step != self._evaluating:
             return []
         self._evaluating = None
-        match self.phase:
-            case DriverPhase.SAVING:
-                return self._end_if_settled()
-            case DriverPhase.RUNNING:
-                return [*self._decide(), *self._change_plan_if_quiet()]
-            case _:
-                return []
+        self.evaluations = (*self.evaluations, Evaluation(event.step, event.loss))
+        if self.phase is DriverPhase.RUNNING and self._is_choosing:
+            commands = [*self._save_if_owed(), *self._feed()]
+        else:  # of the next step something may have begun
+            commands = self._name_best()
+        if self.phase is DriverPhase.SAVING:
+            return [*commands, *self._end_if_settled()]
+        return [*commands, *self._decide(), *self._change_plan_if_quiet()]
+
+    def _name_best(self) -> list[DriverCommand]:
+        """Once its checkpoint is complete."""
+        best = self.standing.best
+        if not self.shape.keep_best or best is None or best.step != self.saved or best.step == self._named:
+            return []
+        self._named = best.step
+        return [NameBest(best)]
 
     def _feed(self) -> list[DriverCommand]:
         """Feed in order: never more than the window beyond the losses known, at most one step ahead of the vote, never
         so far that what must be retained grows without bound (rule 12), nothing new while another plan waits."""
-        if self._asked:
+        if self._asked or (self._is_choosing and self._evaluating is not None):
             return []
         commands: list[DriverCommand] = []
         known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
         last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
         if self._guards:
             last = min(last, self.line + 2 * self.roles.snapshot_every - 1)
+        if self._is_choosing:  # what is evaluated may have to be saved, before anything of the next step has begun
+            every = self.shape.evaluate_every
+            last = min(last, self.step - self.step % every + every - 1)
         if self._pending is not None:
             last = min(last, self._fed[0] if self._fed[1] else self._fed[0] - 1)
         while self._fed[0] <= last:
@@ -670,6 +699,8 @@ class DriverMachine:
         self.line = min(self.line, step)
         self._acked = {stage: min(of, step) for stage, of in self._acked.items()}
         self._evaluating = self._saving = None
+        self.evaluations = tuple(found for found in self.evaluations if found.step <= step)
+        self._named = -1
         self._deciding = self._asked = False
         if self.inspector is not None:
             self.inspector.went_back(step)
@@ -829,7 +860,8 @@ class DriverMachine:
 
     def _end(self) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED
-        return [EndJob(self.step, stopped=self._stop)]
+        early = None if self.step >= self.shape.steps or self._stop is not None else self._enough
+        return [EndJob(self.step, stopped=self._stop, early=early)]
 
     def _fail(self, reason: str) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED
@@ -842,13 +874,38 @@ class DriverMachine:
         """Where everybody can start again: the newest complete checkpoint, or the beginning."""
         return max(self.saved, 0)
 
+    @property
+    def standing(self) -> Standing:
+        """What the evaluations say."""
+        return standing(self.evaluations, self.shape.minimum_improvement)
+
+    @property
+    def _is_choosing(self) -> bool:
+        """Whether something is decided by evaluations."""
+        return self.shape.evaluate_every > 0 and (self.shape.keep_best or self.shape.patience is not None)
+
+    @property
+    def _enough(self) -> str | None:
+        """Why there are enough steps, once the state is that of the last evaluation."""
+        replaying = bool(self.evaluations) and self.step < self.evaluations[-1].step
+        return None if replaying else self.standing.enough(self.shape.patience)
+
+    def _is_last(self) -> bool:
+        return self.step >= self.shape.steps or self._stop is not None or self._enough is not None
+
     def _is_save_owed(self, last: bool) -> bool:
         every = self.shape.checkpoint_every
         at_base = self.shape.save_base and self.saved < 0
-        return self.saved < self.step and (last or at_base or (every > 0 and self.step > 0 and self.step % every == 0))
+        best = self.standing.best if self.shape.keep_best else None
+        at_best = best is not None and best.step == self.step
+        in_turn = every > 0 and self.step > 0 and self.step % every == 0
+        return self.saved < self.step and (last or at_base or at_best or in_turn)
 
     def _evaluate_if_due(self) -> bool:
-        if self.shape.evaluate_every and self.step % self.shape.evaluate_every == 0:
+        """Once for every state, whatever has to be run again."""
+        every = self.shape.evaluate_every
+        done = self.evaluations and self.evaluations[-1].step >= self.step
+        if every and self.step > 0 and self.step % every == 0 and self.step >= self.official and not done:
             self._evaluating = self.step
         return self._evaluating is not None
 
@@ -909,7 +966,7 @@ TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     **{(phase, CheckpointWritten): _row(DriverMachine.on_checkpoint, phase) for phase in (_A, _L, _R, _P, _W)},
     (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _A, _E),
     (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),
-    (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _A, _E),
+    (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _S, _A, _E),
     (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S, _E),
     **{(phase, SnapshotStored): _row(DriverMachine.on_snapshot, phase) for phase in _UNDER_WAY},
     (_A, PeerLost): _row(DriverMachine.on_peer_lost, _A, _W, *_ROUND),

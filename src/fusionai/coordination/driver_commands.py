@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from fusionai.coordination.evaluations import Evaluation
 from fusionai.coordination.roles import Roles
 from fusionai.coordination.stage import Source
 from fusionai.coordination.verification import Check, Outcome
@@ -112,6 +113,13 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class NameBest:
+    """The checkpoint of this state is complete and holds the best so far."""
+
+    best: Evaluation
+
+
+@dataclass(frozen=True, slots=True)
 class StepCommitted:
     """For people: a step is official. `replayed`: it already was, and was computed again."""
 
@@ -192,10 +200,11 @@ class WarnTolerant:
 
 @dataclass(frozen=True, slots=True)
 class EndJob:
-    """Nothing more to do. `failed` carries the reason when the job can't go on."""
+    """Nothing more to do. `failed` carries the reason when the job can't go on, `early` why it had enough steps."""
 
     steps: int
     stopped: str | None = None
+    early: str | None = None
     failed: str | None = None
 
 
@@ -211,6 +220,7 @@ DriverCommand = (
     | SendCommit
     | WriteCheckpoint
     | Evaluate
+    | NameBest
     | StepCommitted
     | AskPlan
     | StartCheck

@@ -92,7 +92,10 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
+    """And journalled."""
+
     step: int
+    loss: float
 
 
 @dataclass(frozen=True, slots=True)

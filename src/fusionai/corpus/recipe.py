@@ -396,7 +396,24 @@ class _Checker:
                     hint="Set evaluation_fraction in [data] above 0, or remove [evaluation].",
                 )
             return None
-        return tables.evaluation or Evaluation()
+        evaluation = tables.evaluation or Evaluation()
+        chooses = evaluation.patience is not None or evaluation.keep_best
+        if evaluation.patience is None and evaluation.minimum_improvement:
+            self.no_effect("evaluation", "minimum_improvement", evaluation.minimum_improvement, "without patience")
+        if chooses and not evaluation.every:
+            raise self.fail(
+                "evaluation",
+                "patience and keep_best need evaluations on the way, every = 0 has one at the end alone.",
+                hint="Set every: so many steps between evaluations.",
+            )
+        if chooses and tables.replicas is not None and tables.replicas.gradients == "local":
+            raise self.fail(
+                "evaluation",
+                "patience and keep_best can't go with [replicas] that agree now and then: each replica evaluates a "
+                "model of its own.",
+                hint='Remove them, or set gradients = "summed" in [replicas].',
+            )
+        return evaluation
 
     def summed(self, tables: RecipeTables) -> int | Literal["auto"]:
         table = tables.replicas

@@ -274,10 +274,19 @@ Adapter = NewAdapter | KnownAdapter
 
 
 class Evaluation(_Table, frozen=True, kw_only=True):
-    """`batches` microbatches of the evaluation part every `every` steps (0: only at the end)."""
+    """`batches` microbatches of the evaluation part every `every` steps (0: only at the end). `patience`: the job ends
+    after so many evaluations without an improvement of at least `minimum_improvement`. `keep_best`: the checkpoint of
+    the lowest loss is made and stays; without a word, where there is a patience."""
 
     every: NotNegative = 0
     batches: Positive = 8
+    patience: Positive | None = None
+    minimum_improvement: Annotated[float, Meta(ge=0)] = 0.0
+    keep_best: bool | None = None
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.patience is not None if self.keep_best is None else self.keep_best
 
 
 class Placement(_Table, frozen=True, kw_only=True):

@@ -135,6 +135,11 @@ def _facts(data: ReportData) -> list[Fact]:
         facts.append(Fact("loss, first to last", f"{data.losses[0]:.4f} to {data.losses[-1]:.4f}"))
     if data.evaluations:
         facts.append(Fact("evaluation loss", f"{data.evaluations[-1][1]:.4f} at step {data.evaluations[-1][0]}"))
+    if data.best is not None:
+        step, loss, directory = data.best
+        facts.append(Fact("best state", f"step {step}, evaluation loss {loss:.4f}: {directory}"))
+    if data.ended_early is not None:
+        facts.append(Fact("ended early", data.ended_early))
     facts.append(Fact("tokens per second, pool", f"{data.tokens_per_s:,.0f}"))
     if data.tokens_per_s_reference is not None:
         ratio = data.tokens_per_s / data.tokens_per_s_reference if data.tokens_per_s_reference > 0 else float("inf")

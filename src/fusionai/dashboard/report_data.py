@@ -113,6 +113,10 @@ class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     generation_text: str = ""
     evaluations: tuple[tuple[int, float], ...] = ()
     """(step, loss on the evaluation split)."""
+    best: tuple[int, float, str] | None = None
+    """(step, its evaluation loss, directory) of the best state, where it is kept."""
+    ended_early: str | None = None
+    """Why the job ended before its last step."""
     timed_step: StepSpans | None = None
     observed: tuple[PlanObservation, ...] = ()
     """One per plan that had steps, in their order."""

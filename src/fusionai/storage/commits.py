@@ -1,10 +1,10 @@
 """The commit journal: what makes a step official. Decides that every step is there once, in order, and unchanged.
 
-The driver's durable state of the recovery protocol: incarnation, adopted plan, commit records. Each call returns when
-the disk has it (SQLite, write-ahead log, synchronous=FULL). Every row's hash covers the row before it. Records are
-kept for the job's whole life: a replay may need any since the newest complete checkpoint. Only a liar's steps are taken
-back (recovery rule 26). Neighbours: the driver appends before it sends a commit; `checkpoint` holds the state the
-records are replayed on.
+The driver's durable state of the recovery protocol: incarnation, adopted plan, commit records; and what evaluations
+gave, by which a job may end. Each call returns when the disk has it (SQLite, write-ahead log, synchronous=FULL). Every
+row's hash covers the row before it. Records are kept for the job's whole life: a replay may need any since the newest
+complete checkpoint. Only a liar's steps are taken back, with their evaluations (recovery rule 26). Neighbours: the
+driver appends before it sends a commit; `checkpoint` holds the state the records are replayed on.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from typing import Final
 
 import msgspec
 
+from fusionai.coordination.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors
 from fusionai.storage.lock import JobLock
 from fusionai.wire.messages import CommitRecord
 
-_LAYOUT: Final = 1
+_LAYOUT: Final = 2
 _ROOT_HASH: Final = hashlib.sha256(b"fusionai.commits/1").digest()
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS commits (step INTEGER PRIMARY KEY, record BLOB NOT NULL, hash BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS evaluations (step INTEGER PRIMARY KEY, record BLOB NOT NULL, hash BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS driver (
     one INTEGER PRIMARY KEY CHECK (one = 1), incarnation INTEGER NOT NULL,
     plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
 );
 """
 _RECORD: Final = msgspec.msgpack.Decoder(CommitRecord)
+_EVALUATION: Final = msgspec.msgpack.Decoder(Evaluation)
 
 
 class AdoptedPlan(msgspec.Struct, frozen=True):
@@ -58,6 +61,7 @@ class CommitJournal:
                 try:
                     self._prepare()
                     self._last, self._last_hash = self._checked()
+                    self._evaluations, self._evaluations_hash = self._checked_evaluations()
                     self._incarnation, self._plan = self._checked_driver()
                 except BaseException:
                     self._database.close()
@@ -119,12 +123,14 @@ class CommitJournal:
         self._last, self._last_hash = record, digest
 
     def take_back(self, step: int) -> None:
-        """Commits from `step` on are void: what they were made of can't be believed. They are gone for good; the next
-        one is `step` again."""
+        """Commits from `step` on are void: what they were made of can't be believed. They are gone for good, and what
+        evaluations of their states gave; the next one is `step` again."""
         with self._transaction():
             self._database.execute("DELETE FROM commits WHERE step >= ?", (step,))
+            self._database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
         with self._turn, self._sqlite_errors():
             self._last, self._last_hash = self._checked()
+            self._evaluations, self._evaluations_hash = self._checked_evaluations()
 
     def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
         """Commits from this step on, in order."""
@@ -133,6 +139,32 @@ class CommitJournal:
                 "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
             ).fetchall()
         return (_RECORD.decode(content) for (content,) in rows)
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """All, in order."""
+        return self._evaluations
+
+    def append_evaluation(self, evaluation: Evaluation) -> Evaluation:
+        """The one kept for this step: the first that came. One of a state that was taken back meanwhile is not kept.
+        Raises `StorageError` for a step before the last one's."""
+        known = next((one for one in self._evaluations if one.step == evaluation.step), None)
+        if known is not None:
+            return known
+        if self._evaluations and evaluation.step < self._evaluations[-1].step:
+            raise StorageError(
+                f"{self._path}: step {evaluation.step} can't be evaluated after step {self._evaluations[-1].step}."
+            )
+        content = msgspec.msgpack.encode(evaluation)
+        digest = _chained(self._evaluations_hash, content)
+        with self._transaction():
+            kept = self._database.execute(
+                "INSERT INTO evaluations SELECT ?, ?, ? WHERE (SELECT COUNT(*) FROM commits) >= ?",
+                (evaluation.step, content, digest, evaluation.step),
+            ).rowcount
+        if kept:
+            self._evaluations, self._evaluations_hash = (*self._evaluations, evaluation), digest
+        return evaluation
 
     def close(self) -> None:
         """Harmless when done before."""
@@ -152,9 +184,9 @@ class CommitJournal:
         run("PRAGMA journal_mode=WAL")
         run("PRAGMA synchronous=FULL")
         (layout,) = run("PRAGMA user_version").fetchone()
-        if layout not in (0, _LAYOUT):
+        if layout not in range(_LAYOUT + 1):
             raise StorageError(f"{self._path}: expected layout {_LAYOUT}, got {layout}; made by a newer version.")
-        if layout == 0:
+        if layout < _LAYOUT:  # an older one lacks tables alone
             self._database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_LAYOUT}; COMMIT;")
 
     def _checked(self) -> tuple[CommitRecord | None, bytes]:
@@ -173,6 +205,20 @@ class CommitJournal:
             if last.step != step:
                 raise self._damaged(f"commit of step {expected} says step {last.step}")
         return last, digest
+
+    def _checked_evaluations(self) -> tuple[tuple[Evaluation, ...], bytes]:
+        """All, and the last one's hash, after walking the whole chain."""
+        found: list[Evaluation] = []
+        digest = _ROOT_HASH
+        for step, content, stored in self._database.execute("SELECT step, record, hash FROM evaluations ORDER BY step"):
+            digest = _chained(digest, content)
+            if stored != digest:
+                raise self._damaged(f"the evaluation of step {step} is not what was written")
+            try:
+                found.append(_EVALUATION.decode(content))
+            except msgspec.DecodeError as problem:
+                raise self._damaged(f"the evaluation of step {step} is not understood ({problem})") from None
+        return tuple(found), digest
 
     def _checked_driver(self) -> tuple[int, AdoptedPlan | None]:
         row = self._database.execute("SELECT incarnation, plan_version, plan, hash FROM driver").fetchone()

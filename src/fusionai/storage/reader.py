@@ -156,11 +156,12 @@ def sweep(root: Path) -> tuple[Path, ...]:
     return left
 
 
-def prune(root: Path, keep: int) -> tuple[Path, ...]:
-    """Remove all but the `keep` newest checkpoints; say which. A removal that is interrupted leaves a `.partial`."""
+def prune(root: Path, keep: int, best: int | None = None) -> tuple[Path, ...]:
+    """Remove all but the `keep` newest checkpoints and that of step `best`; say which. A removal that is interrupted
+    leaves a `.partial`."""
     if keep < 1:
         raise ValueError(f"at least one checkpoint is kept, got {keep}")
-    return _remove(complete_checkpoints(root)[keep:])
+    return _remove(tuple(path for path in complete_checkpoints(root)[keep:] if step_of(path) != best))
 
 
 def forget_after(root: Path, step: int) -> tuple[Path, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fusionai.backends.state import StateEntry, as_stored, check_entry
 from fusionai.backends.tolerance import TOLERANCES, difference, numbers
+from fusionai.coordination.evaluations import Evaluation
 from fusionai.coordination.stage import Source
 from fusionai.execution.state import chunks
 from fusionai.ir.init import initialise
@@ -23,6 +24,7 @@ from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.best import best_checkpoint, name_best
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.manifest import step_directory, step_of
 from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, prune
@@ -103,13 +105,19 @@ class Checkpoints:
         found = (step_of(path) for path in complete_checkpoints(self.root))
         return tuple(step for step in found if step is not None)
 
-    def forget_after(self, step: int) -> None:
-        """Remove those of states after more than `step` steps. Blocking."""
+    def forget_after(self, step: int, best: Evaluation | None = None) -> None:
+        """Remove those of states after more than `step` steps; `best` is what is the best now. Blocking."""
         forget_after(self.root, step)
+        best_checkpoint(self.root, best)
 
-    def prune(self) -> None:
-        """Remove old checkpoints. Blocking; only while no stage may still load one (recovery rule 15)."""
-        prune(self.root, self._keep)
+    def name_best(self, best: Evaluation) -> Path:
+        """Write down which complete checkpoint holds the best state. Blocking."""
+        return name_best(self.root, best)
+
+    def prune(self, best: int | None) -> None:
+        """Remove old checkpoints, but never that of step `best`. Blocking; only while no stage may still load one
+        (recovery rule 15)."""
+        prune(self.root, self._keep, best)
 
 
 class Collection:

@@ -23,6 +23,7 @@ from fusionai.coordination import driver_events as events
 from fusionai.coordination.driver import DriverMachine, DriverPhase
 from fusionai.coordination.driver_commands import DriverCommand, EndJob
 from fusionai.coordination.driver_events import DriverEvent
+from fusionai.coordination.evaluations import Evaluation, standing
 from fusionai.coordination.verification import Check, Inspector, Opinion, Outcome
 from fusionai.execution.boundary import LOSS
 from fusionai.execution.codecs import Carried, split
@@ -130,6 +131,7 @@ class Driver:
             saved=saved,
             older=list(checkpoints.steps),
             inspector=self._inspector(),
+            evaluations=journal.evaluations,
         )
         self.fence = Fence(deployment.plan.version, journal.incarnation, 0)
         self._prints: dict[str, str] = {}
@@ -164,7 +166,8 @@ class Driver:
     def _after(self, event: DriverEvent) -> None:
         calm = self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING, DriverPhase.ENDED)
         if isinstance(event, events.CheckpointWritten) and event.step > 0 and calm:
-            self._last(asyncio.to_thread(self._checkpoints.prune))
+            best = self._machine.standing.best if self._job.keep_best else None
+            self._last(asyncio.to_thread(self._checkpoints.prune, None if best is None else best.step))
 
     def stop(self, reason: str) -> None:
         """Finish the step under way, save, end."""
@@ -261,6 +264,8 @@ class Driver:
                 self._write_checkpoint(step, ask=ask)
             case commands.Evaluate(step):
                 self._start(self._evaluate(step))
+            case commands.NameBest(best):
+                self._last(self._name_best(best))
             case commands.AskPlan(without, reason):
                 self._ask_plan(without, reason)
             case commands.StartCheck(check):
@@ -516,8 +521,16 @@ class Driver:
                 return _scalar((await waiting)[LOSS])
 
         losses = await asyncio.gather(*(one(index) for index in range(self._job.evaluation_batches)))
-        self._on_progress(progress.Evaluated(step, sum(losses) / len(losses)))
-        self._tell(events.EvaluationDone(step), fence)
+        found = Evaluation(step, sum(losses) / len(losses))
+        kept = await asyncio.to_thread(self._journal.append_evaluation, found)
+        told = standing(self._journal.evaluations, self._job.minimum_improvement)
+        best = None if told.best is None else told.best.step
+        self._on_progress(progress.Evaluated(step, kept.loss, best, told.since))
+        self._tell(events.EvaluationDone(step, kept.loss), fence)
+
+    async def _name_best(self, best: Evaluation) -> None:
+        path = await asyncio.to_thread(self._checkpoints.name_best, best)
+        self._on_progress(progress.BestKept(best.step, best.loss, str(path)))
 
     async def _probe(self, step: int) -> None:
         """Invariant 7: nothing is called ready before a microbatch has crossed every stage and come back. It crosses
@@ -684,7 +697,7 @@ class Driver:
         if self._collected is not None:
             await asyncio.wait({self._collected})
         await asyncio.to_thread(self._journal.take_back, step)
-        await asyncio.to_thread(self._checkpoints.forget_after, step)
+        await asyncio.to_thread(self._checkpoints.forget_after, step, self._machine.standing.best)
 
     # ---------------------------------------------------------------------------------------------- what arrives
 

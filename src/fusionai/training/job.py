@@ -50,6 +50,9 @@ class TrainingJob:
     save_base: bool = False
     evaluate_every: int = 0
     evaluation_batches: int = 0
+    keep_best: bool = False
+    patience: int | None = None
+    minimum_improvement: float = 0.0
     tokens_per_microbatch: int = 0
     secret: bytes = b""
     """What spot checks are drawn and marked with; no peer may know it. Empty: nothing is checked."""
@@ -63,6 +66,9 @@ class TrainingJob:
             checkpoint_every=self.checkpoint_every,
             save_base=self.save_base,
             evaluate_every=self.evaluate_every,
+            keep_best=self.keep_best,
+            patience=self.patience,
+            minimum_improvement=self.minimum_improvement,
             takeover=self.options.takeover,
         )
 

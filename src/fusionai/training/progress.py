@@ -34,8 +34,21 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
+    """`best`: step of the best evaluation so far. `since`: evaluations after the last improvement."""
+
     step: int
     loss: float
+    best: int | None = None
+    since: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BestKept:
+    """The checkpoint in `path` holds the best state so far, and stays until there is a better one."""
+
+    step: int
+    loss: float
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +144,7 @@ Progress = (
     JobReady
     | StepDone
     | Evaluated
+    | BestKept
     | CheckpointSaved
     | Warned
     | Checked

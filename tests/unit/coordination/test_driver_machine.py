@@ -19,6 +19,7 @@ from fusionai.coordination.driver_commands import (
     Evaluate,
     Feed,
     JournalCommit,
+    NameBest,
     PassSnapshot,
     SendAttach,
     SendCommit,
@@ -51,6 +52,7 @@ from fusionai.coordination.driver_events import (
     StageReported,
     StopAsked,
 )
+from fusionai.coordination.evaluations import Evaluation
 from fusionai.coordination.roles import Roles
 from fusionai.coordination.verification import Check, Opinion
 from fusionai.wire.messages import CommitRecord, Fence
@@ -199,7 +201,7 @@ EVENTS: tuple[DriverEvent, ...] = (
     ScaleDecided(0, 1.0, 1.0),
     CommitJournalled(record(0)),
     CheckpointWritten(0),
-    EvaluationDone(0),
+    EvaluationDone(0, 1.0),
     StopAsked("enough"),
     PeerLost("p1", "gone"),
     LinkBroken("p0", "p1", "cut"),
@@ -876,14 +878,99 @@ def test_an_evaluation_needs_the_state_so_the_next_commit_waits():
     assert not any(isinstance(c, Evaluate) for c in commit(machine, 0))
     assert Evaluate(2) in commit(machine, 1)
     assert vote(machine, 2) == []
-    assert kinds(machine.handle(EvaluationDone(2))) == [DecideScale]
+    assert kinds(machine.handle(EvaluationDone(2, 1.0))) == [DecideScale]
+
+
+def evaluate(machine: DriverMachine, step: int, loss: float) -> list[DriverCommand]:
+    """The step, its commit and what is evaluated then."""
+    assert Evaluate(step) in commit(machine, step - 1)
+    return machine.handle(EvaluationDone(step, loss))
+
+
+def test_nothing_is_fed_over_an_evaluation_that_may_have_to_be_saved():
+    machine = running(evaluate_every=2, keep_best=True, feed_window=10)
+    assert fed(commit(machine, 0)) == [], "no further than the step that is evaluated"
+    assert commit(machine, 1)[-1] == Evaluate(2)
+    commands = machine.handle(EvaluationDone(2, 1.0))
+    assert commands == [WriteCheckpoint(2, ask=True)], "nothing of the next step has begun"
+    named, *rest = machine.handle(CheckpointWritten(2))
+    assert named == NameBest(Evaluation(2, 1.0))
+    assert fed(rest) == [(2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def test_a_state_that_is_no_better_is_not_saved():
+    machine = running(evaluate_every=1, keep_best=True)
+    evaluate(machine, 1, 1.0)
+    machine.handle(CheckpointWritten(1))
+    commands = evaluate(machine, 2, 1.0)
+    assert kinds(commands) == [Feed, Feed]
+    assert evaluate(machine, 3, 0.9) == [WriteCheckpoint(3, ask=True)]
+
+
+@pytest.mark.parametrize("saved_first", [True, False])
+def test_the_best_state_in_a_checkpoint_that_was_due_anyway_is_named_once(saved_first: bool):
+    machine = running(evaluate_every=1, checkpoint_every=1, keep_best=True)
+    assert kinds(commit(machine, 0)) == [SendCommit, StepCommitted, WriteCheckpoint, Evaluate]
+    events = [CheckpointWritten(1), EvaluationDone(1, 1.0)]
+    told = [command for event in events[:: 1 if saved_first else -1] for command in machine.handle(event)]
+    assert [command for command in told if isinstance(command, NameBest)] == [NameBest(Evaluation(1, 1.0))]
+    assert WriteCheckpoint not in kinds(told)
+
+
+def test_a_job_ends_when_evaluations_bring_nothing():
+    machine = running(evaluate_every=1, keep_best=True, patience=2, minimum_improvement=0.5)
+    evaluate(machine, 1, 3.0)
+    machine.handle(CheckpointWritten(1))
+    evaluate(machine, 2, 2.8)
+    machine.handle(CheckpointWritten(2))
+    assert evaluate(machine, 3, 2.9) == [WriteCheckpoint(3, ask=True)]
+    assert machine.phase is DriverPhase.SAVING
+    (end,) = machine.handle(CheckpointWritten(3))
+    assert end == EndJob(3, early="2 evaluations without an improvement since step 1")
+    assert machine.standing.best == Evaluation(2, 2.8)
+
+
+def test_a_driver_that_starts_again_decides_the_same():
+    told = (Evaluation(1, 3.0), Evaluation(2, 3.1), Evaluation(3, 3.2))
+    machine = driver(official=3, saved=3, evaluate_every=1, patience=2)
+    machine.evaluations = told
+    assert ready(machine)[-1] == EndJob(3, early="2 evaluations without an improvement since step 1")
+    patient = driver(official=3, saved=3, evaluate_every=1, patience=3)
+    patient.evaluations = told
+    assert fed(ready(patient)) == [(3, 0), (3, 1)], "with more patience it goes on"
+
+
+def test_an_evaluation_that_was_not_journalled_is_done_by_the_next_driver():
+    machine = driver(official=2, saved=2, evaluate_every=2)
+    assert Evaluate(2) in ready(machine)
+    machine = driver(official=2, saved=2, evaluate_every=2)
+    machine.evaluations = (Evaluation(2, 1.0),)
+    assert Evaluate not in kinds(ready(machine))
+
+
+def test_replayed_steps_are_not_evaluated_again_and_end_nothing():
+    machine = driver(official=2, saved=0, evaluate_every=1, patience=1)
+    machine.evaluations = (Evaluation(1, 1.0), Evaluation(2, 2.0))
+    enlist(machine)
+    report(machine, -1)
+    all_ready(machine)
+    machine.handle(ProbeAnswered((1.0, 1.0)))
+    assert machine.step == 0
+    vote(machine, 0)
+    assert Evaluate not in kinds(machine.handle(ScaleDecided(0, 2.5, 0.4)))
+    assert machine.phase is DriverPhase.RUNNING
+    vote(machine, 1)
+    assert WriteCheckpoint in kinds(machine.handle(ScaleDecided(1, 2.5, 0.4)))
+    (end,) = machine.handle(CheckpointWritten(2))
+    assert isinstance(end, EndJob)
+    assert end.early is not None
 
 
 # ----------------------------------------------------------------------------------------------------------- the end
 
 
 def test_the_last_commit_saves_and_the_job_ends_when_checkpoint_and_evaluation_are_done():
-    for order in itertools.permutations((CheckpointWritten(1), EvaluationDone(1))):
+    for order in itertools.permutations((CheckpointWritten(1), EvaluationDone(1, 1.0))):
         machine = running(steps=1, evaluate_every=1)
         commands = commit(machine, 0)
         assert kinds(commands) == [SendCommit, StepCommitted, WriteCheckpoint, Evaluate]
@@ -1237,7 +1324,7 @@ def test_a_plan_waits_for_an_evaluation():
     machine = running(evaluate_every=1)
     machine.handle(PlanGranted(plan(2, guards=GUARDS)))
     assert commit(machine, 0)[-1] == Evaluate(1)
-    assert kinds(machine.handle(EvaluationDone(1))) == [SendAttach]
+    assert kinds(machine.handle(EvaluationDone(1, 1.0))) == [SendAttach]
 
 
 def test_a_plan_brings_a_lost_guard_back():

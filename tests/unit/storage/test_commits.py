@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusionai.coordination.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.commits import AdoptedPlan, CommitJournal
 from fusionai.storage.lock import JobLock
@@ -126,6 +127,45 @@ def filled(path: Path) -> None:
         journal.adopt_plan(1, b"plan")
         for step in range(4):
             journal.append(commit(step))
+        journal.append_evaluation(Evaluation(2, 0.5))
+        journal.append_evaluation(Evaluation(4, float("nan")))
+
+
+def test_evaluations_survive_and_the_first_word_counts(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    filled(path)
+    with CommitJournal(path) as journal:
+        assert [found.step for found in journal.evaluations] == [2, 4]
+        assert math.isnan(journal.evaluations[1].loss)
+        assert journal.append_evaluation(Evaluation(2, 0.4)) == Evaluation(2, 0.5)
+        assert journal.append_evaluation(Evaluation(6, 0.3)) == Evaluation(6, 0.3)
+        assert len(journal.evaluations) == 2, "there is no such state"
+        for step in (4, 5):
+            journal.append(commit(step))
+        journal.append_evaluation(Evaluation(6, 0.3))
+        with pytest.raises(StorageError, match="step 5 can't be evaluated after step 6"):
+            journal.append_evaluation(Evaluation(5, 0.3))
+    with CommitJournal(path) as journal:
+        assert [found.step for found in journal.evaluations] == [2, 4, 6]
+        journal.take_back(4)
+        assert [found.step for found in journal.evaluations] == [2, 4]
+        journal.take_back(3)
+        assert [found.step for found in journal.evaluations] == [2]
+    with CommitJournal(path) as journal:
+        assert [found.step for found in journal.evaluations] == [2]
+
+
+def test_a_journal_of_the_layout_before_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    filled(path)
+    database = sqlite3.connect(path)
+    database.executescript("DROP TABLE evaluations; PRAGMA user_version = 1;")
+    database.close()
+    with CommitJournal(path) as journal:
+        assert (journal.committed, journal.incarnation, journal.evaluations) == (4, 1, ())
+        journal.append_evaluation(Evaluation(4, 0.5))
+    with CommitJournal(path) as journal:
+        assert journal.evaluations == (Evaluation(4, 0.5),)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +177,9 @@ def filled(path: Path) -> None:
         ("UPDATE commits SET step = 9 WHERE step = 3", "commit of step 3"),
         ("UPDATE driver SET incarnation = 7", "the incarnation or plan"),
         ("UPDATE driver SET plan = x'00'", "the incarnation or plan"),
-        ("PRAGMA user_version = 9", "expected layout 1, got 9"),
+        ("UPDATE evaluations SET hash = x'00' WHERE step = 4", "the evaluation of step 4"),
+        ("DELETE FROM evaluations WHERE step = 2", "the evaluation of step 4"),
+        ("PRAGMA user_version = 9", "expected layout 2, got 9"),
     ],
 )
 def test_changed_rows_are_found(tmp_path: Path, statement: str, message: str) -> None:
