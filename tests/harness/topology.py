@@ -163,7 +163,7 @@ def random_topology(choose: random.Random, most_steps: int = 5, most_microbatche
     # Not drawn: seeds that once found a mistake would be other courses.
     return dataclasses.replace(
         topology,
-        keep_best=topology.evaluations in (1, 5),
+        keep_best=topology.evaluations in (3, 5),
         patience=1 if topology.evaluations == 5 else None,
     )
 

@@ -234,9 +234,8 @@ def test_conversations_until_evaluations_bring_nothing(pool: LivePool, tmp_path:
     kept = tmp_path / "run" / "checkpoints"
     assert figures["best"] == {"step": best, "loss": evaluations[best], "checkpoint": str(kept / f"step-{best:08d}")}
     assert json.loads((kept / "best.json").read_text())["checkpoint"] == f"step-{best:08d}"
-    assert {path.name for path in kept.iterdir() if path.is_dir()} == {
-        f"step-{n:08d}" for n in (best, figures["steps"])
-    }
+    names = {path.name for path in kept.iterdir() if path.is_dir()}
+    assert names == {f"step-{best:08d}", f"step-{figures['steps']:08d}"}
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     for words in ("2 of 120 rows are bad", "line 71: not valid JSON", "the best so far", "done early", "best: step"):
         assert words in done.out, words
@@ -247,9 +246,6 @@ def test_conversations_until_evaluations_bring_nothing(pool: LivePool, tmp_path:
 
     again = fusion("train", recipe, "--home", pool.owner)
     assert (again.code, "ended early already" in again.out) == (0, True), again.err
-    patient = dict(settings, evaluation={"every": 2, "batches": 2, "patience": 4}, data__bad_rows=0.05)
-    more = trained(pool, write_recipe(tmp_path / "r.toml", **patient))
-    assert more["steps"] > figures["steps"], "with more patience it goes on"
 
 
 def test_the_shipped_recipe_of_own_code_on_arrays(pool: LivePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

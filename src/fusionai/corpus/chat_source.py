@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 from functools import lru_cache
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.corpus.chat_file import ChatFile
+from fusionai.corpus.chat_file import ChatFile, ChatManifest
 from fusionai.corpus.chat_parts import ChatPart
 from fusionai.corpus.masking import IGNORED
 from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
@@ -135,6 +136,21 @@ class ChatSource:
         told += [f"warning: {said}" for said in _left_out(self._file, self._length)]
         return tuple(told)
 
+    @property
+    def manifest(self) -> ChatManifest:
+        """What was read, left out and cut."""
+        return self._file.manifest
+
+    @property
+    def bad_rows_file(self) -> Path:
+        """Where bad rows are listed, if there are any."""
+        return self._file.bad_rows
+
+    def row_tokens(self, step: int, microbatch: int) -> list[int]:
+        """Of each row of the microbatch: tokens before its padding."""
+        rows = self._order.microbatch(self._deal.step(step), microbatch)
+        return [int(self._train.tokens[row]) for row in rows]
+
     def _evaluation_rows(self, index: int) -> list[int]:
         return evaluation_samples(self._evaluation.count, self._order.microbatch_size, self._seed, index)
 
@@ -170,7 +186,7 @@ def _left_out(file: ChatFile, length: int) -> list[str]:
 
 
 class _Rows:
-    """The rows of one part. `labels`: how many each has."""
+    """The rows of one part. `labels`, `tokens`: how many each has, padding left out."""
 
     def __init__(self, part: ChatPart, length: int, *, packing: bool) -> None:
         self._part = part
@@ -180,9 +196,11 @@ class _Rows:
         counts = totals[part.ends] - totals[starts[:-1]]
         self._packed = packed(np.diff(starts), length) if packing else None
         if self._packed is None:
-            self.labels = counts
+            self.labels, self.tokens = counts, np.diff(starts)
         else:
+            lengths = np.diff(starts)
             self.labels = np.asarray([int(counts[row].sum()) for row in self._packed], dtype=np.int64)
+            self.tokens = np.asarray([int(lengths[row].sum()) for row in self._packed], dtype=np.int64)
         self.count = len(self.labels)
 
     def fill(self, row: int, ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> None:

@@ -104,6 +104,10 @@ class Tokenizer:
         """Text of tokens, special ones left out."""
         return self._engine.decode(list(tokens), skip_special_tokens=True)
 
+    def spell(self, tokens: Iterable[int]) -> str:
+        """As `decode`, with the names of special tokens."""
+        return self._engine.decode(list(tokens), skip_special_tokens=False)
+
     def save(self, directory: Path) -> None:
         """Write its files. Raises `StorageError`."""
         for name, content in self._files.items():
