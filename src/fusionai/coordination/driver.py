@@ -586,13 +586,13 @@ class DriverMachine:
             return []
         self._evaluating = None
         self.evaluations = (*self.evaluations, Evaluation(event.step, event.loss))
-        if self.phase is DriverPhase.RUNNING and self._is_choosing:
-            commands = [*self._save_if_owed(), *self._feed()]
-        else:  # of the next step something may have begun
-            commands = self._name_best()
+        running = self.phase is DriverPhase.RUNNING
+        if running and not self._is_choosing:  # of the next step something has begun
+            return [*self._decide(), *self._change_plan_if_quiet()]
+        commands = self._save_if_owed() if running else self._name_best()
         if self.phase is DriverPhase.SAVING:
             return [*commands, *self._end_if_settled()]
-        return [*commands, *self._decide(), *self._change_plan_if_quiet()]
+        return [*commands, *self._feed(), *self._change_plan_if_quiet()]
 
     def _name_best(self) -> list[DriverCommand]:
         """Once its checkpoint is complete."""

@@ -930,6 +930,14 @@ def test_a_job_ends_when_evaluations_bring_nothing():
     assert machine.standing.best == Evaluation(2, 2.8)
 
 
+def test_a_stop_during_an_evaluation_that_chooses_ends_there():
+    machine = running(evaluate_every=1, checkpoint_every=1, patience=3, feed_window=10)
+    assert Evaluate(1) in commit(machine, 0)
+    machine.handle(CheckpointWritten(1))
+    machine.handle(StopAsked("enough"))
+    assert machine.handle(EvaluationDone(1, 1.0)) == [EndJob(1, stopped="enough")], "and nothing more is fed"
+
+
 def test_a_driver_that_starts_again_decides_the_same():
     told = (Evaluation(1, 3.0), Evaluation(2, 3.1), Evaluation(3, 3.2))
     machine = driver(official=3, saved=3, evaluate_every=1, patience=2)
