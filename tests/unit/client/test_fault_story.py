@@ -164,3 +164,22 @@ def test_a_stranger_is_called_by_its_key(story: FaultStory) -> None:
     assert story.name("z" * 52).startswith("z")
     story.know({"z" * 52: "newcomer"})
     assert story.name("z" * 52) == "newcomer"
+
+
+def test_a_liar_is_named_with_what_it_did_and_what_follows(story: FaultStory) -> None:
+    wrong = progress.FaultSeen("liar", LAPTOP, (1,), 11, "activations for stage 2 differ by 0.01 of their size")
+    what = "activations for stage 2 differ by 0.01 of their size"
+    said = f"stage 1 on laptop gave wrong results and gets no more work of this job: {what}"
+    assert story.see(wrong, 5.0) == (f"step 12: {said}",)
+    story.see(progress.PlanChanged(plan(2, TOWER, HERON), "x"), 5.1)
+    story.see(progress.Restored(8, 8, (0, 1), False), 5.2)
+    (line,) = story.see(progress.Recovered(8, 1.5), 6.5)
+    assert "heron takes over from a kept state of step 8" in line
+
+
+def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultStory) -> None:
+    wrong = progress.FaultSeen("liar", ATTIC, (), 11, "its word against another peer did not hold")
+    (line,) = story.see(wrong, 5.0)
+    assert line.endswith("its word against another peer did not hold; the job goes on")
+    assert line.startswith("step 12: attic, a spare, gave wrong results")
+    assert story.open() == []

@@ -15,10 +15,18 @@ import pytest
 
 from fusionai.client import replanning
 from fusionai.client.deployments import kept_deployment
+from fusionai.client.distrusted import distrusted
 from fusionai.client.pool_session import Member
 from fusionai.client.replanning import Replanner
 from fusionai.execution.deployment import Deployment
-from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, RefusedError, TransportError
+from fusionai.primitives.errors import (
+    ExecutionError,
+    FusionError,
+    PlanError,
+    RefusedError,
+    StorageError,
+    TransportError,
+)
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
@@ -258,3 +266,20 @@ def test_a_broker_that_moves_the_models_ends_is_refused(bench: Make, monkeypatch
     journalled = one.replanner.journal.plan
     assert journalled is not None
     assert msgspec.json.decode(journalled.plan, type=Plan).stages[0].peer != "c"
+
+
+def test_a_liar_is_asked_for_nothing_again_not_even_by_a_later_start(bench: Make):
+    one = bench((working("a"), working("b"), working("c"), member("d")))
+    lost = one.present.plan.stages[0].peer
+    one.replanner.distrust(lost, "it scaled its activations")
+    assert lost not in {member.view.peer for member in one.replanner.usable(ALL)}
+    assert lost not in stages(one.replaced(lost))
+    (known,) = distrusted(one.replanner.directory)
+    assert (known.peer, known.reason) == (lost, "it scaled its activations")
+
+
+def test_a_file_of_liars_that_is_none_is_named(bench: Make):
+    directory = bench(ALL).replanner.directory
+    directory.distrusted.write_bytes(b"[{]")
+    with pytest.raises(StorageError, match=r"distrusted\.json"):
+        distrusted(directory)

@@ -14,6 +14,7 @@ from fusionai.coordination.driver_commands import (
     AnnounceReady,
     AskPlan,
     DecideScale,
+    Distrust,
     DriverCommand,
     EndJob,
     Evaluate,
@@ -21,11 +22,14 @@ from fusionai.coordination.driver_commands import (
     JournalCommit,
     NameBest,
     PassSnapshot,
+    Rewind,
     SendAttach,
     SendCommit,
     SendProbe,
     SendResume,
+    StartCheck,
     StepCommitted,
+    TellCheck,
     TellFault,
     TellRestored,
     WarnTolerant,
@@ -54,7 +58,7 @@ from fusionai.coordination.driver_events import (
 )
 from fusionai.coordination.evaluations import Evaluation
 from fusionai.coordination.roles import Roles
-from fusionai.coordination.verification import Check, Opinion
+from fusionai.coordination.verification import Check, Inspector, Opinion
 from fusionai.wire.messages import CommitRecord, Fence
 
 FENCE = Fence(1, 1, 0)
@@ -1427,3 +1431,159 @@ def test_a_stop_while_stages_are_restored_ends_when_they_are():
     report(machine, 0)
     assert all_ready(machine) == [WriteCheckpoint(0, ask=True)]
     assert machine.handle(CheckpointWritten(0)) == [EndJob(0, stopped="enough")]
+
+
+# ------------------------------------------------------------------------------------------------------- spot checks
+
+
+def checked(**changes: object) -> DriverMachine:
+    machine = driver(guards=GUARDS, **changes)  # pyright: ignore[reportArgumentType]
+    machine.inspector = Inspector(b"s" * 32, "owner", 2)
+    ready(machine)
+    return machine
+
+
+def kept(machine: DriverMachine, step: int) -> list[DriverCommand]:
+    """Every guard has the state of `step`; the commands of the last word."""
+    for stage, guard in machine.guards.items():
+        commands = machine.handle(SnapshotStored(stage, step, guard))
+    return commands
+
+
+def checks(commands: list[DriverCommand]) -> dict[int, Check]:
+    return {one.check.stage: one.check for one in commands if isinstance(one, StartCheck)}
+
+
+def test_a_stretch_is_checked_when_all_guards_have_what_followed_and_the_line_waits():
+    machine = checked()
+    commit(machine, 0)
+    commit(machine, 1)
+    assert checks(machine.handle(SnapshotStored(0, 2, "g0"))) == {}
+    started = checks(machine.handle(SnapshotStored(1, 2, "g1")))
+    assert started == {stage: Check(stage, PLACES[stage], GUARDS[stage], 0, 2) for stage in PLACES}
+    assert machine.line == 0
+    commit(machine, 2)
+    assert machine.handle(StageChecked(started[0], Opinion()))[0] == TellCheck(started[0], "valid", "")
+    assert machine.line == 0
+    commands = machine.handle(StageChecked(started[1], Opinion(void="it left")))
+    assert isinstance(commands[0], TellCheck)
+    assert machine.line == 2
+    assert 2 in machine.records
+
+
+def test_while_a_check_is_open_no_more_is_fed_than_can_be_retained():
+    machine = checked()
+    for step in range(2):
+        commit(machine, step)
+    kept(machine, 2)
+    for step in (2, 3):
+        commands = commit(machine, step)
+    assert fed(commands) == []  # rule 12, from the line at 0
+    for check in list(machine.inspector.open.values()) if machine.inspector else []:
+        commands = machine.handle(StageChecked(check, Opinion()))
+    assert fed(commands)
+
+
+def found_out(machine: DriverMachine, started: dict[int, Check], stage: int) -> list[DriverCommand]:
+    """The referee takes exception to a stage, and the owner's machine as well."""
+    commands = machine.handle(StageChecked(started[stage], Opinion(own="wrong")))
+    again = checks(commands)[stage]
+    assert again.referee == "owner"
+    return machine.handle(StageChecked(again, Opinion(own="wrong")))
+
+
+def test_a_liar_goes_and_its_steps_are_taken_back():
+    machine = checked()
+    for step in range(2):
+        commit(machine, step)
+    started = checks(kept(machine, 2))
+    commit(machine, 2)
+    commands = found_out(machine, started, 1)
+    assert kinds(commands) == [TellCheck, Distrust, TellFault, Rewind, AskPlan]
+    fault = commands[2]
+    assert isinstance(fault, TellFault)
+    assert (fault.kind, fault.peer, fault.stages, fault.step) == ("liar", "p1", (1,), 3)
+    assert commands[3] == Rewind(0)
+    assert isinstance(commands[4], AskPlan)
+    assert commands[4].without == {"p1"}
+    assert (machine.official, machine.step, machine.line, dict(machine.records)) == (0, 0, 0, {})
+    assert machine.phase is DriverPhase.WAITING
+
+
+def test_what_is_done_again_may_come_out_otherwise():
+    machine = checked()
+    for step in range(2):
+        commit(machine, step)
+    found_out(machine, checks(kept(machine, 2)), 1)
+    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "g1"}, guards={0: "g0"})))
+    enlist(machine, {"g0": {(0, 0), (0, 2)}, "g1": {(1, 0), (1, 2)}})
+    report(machine, 2, s1=-1)
+    for stage in machine.roles.stages:
+        machine.handle(StageReady(stage, 0))
+    assert machine.phase is DriverPhase.RUNNING
+    record = journalled(machine, 0, loss=7.0)
+    assert record.loss == 7.5
+    assert machine.handle(CommitJournalled(record))
+    assert machine.records[0].loss == 7.5
+
+
+def test_nobody_goes_while_a_commit_is_on_its_way_to_the_disk():
+    machine = checked()
+    for step in range(2):
+        commit(machine, step)
+    started = checks(kept(machine, 2))
+    record = journalled(machine, 2)
+    assert kinds(found_out(machine, started, 0)) == [TellCheck]
+    commands = machine.handle(CommitJournalled(record))
+    assert Rewind(0) in commands
+    assert machine.official == 0
+
+
+def test_a_guard_whose_word_does_not_hold_goes_without_a_round():
+    machine = checked()
+    for step in range(2):
+        commit(machine, step)
+    started = checks(kept(machine, 2))
+    again = checks(machine.handle(StageChecked(started[1], Opinion(own="wrong"))))[1]
+    commands = machine.handle(StageChecked(again, Opinion()))
+    assert Distrust("g1", "its word against another peer did not hold") in commands
+    assert machine.phase is DriverPhase.RUNNING
+    assert machine.official == 2
+    assert dict(machine.guards) == {0: "g0"}
+
+
+def test_a_checkpoint_of_a_state_that_was_taken_back_is_none():
+    machine = checked(checkpoint_every=2)
+    for step in range(2):
+        commit(machine, step)
+    machine.handle(CheckpointWritten(2))
+    assert machine.saved == 2
+    started = checks(kept(machine, 2))
+    found_out(machine, started, 1)
+    assert machine.saved == -1
+    machine.handle(CheckpointWritten(2))
+    assert machine.saved == -1
+
+
+def test_stretches_that_a_fault_fell_into_are_not_checked():
+    machine = checked()
+    commit(machine, 0)
+    machine.handle(LinkBroken("p0", "p1", "reset"))
+    enlist(machine, {guard: {(stage, 0)} for stage, guard in GUARDS.items()})
+    report(machine, 1)
+    all_ready(machine)
+    kept(machine, 1)
+    commit(machine, 1)
+    assert checks(kept(machine, 2))  # from the state after the round on
+    assert machine.line == 1
+
+
+def test_the_job_ends_when_all_checks_are_answered():
+    machine = checked(steps=2)
+    for step in range(2):
+        commit(machine, step)
+    started = checks(kept(machine, 2))
+    assert machine.handle(CheckpointWritten(2)) == []
+    machine.handle(StageChecked(started[0], Opinion()))
+    commands = machine.handle(StageChecked(started[1], Opinion()))
+    assert EndJob(2) in commands

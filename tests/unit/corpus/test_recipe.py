@@ -334,3 +334,14 @@ def test_an_adapter_is_new_or_a_known_one() -> None:
 def test_an_adapter_that_means_nothing(adapter: dict[str, object], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         recipe_from_table(changed(adapter=adapter), FILE)
+
+
+def test_checks_are_on_unless_told_and_no_word_is_ignored() -> None:
+    assert recipe_from_table(changed(), FILE).checks
+    assert recipe_from_table(changed(faults={"checks": "spot"}), FILE).checks
+    assert not recipe_from_table(changed(faults={"checks": "none"}), FILE).checks
+    apart = {"count": 2, "every": 5}
+    assert not recipe_from_table(changed(replicas=apart), FILE).checks
+    assert recipe_from_table(changed(replicas={"count": 2, "gradients": "summed"}), FILE).checks
+    with pytest.raises(RecipeError, match=r'checks = "spot" has no effect with \[replicas\]'):
+        recipe_from_table(changed(replicas=apart, faults={"checks": "spot"}), FILE)

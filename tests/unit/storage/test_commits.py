@@ -247,3 +247,18 @@ def test_run_directory(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file")
     with pytest.raises(StorageError, match="can't be made"):
         RunDirectory(tmp_path / "file" / "below")
+
+
+def test_what_a_liar_did_is_taken_back_and_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with CommitJournal(path) as journal:
+        for step in range(5):
+            journal.append(commit(step))
+        journal.take_back(2)
+        assert (journal.committed, journal.last) == (2, commit(1))
+        journal.append(commit(2, loss=9.0))
+    with CommitJournal(path) as journal:  # the chain of hashes holds
+        assert list(journal.records()) == [commit(0), commit(1), commit(2, loss=9.0)]
+        journal.take_back(0)
+        assert (journal.committed, journal.last) == (0, None)
+        journal.append(commit(0, loss=1.0))

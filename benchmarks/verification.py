@@ -1,0 +1,462 @@
+"""What spot checks find, whom they wrong, and what they cost.
+
+    python benchmarks/verification.py [--part honest|liars|late|overhead]... [--tasks 10000] [--rounds 3] [--json FILE]
+
+A task is one microbatch of one stage, forward and back.
+
+- *honest*: a stage is trained by one machine and every stretch of it run again by another, with the shipped referee, in
+  pairs of PyTorch with one and two threads and JAX, both ways; of all comparisons the largest difference beside the
+  limit it is held against, and how many stretches were found wrong: each would be a false accusation.
+- *liars*: whole jobs in one process on the shipped driver and members, in which one of three stages lies in a fifth of
+  its tasks: after how many of its tasks it is named, whether anybody else is, whether the result is that of honest
+  machines, bit for bit.
+- *late*: a liar that was honest for ten stretches: by the shipped inspector's draws over many secrets, tasks until a
+  stretch with a lie in it is checked.
+- *overhead*: the same job with and without checks in turns, in one process on this machine: the ratio of the median
+  times of a step, with peers that are trusted (checks at the floor) and with newcomers (everything is run again). The
+  guards share this machine's cores with the stages they check, which machines of their own would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+
+import msgspec
+import numpy as np
+import torch
+
+from fusionai.backends.interface import Backend, Call
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.source import ConfigSource
+from fusionai.coordination.reputation import NEEDED, Reputation, drawn, floor
+from fusionai.coordination.verification import Check
+from fusionai.execution.boundary import boundaries
+from fusionai.execution.compute import ComputeThread
+from fusionai.execution.loading import LoadedStage
+from fusionai.execution.marks import step_key
+from fusionai.execution.passes import Pass
+from fusionai.execution.referee import Referee
+from fusionai.execution.state import headers
+from fusionai.ir.partition import cut_blocks
+from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.atomic import write_atomic
+from fusionai.storage.commits import CommitJournal
+from fusionai.training import progress
+from fusionai.training.inspection import Inspection, Limits, limits
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from harness.backend_kinds import opened  # noqa: E402
+from harness.liars import LIES, Lie, LyingBackend  # noqa: E402
+from harness.pool import Data, Job, MemoryPool, Run, peer_id, tensor, tokens  # noqa: E402
+
+FENCE: Final = Fence(1, 1, 0)
+SECRET: Final = bytes(range(32))
+PARTS: Final = ("honest", "liars", "late", "overhead")
+LLAMA: Final = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+GPT2: Final = {
+    "model_type": "gpt2",
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "tie_word_embeddings": False,
+}
+RANGES: Final = ((0, 2), (2, 3), (3, 5), (5, 6))
+GUARDS: Final = {0: 3, 1: 4, 2: 5}
+STRETCH, MICROBATCHES, ROWS, LENGTH = 2, 4, 2, 16
+PAIRS: Final = (("torch 1", "torch 2"), ("torch 1", "jax"), ("jax", "torch 1"), ("torch 2", "jax"))
+
+
+def main() -> None:
+    options = _arguments()
+    found: dict[str, Any] = {"schema": "fusionai.verification/1"}
+    for part in options.part or PARTS:
+        match part:
+            case "honest":
+                found[part] = _honest(options.tasks)
+            case "liars":
+                found[part] = [_liar(lie) for lie in LIES]
+            case "late":
+                found[part] = [_late(tasks) for tasks in (1, 2, 4, 8, 16, 32, 64)]
+            case _:
+                found[part] = _overhead(options.rounds, options.steps)
+        if options.json is not None:
+            write_atomic(options.json, json.dumps(found, indent=2).encode() + b"\n")
+
+
+# --------------------------------------------------------------------------------------------------------- honest
+
+
+def _machine(kind: str) -> Backend:
+    name, _, threads = kind.partition(" ")
+    return TorchBackend(device="cpu", threads=int(threads)) if name == "torch" else opened(name)
+
+
+def _honest(tasks: int) -> dict[str, Any]:
+    per_stretch = STRETCH * MICROBATCHES
+    jobs = [(model, pair) for model in (LLAMA, GPT2) for pair in PAIRS]
+    stretches = -(-tasks // (per_stretch * len(jobs)))
+    rows: list[dict[str, Any]] = []
+    for model, pair in jobs:
+        rows.append(asyncio.run(_pair(model, *pair, stretches)))
+        print(_shown(rows[-1]), flush=True)
+    total = sum(row["tasks"] for row in rows)
+    wronged = sum(row["wronged"] for row in rows)
+    print(f"{total} tasks of honest machines: {wronged} stretches held against one", flush=True)
+    return {"tasks": total, "wronged": wronged, "pairs": rows}
+
+
+def _shown(row: dict[str, Any]) -> str:
+    margins = ", ".join(f"{what} {row['largest'][what]:.1e} of {most:.1e}" for what, most in row["limits"].items())
+    who = f"{row['model']}, {row['worker']} by {row['referee']}"
+    return f"{who}: {row['tasks']} tasks, {row['wronged']} wronged; {margins}"
+
+
+async def _pair(model: dict[str, Any], worker: str, referee: str, stretches: int) -> dict[str, Any]:
+    """The middle stage, its inputs and the gradients of its outputs drawn: normal, and a hundredth of that."""
+    captured = capture(ConfigSource(model), batch=(1, 4), sequence=(1, 64))
+    partition = cut_blocks(captured.graph, RANGES)
+    graph, boundary = partition.stages[1].graph, boundaries(partition)[1]
+    options = StageOptions(
+        microbatches=MICROBATCHES, in_flight=1, optimizer=OptimizerSpec(weight_decay=0.1), takeover="tolerant"
+    )
+    loaded = [
+        LoadedStage(graph, boundary, _machine(kind).load(graph, grad_inputs=boundary.grad_inputs, options=options))
+        for kind in (worker, referee)
+    ]
+    first = loaded[0].program
+    missing = [name.removeprefix("model/") for name in first.initialise()]
+    first.import_state((f"model/{key}", value) for key, value in captured.state(missing))
+    compute = ComputeThread()
+    largest = dict.fromkeys(("marks", "norms", "state"), 0.0)
+    apart = limits(options, "one", "other")
+    wronged = 0
+    try:
+        for stretch in range(stretches):
+            opinion, seen = await _stretch(
+                stretch, loaded, options, compute, apart, _threads(worker), _threads(referee)
+            )
+            wronged += bool(opinion.own or opinion.inputs or opinion.links or opinion.void)
+            largest = {what: max(largest[what], seen[what]) for what in largest}
+    finally:
+        compute.close()
+    return {
+        "model": model["model_type"],
+        "worker": worker,
+        "referee": referee,
+        "tasks": stretches * STRETCH * MICROBATCHES,
+        "wronged": wronged,
+        "largest": largest,
+        "limits": msgspec.to_builtins({"marks": apart.marks, "norms": apart.norms, "state": apart.state}),
+    }
+
+
+def _threads(kind: str) -> int:
+    return int(kind.partition(" ")[2] or 1)
+
+
+async def _stretch(
+    number: int,
+    loaded: list[LoadedStage],
+    options: StageOptions,
+    compute: ComputeThread,
+    apart: Limits,
+    own_threads: int,
+    their_threads: int,
+) -> tuple[Any, dict[str, float]]:
+    worker, boundary = loaded[0], loaded[0].boundary
+    first, below = number * STRETCH, (number + 1) * STRETCH
+    inspection = Inspection(SECRET, "owner")
+    torch.set_num_threads(own_threads)
+    begin = dict(worker.program.export_state(("model", "optimizer")))
+    passed = Pass(worker.program, boundary, options)
+    sent: list[tuple[Any, dict[str, HostTensor]]] = []
+    records: list[CommitRecord] = []
+    said: list[wire.Prepared] = []
+    for step in range(first, below):
+        key = step_key(inspection.secret_of(1, "worker"), step)
+        marks: list[wire.Mark] = []
+        for microbatch in range(MICROBATCHES):
+            marks += _task(passed, step, microbatch, key, sent)
+        norms = worker.program.gradient_norms()
+        records.append(
+            CommitRecord(
+                step=step,
+                scale=1.0,
+                learning_rate=1e-3,
+                total_norm=0.0,
+                norms_hash="",
+                data_cursor=0,
+                fence=FENCE,
+                loss=0.0,
+            )
+        )
+        worker.program.apply(scale=1.0, learning_rate=1e-3)
+        said.append(wire.Prepared(fence=FENCE, stage=1, step=step, norms=norms, marks=tuple(marks)))
+        inspection.hear("worker", said[-1])
+    end = dict(worker.program.export_state(("model", "optimizer")))
+    check = Check(1, "worker", "referee", first, below)
+    told = wire.Recheck(
+        fence=FENCE,
+        stage=1,
+        first=first,
+        below=below,
+        graph_hash="",
+        boundary=msgspec.Raw(b""),
+        options=options,
+        records=tuple(records),
+        keys=inspection.keys(check, ()),
+    )
+    torch.set_num_threads(their_threads)
+    referee = Referee(told, loaded[1], compute, held_limit_bytes=2**30)
+    for message, tensors in sent:
+        referee.take(message, tensors)
+    answer = await referee.run(begin, end)
+    return inspection.opinion(check, answer, apart), _largest(said, answer)
+
+
+def _task(
+    passed: Pass, step: int, microbatch: int, key: bytes, sent: list[tuple[Any, dict[str, HostTensor]]]
+) -> list[wire.Mark]:
+    draw, call, graph = np.random.default_rng((step, microbatch)), Call("train", step, microbatch), passed
+    inputs: dict[str, HostTensor] = {}
+    for port in graph.boundary.receives:
+        values = {name: _drawn(name, draw) for name in port.values}
+        inputs |= values
+        sent.append((_forward(step, microbatch, port.other, values), values))
+    _, gave = passed.forward(call, inputs)
+    arrived: dict[str, dict[int, Any]] = {}
+    for port in graph.boundary.sends:
+        if not port.needs_grad:
+            continue
+        values = {name: _drawn(name, draw, size=0.01) for name in port.needs_grad}
+        for name, value in values.items():
+            arrived.setdefault(name, {})[port.other] = value
+        message = wire.Backward(
+            fence=FENCE,
+            step=step,
+            replica=0,
+            microbatch=microbatch,
+            consumer=port.other,
+            producer=1,
+            tensors=headers(values),
+        )
+        sent.append((message, values))
+    back = passed.backward(call, arrived)
+    return [
+        *passed.marks_got_forward(microbatch, inputs, key),
+        *passed.marks_got_back(microbatch, arrived, key),
+        *passed.marks_gave(microbatch, gave, key, forward=True),
+        *passed.marks_gave(microbatch, back, key, forward=False),
+    ]
+
+
+def _forward(step: int, microbatch: int, producer: int, values: dict[str, HostTensor]) -> wire.Forward:
+    return wire.Forward(
+        fence=FENCE,
+        mode="train",
+        step=step,
+        replica=0,
+        microbatch=microbatch,
+        producer=producer,
+        consumer=1,
+        tensors=headers(values),
+    )
+
+
+def _drawn(name: str, draw: np.random.Generator, *, size: float = 1.0) -> HostTensor:
+    if "position" in name:
+        return tensor(np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH)).astype(np.int64))
+    return tensor((size * draw.standard_normal((ROWS, LENGTH, 32))).astype(np.float32))
+
+
+def _largest(said: list[wire.Prepared], answer: wire.Rechecked) -> dict[str, float]:
+    """As `training.inspection` compares."""
+    marks, norms = 0.0, 0.0
+    theirs = {one.step: one for one in answer.marks if one.stage == 1}
+    for prepared in said:
+        again = {(one.sent, one.forward, one.other, one.microbatch): one.values for one in theirs[prepared.step].marks}
+        for one in prepared.marks:
+            other = np.array(again[one.sent, one.forward, one.other, one.microbatch])
+            marks = max(marks, float(np.linalg.norm(np.array(one.values) - other) / np.linalg.norm(other)))
+        found = next(one.norms for one in answer.norms if one.step == prepared.step)
+        whole = sum(norm * norm for norm in found.values()) ** 0.5
+        norms = max(norms, max(abs(norm - prepared.norms[key]) for key, norm in found.items()) / whole)
+    return {"marks": marks, "norms": norms, "state": max(answer.state_apart, answer.begin_apart)}
+
+
+# ---------------------------------------------------------------------------------------------------------- liars
+
+
+def _run(directory: Path, captured: Captured, machines: dict[int, Backend], **changes: Any) -> Run:
+    made = iter(range(-1, 100))  # the owner's first
+
+    def backend() -> Backend:
+        return machines.get(next(made)) or TorchBackend(device="cpu", threads=1)
+
+    on_event = changes.pop("on_event", _unheard)
+
+    async def body() -> Run:
+        async with MemoryPool(7, backend) as pool:
+            fields: dict[str, Any] = {
+                "ranges": RANGES,
+                "owned": frozenset({3}),
+                "guards": GUARDS,
+                "snapshot_every": STRETCH,
+                "checkpoint_every": 4,
+                "data": Data(tokens(64, ROWS, LENGTH)),
+                "steps": 12,
+                "microbatches": MICROBATCHES,
+                "replans": True,
+                "secret": SECRET,
+                "patience_s": 600.0,
+            }
+            job = Job(pool=pool, directory=directory, graph=captured.graph, state=captured.state, **fields | changes)
+            return await job.run(on_event=lambda event: on_event(job, event))
+
+    return asyncio.run(body())
+
+
+def _unheard(_job: Job, _event: progress.Progress) -> None:
+    return
+
+
+def _liar(lie: Lie) -> dict[str, Any]:
+    captured = capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 64))
+    liar = LyingBackend(lie, part=0.2)
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        honest = _run(Path(one), captured, {})
+        done = _run(Path(other), captured, {1: liar})
+        with CommitJournal(Path(other) / "commits.sqlite") as journal:
+            same = [record.loss for record in journal.records()] == honest.losses
+    named = [event for event in done.events if isinstance(event, progress.FaultSeen) and event.kind == "liar"]
+    wronged = [event.peer for event in named if event.peer != peer_id(1)]
+    row = {
+        "lie": lie,
+        "tasks": liar.tasks,
+        "lied": liar.lied,
+        "named": bool(named) and not wronged,
+        "reason": named[0].reason if named else "",
+        "wronged": len(wronged),
+        "same_bits": same,
+    }
+    print(
+        f"{lie}: named {row['named']} after {liar.tasks} tasks, {liar.lied} of them false; bits as honest: {same}",
+        flush=True,
+    )
+    return row
+
+
+def _late(tasks: int, *, secrets: int = 2000) -> dict[str, Any]:
+    """Honest for `NEEDED` stretches, then a fifth of its tasks false."""
+    until: list[int] = []
+    for number in range(secrets):
+        secret, draw = number.to_bytes(32, "little"), np.random.default_rng(number)
+        reputation, stretch = Reputation(NEEDED), 0
+        while True:
+            lied = bool((draw.random(tasks) < 0.2).any())
+            checked = drawn(secret, "liar", 1, stretch, reputation.chance(tasks))
+            stretch += 1
+            if checked and lied:
+                break
+            reputation = reputation.held() if checked else reputation
+        until.append(stretch * tasks)
+    median, most = statistics.median(until), float(np.quantile(until, 0.95))
+    print(f"stretches of {tasks}: found after {median:.0f} tasks, in 19 of 20 cases by {most:.0f}", flush=True)
+    return {"tasks_per_stretch": tasks, "floor": floor(tasks), "median_tasks": median, "tasks_95": most}
+
+
+# ------------------------------------------------------------------------------------------------------- overhead
+
+
+def _overhead(rounds: int, steps: int) -> dict[str, Any]:
+    model = LLAMA | {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 2048, "max_position_embeddings": 128}
+    captured = capture(ConfigSource(model), batch=(1, 8), sequence=(1, 128))
+    times: dict[str, list[float]] = {"none": [], "trusted": [], "newcomers": []}
+    checked: dict[str, list[float]] = {"trusted": [], "newcomers": []}
+    for number in range(rounds):
+        for way in times:
+            with tempfile.TemporaryDirectory() as directory:
+                step_s, share = _timed(Path(directory), captured, way, steps, number)
+            times[way].append(step_s)
+            if way in checked:
+                checked[way].append(share)
+            print(
+                f"{way}: {step_s * 1000:.0f} ms a step" + (f", {share:.0%} run again" if way in checked else ""),
+                flush=True,
+            )
+    ratios = {
+        way: statistics.median(one / none for one, none in zip(times[way], times["none"], strict=True))
+        for way in checked
+    }
+    print(", ".join(f"{way}: {ratio - 1:+.1%}" for way, ratio in ratios.items()), flush=True)
+    return {"step_s": times, "checked": checked, "ratios": ratios, "cores": os.cpu_count()}
+
+
+def _timed(directory: Path, captured: Captured, way: str, steps: int, number: int) -> tuple[float, float]:
+    """(median time of a step, part of the guarded tasks that was run again). The first steps warm up."""
+
+    def trust(job: Job, event: progress.Progress) -> None:
+        if isinstance(event, progress.JobReady) and way == "trusted":
+            inspector = job.driver._machine.inspector
+            assert inspector is not None
+            inspector.reputations = {peer_id(stage): Reputation(100) for stage in GUARDS}
+
+    done = _run(
+        directory,
+        captured,
+        {},
+        secret=b"" if way == "none" else bytes([number]) * 32,
+        data=Data(tokens(2048, 8, 128)),
+        steps=steps,
+        checkpoint_every=0,
+        save_base=False,
+        on_event=trust,
+    )
+    checks = [event for event in done.events if isinstance(event, progress.Checked)]
+    share = checks[-1].checked_tasks / checks[-1].tasks if checks else 0.0
+    # The mean: checks fall into few steps.
+    return statistics.mean(step.step_s for step in done.steps()[4:]), share
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--tasks", type=int, default=10_000, help="of honest machines")
+    parser.add_argument("--rounds", type=int, default=3, help="of the overhead")
+    parser.add_argument("--steps", type=int, default=60, help="of each run of the overhead")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
