@@ -12,9 +12,10 @@ A task is one microbatch of one stage, forward and back.
   machines, bit for bit.
 - *late*: a liar that was honest for ten stretches: by the shipped inspector's draws over many secrets, tasks until a
   stretch with a lie in it is checked.
-- *overhead*: the same job with and without checks in turns, in one process on this machine: the ratio of the median
-  times of a step, with peers that are trusted (checks at the floor) and with newcomers (everything is run again). The
-  guards share this machine's cores with the stages they check, which machines of their own would not.
+- *overhead*: the same job without and with checks in turns, in one process on this machine: with marks alone, with
+  peers that are trusted (checks at the floor), with newcomers (everything is run again). Ratios of the mean step and
+  of the time that all threads computed, which other programs on the machine change less. The guards share these
+  cores with the stages they check, which machines of their own would not: what those would feel is the marks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,6 +95,7 @@ GPT2: Final = {
 RANGES: Final = ((0, 2), (2, 3), (3, 5), (5, 6))
 GUARDS: Final = {0: 3, 1: 4, 2: 5}
 STRETCH, MICROBATCHES, ROWS, LENGTH = 2, 4, 2, 16
+WARM: Final = 4
 PAIRS: Final = (("torch 1", "torch 2"), ("torch 1", "jax"), ("jax", "torch 1"), ("torch 2", "jax"))
 
 
@@ -401,51 +404,59 @@ def _late(tasks: int, *, secrets: int = 2000) -> dict[str, Any]:
 def _overhead(rounds: int, steps: int) -> dict[str, Any]:
     model = LLAMA | {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 2048, "max_position_embeddings": 128}
     captured = capture(ConfigSource(model), batch=(1, 8), sequence=(1, 128))
-    times: dict[str, list[float]] = {"none": [], "trusted": [], "newcomers": []}
-    checked: dict[str, list[float]] = {"trusted": [], "newcomers": []}
+    ways = ("none", "marks", "trusted", "newcomers")
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(rounds):
-        for way in times:
+        for way in ways:
             with tempfile.TemporaryDirectory() as directory:
-                step_s, share = _timed(Path(directory), captured, way, steps, number)
-            times[way].append(step_s)
-            if way in checked:
-                checked[way].append(share)
-            print(
-                f"{way}: {step_s * 1000:.0f} ms a step" + (f", {share:.0%} run again" if way in checked else ""),
-                flush=True,
-            )
+                runs[way].append(_timed(Path(directory), captured, way, steps, number))
+            print(f"{way}: {runs[way][-1]}", flush=True)
     ratios = {
-        way: statistics.median(one / none for one, none in zip(times[way], times["none"], strict=True))
-        for way in checked
+        way: {
+            what: statistics.median(one[what] / none[what] for one, none in zip(runs[way], runs["none"], strict=True))
+            for what in ("step_s", "processor_s")
+        }
+        for way in ways[1:]
     }
-    print(", ".join(f"{way}: {ratio - 1:+.1%}" for way, ratio in ratios.items()), flush=True)
-    return {"step_s": times, "checked": checked, "ratios": ratios, "cores": os.cpu_count()}
+    for way, ratio in ratios.items():
+        print(f"{way}: {ratio['step_s'] - 1:+.1%} time, {ratio['processor_s'] - 1:+.1%} of all processors' time")
+    return {"runs": runs, "ratios": ratios, "cores": os.cpu_count()}
 
 
-def _timed(directory: Path, captured: Captured, way: str, steps: int, number: int) -> tuple[float, float]:
-    """(median time of a step, part of the guarded tasks that was run again). The first steps warm up."""
+def _timed(directory: Path, captured: Captured, way: str, steps: int, number: int) -> dict[str, float]:
+    """Mean time of a step, mean time that all threads of this process computed in it, part of the guarded tasks that
+    was run again. The first steps warm up; means, for checks fall into few steps."""
+    used_s: list[float] = []
 
-    def trust(job: Job, event: progress.Progress) -> None:
-        if isinstance(event, progress.JobReady) and way == "trusted":
-            inspector = job.driver._machine.inspector
-            assert inspector is not None
-            inspector.reputations = {peer_id(stage): Reputation(100) for stage in GUARDS}
+    def see(job: Job, event: progress.Progress) -> None:
+        if isinstance(event, progress.StepDone):
+            used_s.append(time.process_time())
+        if not isinstance(event, progress.JobReady) or way in ("none", "newcomers"):
+            return
+        machine = job.driver._machine
+        assert machine.inspector is not None
+        if way == "marks":
+            machine.inspector = None
+        else:
+            machine.inspector.reputations = {peer_id(stage): Reputation(100) for stage in GUARDS}
 
     done = _run(
         directory,
         captured,
         {},
         secret=b"" if way == "none" else bytes([number]) * 32,
-        data=Data(tokens(2048, 8, 128)),
+        data=Data(tokens(2048, 2, 128)),
         steps=steps,
         checkpoint_every=0,
         save_base=False,
-        on_event=trust,
+        on_event=see,
     )
     checks = [event for event in done.events if isinstance(event, progress.Checked)]
-    share = checks[-1].checked_tasks / checks[-1].tasks if checks else 0.0
-    # The mean: checks fall into few steps.
-    return statistics.mean(step.step_s for step in done.steps()[4:]), share
+    return {
+        "step_s": statistics.mean(step.step_s for step in done.steps()[WARM:]),
+        "processor_s": (used_s[-1] - used_s[WARM - 1]) / (len(used_s) - WARM),
+        "again": checks[-1].checked_tasks / checks[-1].tasks if checks else 0.0,
+    }
 
 
 def _arguments() -> argparse.Namespace:
