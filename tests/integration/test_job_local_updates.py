@@ -398,3 +398,15 @@ def test_nobody_waits_beyond_the_deadline_and_whoever_was_late_goes_on_from_the_
     weights = story.runs["b"][-1].weights(STEPS)
     for key, value in story.agreed.items():
         np.testing.assert_array_equal(weights[f"model/{key}"], value, err_msg=key)
+
+
+def test_ends_may_stay_with_each_drivers_owner(tmp_path: Path):
+    """What the owner trains takes part in exchanges like what its peers train."""
+    (tmp_path / "pool").mkdir()
+    (tmp_path / "split").mkdir()
+    pool = run(tmp_path / "pool")
+    split = run(tmp_path / "split", ranges=((0, 1), (1, 4), (4, 6)), owned=frozenset({0, 2}))
+    for name in JOBS:
+        assert split.runs[name][0].losses == pool.runs[name][0].losses
+    assert split.agreed.keys() == pool.agreed.keys()
+    assert [key for key, value in pool.agreed.items() if split.agreed[key].tobytes() != value.tobytes()] == []

@@ -1,0 +1,200 @@
+"""What the privacy levels `encrypted` and `split` cost against `open`: training and serving, interleaved, on loopback.
+
+    python benchmarks/privacy.py [--rounds 4] [--steps 10] [--tokens 96] [--json FILE]
+
+One pool of two peers, one thread each, a broker and the job owner's process with one thread, all on this machine over
+mutual TLS. In each round every level trains the same model on the same text and answers the same prompt, in an order
+that turns from round to round. With `split` embedding and head are the owner's, otherwise the pool's. Quoted are ratios
+within a round: time per step, and per token, over that of `open`, less one; of a run the median counts.
+Links are encrypted at every level: between `open` and `encrypted` nothing but the word differs, so that their ratio is
+also what the machine's other work does to such a comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fusionai.client.local_pool import LocalPeer, LocalPool
+from fusionai.client.serve import ServeRequest, serving
+from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.corpus import python_library
+from fusionai.corpus.recipe import Recipe, recipe_from_table
+from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
+from fusionai.scheduling.ends import owners_part
+from fusionai.scheduling.types import ServingNeeds
+from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
+from fusionai.storage.atomic import write_atomic
+from fusionai.training.progress import StepDone
+from fusionai.transport.event_loop import run
+
+LEVELS: Final[tuple[PrivacyLevel, ...]] = ("open", "encrypted", "split")
+VOCABULARY, LENGTH, ROWS, MICROBATCHES = 2048, 128, 8, 8
+CONFIG: Final = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+WARM_UP_STEPS: Final = 2
+WARM_UP_TOKENS: Final = 8
+GOAL: Final = 0.05
+
+
+def main() -> None:
+    options = _arguments()
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="fusion-bench-") as place:
+        run(_measured(Path(place), options.rounds, options.steps, options.tokens, rounds, options.json))
+    print(_verdict(_summary(rounds)), flush=True)
+
+
+async def _measured(
+    directory: Path, count: int, steps: int, tokens: int, rounds: list[dict[str, Any]], file: Path | None
+) -> None:
+    model = _model(directory / "model")
+    peers = [LocalPeer(name=f"peer-{index}", memory_bytes=2 * 10**9) for index in range(2)]
+    async with LocalPool(directory, peers) as pool:
+        for number in range(count):
+            found: dict[str, Any] = {}
+            for level in (*LEVELS[number % 3 :], *LEVELS[: number % 3]):
+                step = await _step(directory, pool.invitation, level, number, steps)
+                token_s = await _token_s(directory, model, level, tokens)
+                found[level] = {**step, "token_s": token_s}
+            rounds.append(found | {"load_1_minute": os.getloadavg()[0]})
+            print(f"round {number}: {_shown(found)}", flush=True)
+            if file is not None:
+                whole = {"schema": "fusionai.privacy/1", "rounds": rounds, "over_open": _summary(rounds), "goal": GOAL}
+                write_atomic(file, json.dumps(whole, indent=2).encode() + b"\n")
+
+
+async def _step(directory: Path, invitation: str, level: PrivacyLevel, number: int, steps: int) -> dict[str, Any]:
+    seconds: list[float] = []
+    planned: list[Planned] = []
+
+    def seen(event: RunEvent) -> None:
+        match event:
+            case StepDone(step_s=step_s):
+                seconds.append(step_s)
+            case Planned():
+                planned.append(event)
+            case _:
+                pass
+
+    options = TrainOptions(home=directory / "owner", invitation=invitation, device="cpu", threads=1)
+    await train(_recipe(directory, level, number, steps), options, on_event=seen, stop=asyncio.Event())
+    part = owners_part(planned[0].plan)
+    return {
+        "step_s": statistics.median(seconds[WARM_UP_STEPS:]),
+        "blocks": [list(stage.blocks) for stage in planned[0].plan.stages],
+        "owner_memory_bytes": 0 if part is None else part.memory_bytes,
+        "owner_compute_s": 0.0 if part is None else part.compute_s,
+    }
+
+
+async def _token_s(directory: Path, model: Path, level: PrivacyLevel, tokens: int) -> float:
+    request = ServeRequest(
+        model=str(model),
+        needs=lambda _positions: ServingNeeds(context_tokens=256, sessions=2, cache_tokens=512, pass_tokens=64),
+        home=directory / "owner",
+        ends="owner" if keeps_ends(level) else "pool",
+        privacy=level,
+        device="cpu",
+        threads=1,
+        stages=2,
+    )
+    at_s: list[float] = []
+    async with serving(request, on_event=lambda _event: None) as served:
+        prompt = tuple((7 * place + 3) % VOCABULARY for place in range(32))
+        asked = Generation(prompt=prompt, max_tokens=tokens, sampling=Sampling(temperature=0.0))
+        async for event in served.engine.submit(asked):
+            match event:
+                case Emitted():
+                    at_s.append(time.perf_counter())
+                case Finished(reason=reason, detail=detail) if reason != "length":
+                    raise SystemExit(f"an answer ended early: {reason} {detail}")
+                case _:
+                    pass
+    gaps = [after - before for before, after in pairwise(at_s)]
+    return statistics.median(gaps[WARM_UP_TOKENS:])
+
+
+def _model(directory: Path) -> Path:
+    torch.manual_seed(0)
+    fields = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields)).save_pretrained(directory)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def _recipe(directory: Path, level: PrivacyLevel, number: int, steps: int) -> Recipe:
+    files = [str(path) for path in python_library.select(400_000).files]
+    name = f"{level}-{number}"
+    return recipe_from_table(
+        {
+            "job": {"name": name, "steps": steps, "directory": str(directory / name)},
+            "model": {"config": CONFIG},
+            "data": {"files": files, "format": "text", "sequence_length": LENGTH, "tokenizer": {"train": VOCABULARY}},
+            "train": {"batch_size": ROWS, "microbatches": MICROBATCHES, "learning_rate": 3e-4, "clip_norm": 1.0},
+            "placement": {"stages": 2, "loss": "owner" if keeps_ends(level) else "pool"},
+            "privacy": {"level": level},
+            "output": {"tensorboard": False, "report": False},
+        },
+        directory / f"{name}.toml",
+    )
+
+
+def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each level and figure: how much more than `open`, per round and in the median."""
+    summary: dict[str, Any] = {}
+    for level in LEVELS[1:]:
+        for figure in ("step_s", "token_s"):
+            over = [one[level][figure] / one["open"][figure] - 1 for one in rounds]
+            summary[f"{level} {figure}"] = {"median": statistics.median(over), "rounds": over}
+    return summary
+
+
+def _shown(found: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{level} {found[level]['step_s']:.3f} s a step, {found[level]['token_s'] * 1000:.1f} ms a token"
+        for level in LEVELS
+    )
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    each = ", ".join(f"{name} {one['median']:+.1%}" for name, one in summary.items())
+    return f"over open, median of rounds: {each} (goal at most {GOAL:.0%})"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
