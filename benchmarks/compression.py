@@ -140,6 +140,7 @@ def _recipe(directory: Path, codec: Codec, seed: int, steps: int, stages: int) -
                 "compression": codec,
             },
             "evaluation": {"batches": 32},
+            "privacy": {"level": "encrypted"},
             "placement": {"stages": stages},
             "output": {"tensorboard": False, "report": False},
         },

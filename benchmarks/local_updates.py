@@ -161,6 +161,7 @@ def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, repli
             "optimizer": {"kind": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1},
         },
         "evaluation": {"batches": 32},
+        "privacy": {"level": "encrypted"},
         "placement": {"stages": together},
         "output": {"tensorboard": False, "report": False},
     }

@@ -62,6 +62,7 @@ def recipe(directory: Path, small: bool, stages: int, steps: int, loss: str) -> 
                 "clip_norm": 1.0,
                 "optimizer": {"kind": "adamw", "weight_decay": 0.1},
             },
+            "privacy": {"level": "encrypted"},
             "placement": {"stages": stages, "loss": loss},
             "output": {"tensorboard": False, "report": False},
         },

@@ -149,6 +149,7 @@ def recipe(
                 "compression": compression,
                 "optimizer": {"kind": "adamw"},
             },
+            "privacy": {"level": "encrypted"},
             "placement": {"loss": case.loss} | ({} if replicas else {"stages": len(case.shares)}),
             **({} if replicas is None else {"replicas": replicas}),
             "output": {"tensorboard": False, "report": False},

@@ -220,6 +220,7 @@ def write_recipe(path: Path, **changes: object) -> Path:
         "model": {"config": dict(TINY)},
         "data": {"files": ["text.txt"], "sequence_length": 32, "tokenizer": {"train": 300}},
         "train": {"batch_size": 4, "microbatches": 2, "learning_rate": 1e-3},
+        "privacy": {"level": "encrypted"},
     }
     for name, value in changes.items():
         table, _, key = name.partition("__")

@@ -19,7 +19,7 @@ from fusionai.ir.cost import block_costs
 from fusionai.ir.ends import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
-from fusionai.primitives.errors import PlanError
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import loading
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.scheduling.ends import middle
@@ -112,7 +112,7 @@ def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
     if not keeps_ends(asked.privacy):
         return 0, 0
     if pool.owner is None:
-        raise PlanError(
+        raise UsageError(
             f"--privacy {asked.privacy} keeps the model's ends on the job owner's machine, of which the pool file says "
             "nothing.",
             hint="Add a table [owner] to it, or plan with --privacy encrypted.",

@@ -186,7 +186,7 @@ def plan(
         recompute=recompute,
         offload=offload,
         replicas=replicas,
-        privacy=_level(task, served, pool),
+        privacy=_level(served, pool),
         lora=lora,
     )
     graph = captured(model, asked)
@@ -255,11 +255,11 @@ def plan(
         )
 
 
-def _level(task: Literal["train", "serve"], served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
-    """As asked for; without a word, what keeps the model's ends with the owner where the pool says who that is."""
-    if served.asked is not None or (task == "serve" and pool.owner is not None):
-        return served.privacy
-    return "encrypted"
+def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
+    """As asked for; without a word, what keeps the model's ends with the owner, unless the pool's file says nothing of
+    that machine or places an end elsewhere."""
+    apart = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
+    return served.privacy if served.asked is not None or not apart else "encrypted"
 
 
 def _beside(problem: Problem, found: Plan, least_speed: float | None) -> ManyHolders | ManyLines | None:

@@ -302,6 +302,8 @@ def demo_recipe(options: DemoOptions) -> Recipe:
         },
         "evaluation": {"batches": 8},
         "placement": {"stages": options.peers},
+        # The stages are the peers', numbered from 0, to be killed by number.
+        "privacy": {"level": "encrypted"},
     }
     return recipe_from_table(table, options.directory / "demo.toml")
 

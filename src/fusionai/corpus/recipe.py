@@ -464,29 +464,30 @@ class _Checker:
         return replicas
 
     def privacy(self, tables: RecipeTables) -> Privacy:
-        table = tables.privacy
-        if table.confidential and table.level != "trusted":
+        table, loss = tables.privacy, tables.placement.loss
+        level = table.level or ("encrypted" if loss == "pool" else "split")
+        if table.confidential and level != "trusted":
             raise self.fail(
                 "privacy",
-                f"confidential = true runs on trusted peers alone, and level is {table.level!r}: peers could "
+                f"confidential = true runs on trusted peers alone, and level is {level!r}: peers could "
                 "reconstruct the text.",
                 hint="Take level = 'trusted', or leave confidential out.",
             )
-        if keeps_ends(table.level) and tables.placement.loss == "pool":
+        if keeps_ends(level) and loss == "pool":
             raise self.fail(
                 "privacy",
-                f"level = {table.level!r} keeps the loss with the job owner, but [placement] has loss = 'pool'.",
+                f"level = {level!r} keeps the loss with the job owner, but [placement] has loss = 'pool'.",
                 hint="Remove that, or take level = 'encrypted'.",
             )
-        if table.level != "split-k":
-            because = f"with level = {table.level!r}; it belongs to 'split-k'"
+        if level != "split-k":
+            because = f"with level = {level!r}; it belongs to 'split-k'"
             self.no_effect("privacy", "first", table.first, because)
             self.no_effect("privacy", "last", table.last, because)
         elif not (table.first or table.last):
             raise self.fail(
                 "privacy", "level = 'split-k' needs first or last, the number of layers that stay at each end."
             )
-        return Privacy(level=table.level, first=table.first or 0, last=table.last or 0, confidential=table.confidential)
+        return Privacy(level=level, first=table.first or 0, last=table.last or 0, confidential=table.confidential)
 
     def placement(self, placement: Placement) -> Placement:
         both = sorted(set(placement.required) & set(placement.excluded))

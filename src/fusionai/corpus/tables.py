@@ -354,9 +354,10 @@ class Replicas(_Table, frozen=True, kw_only=True):
 
 
 class PrivacyTable(_Table, frozen=True, kw_only=True):
-    """What stays with the job owner. `first`, `last`: layers at each end that do, with `split-k` alone."""
+    """What stays with the job owner: without a word `split`, unless the loss is placed with the pool. `first`, `last`:
+    layers at each end that do, with `split-k` alone."""
 
-    level: PrivacyLevel = "open"
+    level: PrivacyLevel | None = None
     first: NotNegative | None = None
     last: NotNegative | None = None
     confidential: bool = False
@@ -366,7 +367,7 @@ class Privacy(_Table, frozen=True, kw_only=True):
     """The level of a job (see `primitives.privacy`); so many layers at each end stay with the job owner besides what
     the level keeps there."""
 
-    level: PrivacyLevel = "open"
+    level: PrivacyLevel = "split"
     first: int = 0
     last: int = 0
     confidential: bool = False

@@ -94,7 +94,8 @@ def files(tmp_path: Path) -> Path:
 def planned(files: Path, *flags: str, pool: str = "pool.toml") -> int:
     figures = str(files / "plan.json")
     sizes = ("--batch", "4", "--microbatches", "2", "--sequence", "32")
-    return main(["plan", "model.json", "--pool", str(files / pool), "--json", figures, *sizes, *flags])
+    level = () if {"serve", "--privacy"} & set(flags) else ("--privacy", "encrypted")
+    return main(["plan", "model.json", "--pool", str(files / pool), "--json", figures, *sizes, *level, *flags])
 
 
 @pytest.mark.slow
@@ -475,3 +476,23 @@ def test_an_unknown_gpu_is_wrong_use(files: Path, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().err
     assert "GPU 'RTX 3088' is not in the catalogue" in shown
     assert "RTX 3080" in shown
+
+
+@pytest.mark.slow
+def test_the_models_ends_stay_with_the_owner_and_their_price_is_said(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert planned(files, "--privacy", "split", "--stages", "2") == 0
+    written = json.loads((files / "plan.json").read_text())
+    first, *pool, last = written["stages"]
+    assert (first["peer"], first["roles"], first["blocks"]) == ("me", ["feed"], [0, 1])
+    assert (last["peer"], last["roles"]) == ("me", ["loss"])
+    assert last["blocks"][1] - last["blocks"][0] == 2
+    assert [stage["roles"] for stage in pool] == [["stage"], ["stage"]]
+    assert written["privacy"]["level"] == "split"
+    own = written["privacy"]["owner"]
+    assert own["memory_bytes"] == first["memory_bytes"] + last["memory_bytes"]
+    assert own["compute_s"] == pytest.approx(2 * (first["compute_s"] + last["compute_s"]))
+    assert "That costs this machine" in capsys.readouterr().out
+    assert planned(files, "--privacy", "split", pool="ownerless.toml") == 2
+    assert "of which the pool file says nothing" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from fusionai.corpus.tables import (
     LocalModel,
     LocalTokenizer,
     NewAdapter,
+    Privacy,
     TensorData,
     TextData,
     TrainTokenizer,
@@ -279,6 +280,14 @@ def test_resuming_refuses_changes_that_would_change_history() -> None:
 
 
 def test_privacy_levels_and_what_goes_with_them() -> None:
+    assert recipe_from_table(BASE, FILE).privacy == Privacy(level="split")
+    assert recipe_from_table(changed(placement__loss="pool"), FILE).privacy.level == "encrypted"
+    with pytest.raises(RecipeError, match="keeps the loss with the job owner"):
+        recipe_from_table(changed(placement__loss="pool", privacy={"level": "split"}), FILE)
+    kept = recipe_from_table(changed(privacy={"level": "split-k", "first": 2}), FILE).privacy
+    assert (kept.level, kept.first, kept.last) == ("split-k", 2, 0)
+    with pytest.raises(RecipeError, match="needs first or last"):
+        recipe_from_table(changed(privacy={"level": "split-k"}), FILE)
     assert recipe_from_table(changed(privacy={"level": "encrypted"}), FILE).privacy.level == "encrypted"
     with pytest.raises(RecipeError, match="first = 2 has no effect with level = 'open'"):
         recipe_from_table(changed(privacy={"level": "open", "first": 2}), FILE)
