@@ -78,10 +78,12 @@ class Pass:
     # -------------------------------------------------------------------------------------------------------- marks
 
     def marks_got_forward(self, microbatch: int, inputs: Mapping[str, HostTensor], key: bytes) -> list[wire.Mark]:
+        """Less what the feed gave: a referee has that from the job's owner itself."""
         own = self.boundary.stage
         return [
             _mark(port.other, own, microbatch, _some(inputs, port.values), key, sent=False, forward=True)
             for port in self.boundary.receives
+            if port.other != FEED
         ]
 
     def marks_got_back(self, microbatch: int, arrived: ByConsumer, key: bytes) -> list[wire.Mark]:

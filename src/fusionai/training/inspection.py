@@ -35,7 +35,7 @@ class Limits:
     state: float
 
 
-EXACT: Final = Limits(marks=1e-9, norms=0.0, state=0.0)
+EXACT: Final = Limits(marks=1e-5, norms=0.0, state=0.0)
 """Where fingerprints are equal; marks are sums of another library's."""
 ROOM: Final = 20.0
 """Between what honest machines may differ in one microbatch and what is held against one: a stretch of steps lets
