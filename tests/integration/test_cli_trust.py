@@ -130,3 +130,22 @@ def test_a_lost_peer_of_a_confidential_server_is_not_replaced_by_a_stranger(frie
     assert friends.seen(tmp_path)["eve"]["job"] is None
     server.interrupt()
     assert server.ended() == 0, server.text
+
+
+@pytest.mark.long
+def test_a_broker_for_trusted_machines_tells_others_what_to_do_and_takes_them_once_it_is_done(tmp_path: Path):
+    signer, signed = tmp_path / "signer", tmp_path / "signed.json"
+    peer = load_identity(tmp_path / "pool" / "ada").peer
+    Friends.said("trust", "sign", peer, "--home", signer, "--json", signed)
+    word = json.loads(signed.read_text())
+    with LivePool(tmp_path / "pool", broker_options=("--trusted-only", word["signing_key"])) as pool:
+        assert "Only machines whose keys are endorsed" in pool.broker.text
+        refused = pool.start("ada", pool.invite())
+        assert refused.ended() == 1, refused.text
+        assert "fusion trust sign" in refused.text
+        assert peer in refused.text
+        Friends.said("trust", "carry", word["endorsement"], "--home", pool.directory / "ada")
+        pool.start("ada").wait_for("In pool")
+    unknown = fusion("broker", "--trusted-only", peer, "--home", tmp_path / "other")
+    assert unknown.code == 2
+    assert "expected a signing key" in unknown.err
