@@ -20,6 +20,8 @@ from fusionai.capture.adapter import Adapter, Lora, StartedLora, adapter_config
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.self_check import self_check
 from fusionai.capture.source import DirectorySource
+from fusionai.ir.held import held_in_front, sent_bytes
+from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import CONFIG_FILE, WEIGHTS_FILE, encode_adapter_config
 from fusionai.wire.messages import OptimizerSpec, StageOptions
@@ -65,14 +67,17 @@ def adapted(base: Path) -> Captured:
 def run(directory: Path, captured: Captured, *starts: dict[str, int], **changes: object) -> list[Run]:
     async def all_starts() -> list[Run]:
         async with MemoryPool(4, lambda: TorchBackend(device="cpu", threads=1)) as pool:
-            fields: dict[str, object] = {"steps": STEPS, **changes}
+            fields: dict[str, object] = {
+                "steps": STEPS,
+                "ranges": FOUR_AND_LOSS,
+                "owned": frozenset({4}),
+                **changes,
+            }
             job = Job(
                 pool=pool,
                 directory=directory,
                 graph=captured.graph,
                 state=captured.state,
-                ranges=FOUR_AND_LOSS,
-                owned=frozenset({4}),
                 data=DATA,
                 microbatches=MICROBATCHES,
                 base_stays=captured.source.built.adapter is not None,
@@ -176,6 +181,31 @@ def test_no_gradient_goes_back_to_what_trains_nothing(trained: Run) -> None:
     embedding, first, *_ = (stage.boundary for stage in job.cut().stages)
     assert [port.needs_grad for port in embedding.sends if port.other == 1] == [()]
     assert any(port.needs_grad for port in first.sends)
+
+
+def test_an_adapter_that_stays_with_the_owner_is_the_same_adapter(
+    adapted: Captured, trained: Run, tmp_path: Path
+) -> None:
+    """Peers have frozen layers and nothing else; what is trained is sent to them and its gradient comes back."""
+    held = replace(adapted, graph=held_in_front(adapted.graph))
+    validate(held.graph)
+    owned = frozenset({0, 4, 5})
+    ranges = ((0, 1), (1, 2), (2, 4), (4, 5), (5, 6), (6, 7))
+    first, second = run(
+        tmp_path, held, {"kill_after": 1}, {}, ranges=ranges, owned=owned, checkpoint_every=1, guards={2: 3}
+    )
+    assert first.end is None
+    assert second.losses == trained.losses[-len(second.losses) :]
+    weights = second.weights(STEPS)
+    for name, value in trained.weights(STEPS).items():
+        np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    stages = second.job.cut().stages
+    for number, stage in enumerate(stages):
+        trainable = [spec for spec in stage.graph.params.values() if spec.trainable]
+        assert bool(trainable) == (number == 0)
+        assert number in owned or not any(entry.slot for entry in stage.entries.values())
+    sent = sum(spec.shape[0] * spec.shape[1] * 4 for spec in adapted.graph.params.values() if spec.trainable)
+    assert sent_bytes(held.graph) == sent
 
 
 def test_peft_loads_what_was_saved(base: Path, adapted: Captured, trained: Run) -> None:

@@ -49,6 +49,7 @@ from fusionai.corpus.tables import (
 )
 from fusionai.ir.cost import block_costs
 from fusionai.ir.ends import ends
+from fusionai.ir.held import held_in_front, sent_bytes
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.stored import stored_bytes, with_stored
 from fusionai.primitives.errors import ModelError, RecipeError
@@ -158,6 +159,10 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         form = recipe.adapter.base
         captured = replace(captured, graph=with_stored(captured.graph, "" if form == "fp32" else form))
         progress(f"adapter: {trained(captured.graph, recipe.optimizer).words}{_kept(captured)}")
+        if recipe.adapter.holder == "owner":
+            captured = replace(captured, graph=held_in_front(captured.graph))
+            sent = format_bytes(recipe.train.microbatches * sent_bytes(captured.graph))
+            progress(f"the adapter stays here: {sent} of it go to peers in each step, and as much comes back")
     return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
 
 

@@ -17,7 +17,6 @@ import msgspec
 from fusionai.corpus.strict import convert, nearest, show
 from fusionai.corpus.tables import (
     Adapter,
-    AdapterTable,
     ChatData,
     ConfigModel,
     Data,
@@ -148,7 +147,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
         model=check.model(tables.model),
         data=data,
         train=tables.train,
-        adapter=check.adapter(tables.adapter),
+        adapter=check.adapter(tables),
         evaluation=check.evaluation(tables),
         placement=check.placement(tables.placement),
         faults=tables.faults,
@@ -370,13 +369,31 @@ class _Checker:
         if optimizer.nesterov and optimizer.momentum == 0:
             raise self.fail(table, "nesterov = true needs a momentum above 0.")
 
-    def adapter(self, table: AdapterTable | None) -> Adapter | None:
+    def adapter(self, tables: RecipeTables) -> Adapter | None:
+        table = tables.adapter
         if table is None:
             return None
+        if table.holder == "owner":
+            if not keeps_ends(tables.privacy.level):
+                raise self.fail(
+                    "adapter",
+                    f"holder = 'owner' needs a privacy level that keeps the model's ends here, got "
+                    f"{tables.privacy.level!r}.",
+                    hint='Write level = "split" in [privacy], or leave holder out.',
+                )
+            if tables.train.compression != "none":
+                raise self.fail(
+                    "adapter",
+                    f"holder = 'owner' sends the adapter itself, which compression = {tables.train.compression!r} "
+                    "would change.",
+                    hint="Leave compression out.",
+                )
         if table.start is not None:
             for key in ("rank", "alpha", "targets", "rslora"):
                 self.no_effect("adapter", key, getattr(table, key), "with start: the adapter there has its own")
-            return KnownAdapter(path=self.resolve(table.start), dropout=table.dropout, base=table.base)
+            return KnownAdapter(
+                path=self.resolve(table.start), dropout=table.dropout, base=table.base, holder=table.holder
+            )
         rank = DEFAULT_RANK if table.rank is None else table.rank
         return NewAdapter(
             rank=rank,
@@ -385,6 +402,7 @@ class _Checker:
             targets=None if table.targets in (None, "all-linear") else tuple(table.targets),
             rslora=bool(table.rslora),
             base=table.base,
+            holder=table.holder,
         )
 
     def evaluation(self, tables: RecipeTables) -> Evaluation | None:
@@ -522,6 +540,7 @@ def _summed_words(count: int | Literal["auto"]) -> str:
 
 def _adapter_words(adapter: Adapter) -> str:
     kept = "" if adapter.base == "fp32" else f", the base in {adapter.base}"
+    kept += " (held by the job owner)" if adapter.holder == "owner" else ""
     match adapter:
         case NewAdapter(rank=rank, targets=targets):
             where = "its linear layers" if targets is None else ", ".join(targets)

@@ -235,13 +235,18 @@ class Train(_Table, frozen=True, kw_only=True):
 BaseForm = Literal["fp32", "bf16", "int8", "int4"]
 
 
+Holder = Literal["peers", "owner"]
+
+
 class AdapterTable(_Table, frozen=True, kw_only=True):
     """Train a low-rank adapter and nothing else (LoRA, arXiv 2106.09685): `B(A(x))` times `alpha` / `rank` is added to
     what each layer of `targets` gives. `start`: an adapter's directory in PEFT layout that is trained on; then its own
-    settings hold. `base`: how the weights that are not trained are kept; computed with in float32 all the same."""
+    settings hold. `base`: how the weights that are not trained are kept; computed with in float32 all the same.
+    `holder`: who has the adapter and the optimizer's state for it, the peers each for its layers or the job owner."""
 
     kind: Literal["lora"] = "lora"
     base: BaseForm = "fp32"
+    holder: Holder = "peers"
     rank: Annotated[int, Meta(ge=1, le=4096)] | None = None
     alpha: PositiveFloat | None = None
     dropout: Fraction = 0.0
@@ -260,6 +265,7 @@ class NewAdapter(_Table, frozen=True, kw_only=True, tag="new"):
     targets: tuple[str, ...] | None
     rslora: bool
     base: BaseForm = "fp32"
+    holder: Holder = "peers"
 
 
 class KnownAdapter(_Table, frozen=True, kw_only=True, tag="start"):
@@ -268,6 +274,7 @@ class KnownAdapter(_Table, frozen=True, kw_only=True, tag="start"):
     path: str
     dropout: float
     base: BaseForm = "fp32"
+    holder: Holder = "peers"
 
 
 Adapter = NewAdapter | KnownAdapter

@@ -338,6 +338,7 @@ def test_an_adapter_is_new_or_a_known_one() -> None:
         ({"kind": "dora"}, "lora"),
         ({"base": "int3"}, "'int4', got 'int3'"),
         ({"rank": 0}, "rank"),
+        ({"holder": "owners"}, "'peers', 'owner'"),
     ],
 )
 def test_an_adapter_that_means_nothing(adapter: dict[str, object], said: str) -> None:
@@ -354,3 +355,14 @@ def test_checks_are_on_unless_told_and_no_word_is_ignored() -> None:
     assert recipe_from_table(changed(replicas={"count": 2, "gradients": "summed"}), FILE).checks
     with pytest.raises(RecipeError, match=r'checks = "spot" has no effect with \[replicas\]'):
         recipe_from_table(changed(replicas=apart, faults={"checks": "spot"}), FILE)
+
+
+def test_an_adapter_stays_with_the_owner_where_the_models_ends_do() -> None:
+    held = recipe_from_table(changed(adapter={"holder": "owner"}, privacy={"level": "split"}), FILE)
+    assert held.adapter is not None
+    assert held.adapter.holder == "owner"
+    assert "held by the job owner" in held.describe()
+    with pytest.raises(RecipeError, match="keeps the model's ends here, got 'open'"):
+        recipe_from_table(changed(adapter={"holder": "owner"}, privacy={"level": "open"}), FILE)
+    with pytest.raises(RecipeError, match="compression = 'int8' would change"):
+        recipe_from_table(changed(adapter={"holder": "owner"}, train__compression="int8"), FILE)
