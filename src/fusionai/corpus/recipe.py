@@ -374,11 +374,11 @@ class _Checker:
         if table is None:
             return None
         if table.holder == "owner":
-            if not keeps_ends(tables.privacy.level):
+            level = self.privacy(tables).level
+            if not keeps_ends(level):
                 raise self.fail(
                     "adapter",
-                    f"holder = 'owner' needs a privacy level that keeps the model's ends here, got "
-                    f"{tables.privacy.level!r}.",
+                    f"holder = 'owner' needs a privacy level that keeps the model's ends here, got {level!r}.",
                     hint='Write level = "split" in [privacy], or leave holder out.',
                 )
             if tables.train.compression != "none":
