@@ -60,6 +60,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "leave": LazyCommand("fusionai.cli.pool:leave", "Take this machine out of the pool."),
     "trust": LazyCommand("fusionai.cli.trust:trust", "Whose machines this one's jobs trust, and who says so."),
     "train": LazyCommand("fusionai.cli.train:train", "Train a model on the pool, as a recipe says; resumes by itself."),
+    "data": LazyCommand("fusionai.cli.data:data", "What a recipe's job would be fed: counts, bad rows, some rows."),
     "serve": LazyCommand("fusionai.cli.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."),
     "chat": LazyCommand("fusionai.cli.chat:chat", "Talk to a served model in the terminal."),
     "jobs": LazyCommand("fusionai.cli.jobs:jobs", "The pool's jobs and how far they are."),

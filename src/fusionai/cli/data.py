@@ -1,0 +1,84 @@
+"""`fusion data RECIPE.toml`: what a job would be fed: counts, bad rows, and some rows with what is trained on.
+
+Decides how it reads. Trains nothing and needs no pool; what is read stays in the job's directory, so the job begins
+sooner. Neighbours: `corpus.preview` gives rows, `cli.train` runs the job.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.json_output import json_option, write_json
+
+if TYPE_CHECKING:
+    from fusionai.corpus.chat_source import ChatSource
+    from fusionai.corpus.preview import RowPreview
+
+OPEN: Final = "[["
+CLOSE: Final = "]]"
+"""Around what is trained on, where there are no colours."""
+
+
+@click.command()
+@click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
+@click.option("--rows", type=click.IntRange(0, 1000), default=3, show_default=True, help="Rows to show.")
+@json_option
+def data(recipe: Path, rows: int, json_file: Path | None) -> None:
+    """What the job of RECIPE.toml would be fed: how much, what is wrong with it, and some rows with what is trained on
+    marked. The rows' text goes to this terminal (and to FILE) alone."""
+    from fusionai.corpus.chat_source import ChatSource
+    from fusionai.corpus.preview import preview
+    from fusionai.corpus.recipe import load_recipe
+    from fusionai.corpus.source import TokenSource, open_source
+    from fusionai.storage.rundir import RunDirectory
+
+    loaded = load_recipe(recipe)
+    source = open_source(loaded, RunDirectory(Path(loaded.directory)).tokens)
+    per_epoch = -(-source.samples // loaded.train.batch_size)
+    console.line(console.printable(source.describe()))
+    console.line(
+        f"{source.samples} rows are {per_epoch} steps of {loaded.train.batch_size}; the job takes {loaded.job.steps}"
+    )
+    figures: dict[str, object] = {"rows": source.samples, "steps_per_epoch": per_epoch}
+    if isinstance(source, ChatSource):
+        for note in source.notes:
+            console.line(console.printable(note))
+        figures |= _conversations(source)
+    shown = preview(loaded, source, rows) if isinstance(source, TokenSource | ChatSource) else []
+    for number, row in enumerate(shown, start=1):
+        console.line()
+        console.line(f"row {number}: {row.tokens} tokens, {row.labels} of them trained on")
+        console.line(_marked(row))
+    figures["preview"] = shown
+    if json_file is not None:
+        write_json(json_file, "data", figures)
+
+
+def _conversations(source: ChatSource) -> dict[str, object]:
+    manifest = source.manifest
+    return {
+        "rows_read": manifest.rows,
+        "bad_rows": {
+            "count": manifest.bad_rows,
+            "first": manifest.first_bad,
+            "list": source.bad_rows_file if manifest.bad_rows else None,
+        },
+        "conversations": manifest.written,
+    }
+
+
+def _marked(row: RowPreview) -> str:
+    """Line by line, so that nothing in the data moves the cursor; green on a terminal, in brackets elsewhere."""
+    colours = sys.stdout.isatty()
+    written = ""
+    for text, trained in row.pieces:
+        lines = "\n".join(console.printable(line) for line in text.split("\n"))
+        if trained:
+            lines = click.style(lines, fg="green") if colours else f"{OPEN}{lines}{CLOSE}"
+        written += lines
+    return written
