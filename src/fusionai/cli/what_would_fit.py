@@ -60,7 +60,9 @@ def _lifted(problem: Problem) -> Iterator[Change]:
         yield _change("with another number of stages", problem, stages=None)
     if problem.spares_wanted:
         yield _change("with no spares kept free", problem, spares_wanted=None)
-    if problem.owner is not None and any(role.place == "owner" for role in problem.roles):
+    if problem.kept_first or problem.kept_last > 1:
+        yield _change("with --privacy encrypted", problem, kept_first=0, kept_last=0)
+    elif problem.owner is not None and any(role.place == "owner" for role in problem.roles):
         roles = tuple(msgspec.structs.replace(role, place="pool") for role in problem.roles)
         yield _change("with the model's ends in the pool", problem, roles=roles)
 

@@ -97,3 +97,14 @@ def test_the_ends_of_the_model_may_be_what_is_in_the_way():
     ends = (RolePlacement(role="feed"), RolePlacement(role="loss"))
     owner = peer("me", 1)
     assert what_would_fit(problem(peer("a", 30), owner=owner, roles=ends)) == ["with the model's ends in the pool"]
+
+
+def test_a_split_that_the_owner_has_no_memory_for() -> None:
+    asked = problem(peer("a", 40), blocks=6)
+    owner = msgspec.structs.replace(peer("me", 10), roles=("owner",))
+    split = msgspec.structs.replace(
+        asked, owner=owner, roles=(RolePlacement(role="feed"), RolePlacement(role="loss")), kept_first=1, kept_last=2
+    )
+    with pytest.raises(PlanError, match="the model's ends"):
+        plan(split)
+    assert what_would_fit(split, []) == ["with --privacy encrypted"]
