@@ -29,6 +29,7 @@ def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> Non
         texts=SimpleNamespace(stop_tokens=frozenset[int]()),
         windows=(),
         whole=False,
+        adapters=(),
     )
     plan = SimpleNamespace(serving=sizes, stages=(1, 2, 3))
     job = serve._serving_job(cast(Any, model), JobId("job"), PeerId("me"), cast(Any, plan), cast(Any, None), "off")
