@@ -27,8 +27,14 @@ def causal_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
 def plain(model: nn.Module, done: Run, loss_of: Loss = causal_loss, *, autocast: bool = False) -> list[float]:
     """Train `model` from the run's base state as one process does; the mean loss of each step."""
     load(model, done.weights(0))
+    return as_it_stands(model, done, loss_of, autocast=autocast)
+
+
+def as_it_stands(model: nn.Module, done: Run, loss_of: Loss = causal_loss, *, autocast: bool = False) -> list[float]:
+    """The same from what `model` holds, what of it is trained."""
     model.train()
-    optimizer = make_optimizer(done.job.optimizer, list(model.parameters()))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(done.job.optimizer, trained)
     losses: list[float] = []
     for step in range(done.job.steps):
         for group in optimizer.param_groups:
@@ -42,7 +48,7 @@ def plain(model: nn.Module, done: Run, loss_of: Loss = causal_loss, *, autocast:
             (loss / done.job.microbatches).backward()
             values.append(loss.item())
         if done.job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), done.job.clip_norm)
+            nn.utils.clip_grad_norm_(trained, done.job.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(values) / len(values))

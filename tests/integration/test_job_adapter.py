@@ -10,12 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fusionai.backends.state import saved_entries, state_entries
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.backends.torch.optimizers import make_optimizer
 from fusionai.capture.adapter import Adapter, Lora, StartedLora, adapter_config
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.self_check import self_check
@@ -25,6 +23,7 @@ from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import CONFIG_FILE, WEIGHTS_FILE, encode_adapter_config
 from fusionai.wire.messages import OptimizerSpec, StageOptions
+from harness.one_process import as_it_stands
 from harness.pool import Data, Job, MemoryPool, Run, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")]
@@ -88,31 +87,6 @@ def run(directory: Path, captured: Captured, *starts: dict[str, int], **changes:
     return asyncio.run(all_starts())
 
 
-def plain(model: nn.Module, done: Run) -> list[float]:
-    """Train `model`, as it stands, in one process; the mean loss of each step."""
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(done.job.optimizer, trained)
-    losses: list[float] = []
-    for step in range(done.job.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = done.job.learning_rate(step)
-        values: list[float] = []
-        for microbatch in range(done.job.microbatches):
-            batch = {
-                name: torch.from_numpy(np.array(value)) for name, value in done.job.data.make(step, microbatch).items()
-            }
-            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.float()
-            loss = F.cross_entropy(logits.view(-1, VOCABULARY), batch["labels"].view(-1), ignore_index=-100)
-            (loss / done.job.microbatches).backward()
-            values.append(loss.item())
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(values) / len(values))
-    return losses
-
-
 def from_directory(base: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -156,7 +130,7 @@ def test_the_graph_is_the_module(adapted: Captured) -> None:
 def test_losses_are_those_of_peft_in_one_process(base: Path, trained: Run) -> None:
     assert trained.end is not None
     assert trained.end.failed is None
-    assert trained.losses == plain(peft_model(base, trained), trained)
+    assert trained.losses == as_it_stands(peft_model(base, trained), trained)
     assert trained.losses[0] != trained.losses[-1]
 
 
@@ -216,7 +190,7 @@ def test_peft_loads_what_was_saved(base: Path, adapted: Captured, trained: Run) 
     assert not list(directory.glob("model*"))
     loaded = PeftModel.from_pretrained(from_directory(base), str(directory)).eval()
     own = peft_model(base, trained)
-    plain(own, trained)
+    as_it_stands(own, trained)
     own.eval()
     ids = torch.arange(12)[None] % VOCABULARY
     with torch.no_grad():
@@ -261,7 +235,7 @@ def test_a_layer_that_is_not_there_is_named(base: Path) -> None:
 
 def test_the_whole_model_is_tuned_from_a_directory(base: Path, tmp_path: Path) -> None:
     done = run(tmp_path, captured_from(base))[0]
-    assert done.losses == plain(from_directory(base), done)
+    assert done.losses == as_it_stands(from_directory(base), done)
 
 
 def test_dropout_in_an_adapter_is_the_counters(base: Path, trained: Run, tmp_path: Path) -> None:

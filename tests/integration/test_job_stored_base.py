@@ -10,11 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.backends.torch.optimizers import make_optimizer
 from fusionai.capture.adapter import Lora
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import DirectorySource
@@ -22,6 +19,7 @@ from fusionai.ir.schema import Stored, content_hash
 from fusionai.ir.stored import pack_stored, stored_bytes, unpack_stored, with_stored
 from fusionai.training import progress
 from fusionai.wire import messages as wire
+from harness.one_process import as_it_stands
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")]
@@ -104,29 +102,7 @@ def in_one_process(base: Base, form: Stored, done: Run) -> list[float]:
                 parameter.copy_(torch.from_numpy(unpack_stored(data, tuple(parameter.shape), packed[key].stored)))
                 replaced += 1
     assert replaced == len(packed) > 0
-    return plain_losses(model, done)
-
-
-def plain_losses(model: nn.Module, done: Run) -> list[float]:
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(done.job.optimizer, trained)
-    losses: list[float] = []
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = done.job.learning_rate(step)
-        values: list[float] = []
-        for microbatch in range(MICROBATCHES):
-            batch = {name: torch.from_numpy(np.array(value)) for name, value in DATA.make(step, microbatch).items()}
-            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.float()
-            loss = F.cross_entropy(logits.view(-1, VOCABULARY), batch["labels"].view(-1), ignore_index=-100)
-            (loss / MICROBATCHES).backward()
-            values.append(loss.item())
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(values) / len(values))
-    return losses
+    return as_it_stands(model, done)
 
 
 @pytest.mark.parametrize("form", ["int4", pytest.param("int8", marks=pytest.mark.long)])
