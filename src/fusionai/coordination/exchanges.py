@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from fusionai.wire.messages import StageOptions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanges:
@@ -51,3 +53,8 @@ class Exchanges:
 
 
 NO_EXCHANGES: Final = Exchanges()
+
+
+def exchanges_of(options: StageOptions) -> Exchanges:
+    """Of a stage that trains something."""
+    return Exchanges(every=options.sync_every, lag=options.sync_lag, steps=options.sync_steps)

@@ -17,7 +17,7 @@ from functools import partial
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import saved_entries, state_entries
 from fusionai.coordination import stage as machine
-from fusionai.coordination.exchanges import NO_EXCHANGES, Exchanges
+from fusionai.coordination.exchanges import NO_EXCHANGES, exchanges_of
 from fusionai.coordination.stage import StageCommand, StageEvent, StageMachine, Work
 from fusionai.execution.arrivals import Arrivals
 from fusionai.execution.boundary import Boundary
@@ -80,7 +80,7 @@ class StageRuntime:
                 microbatches=options.microbatches,
                 in_flight=options.in_flight,
                 weight_lag=options.weight_lag,
-                exchanges=_exchanges(options) if self._trainable else NO_EXCHANGES,
+                exchanges=exchanges_of(options) if self._trainable else NO_EXCHANGES,
             )
         )
         self._copies = Copies(
@@ -418,10 +418,6 @@ def _entries(graph: Graph, options: StageOptions) -> Entries:
         fixed=[name for name, entry in entries.items() if entry.key in fixed],
         moving=[name for name, entry in entries.items() if entry.key not in fixed],
     )
-
-
-def _exchanges(options: StageOptions) -> Exchanges:
-    return Exchanges(every=options.sync_every, lag=options.sync_lag, steps=options.sync_steps)
 
 
 async def _finish(work: Awaitable[object]) -> None:

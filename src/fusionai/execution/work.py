@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from fusionai.backends.interface import Call, StageProgram
+from fusionai.coordination.exchanges import exchanges_of
 from fusionai.coordination.stage import Work
 from fusionai.execution.boundary import Boundary, Port
 from fusionai.execution.codecs import Carried, split, unpack_all
@@ -245,7 +246,7 @@ class Bench:
 
         options = self._options
         first = options.sync_every > 0 and record.step == 0  # later on, an agreement is the anchor
-        tells = options.sync_lag > 0 and (record.step + 1) % options.sync_every == 0
+        tells = options.sync_lag > 0 and exchanges_of(options).tells(record.step)
 
         def work() -> None:
             self._copies.complete()

@@ -63,7 +63,7 @@ def initialise(
             case _:
                 raise GraphError(f"parameter {key!r}: initialisation step {op.op} does not take {op.args}.")
     if dtype == "bfloat16":
-        return _bfloat16_bits(values)
+        return bfloat16_bits(values)
     return values if dtype == "float32" else _cast(values, dtype)
 
 
@@ -73,8 +73,8 @@ def _cast(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.generic
     return values.astype(np.dtype(dtype))
 
 
-def _bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Round to nearest, ties to even; the upper 16 bits of what results."""
+def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Round to nearest, ties to even; the upper 16 bits of what results. In place: `values` are nothing afterwards."""
     bits = values.view(np.uint32)
     bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (bits >> np.uint32(16)).astype(np.uint16)

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.ir.init import bfloat16_bits
 from fusionai.ir.schema import Graph, ParamSpec, Stored
 from fusionai.primitives.errors import GraphError
 
@@ -83,9 +84,9 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
     rows = weight.reshape(-1, weight.shape[-1])
     match form:
         case "bf16":
-            return _upper_halves(rows).view(np.uint8).reshape(-1)
+            return bfloat16_bits(rows.copy()).view(np.uint8).reshape(-1)
         case "int8":
-            scales = _upper_halves(np.maximum(np.abs(rows).max(axis=1) / np.float32(127), _TINY))
+            scales = bfloat16_bits(np.maximum(np.abs(rows).max(axis=1) / np.float32(127), _TINY))
             codes = np.clip(np.rint(rows / _floats(scales)[:, None]), -127, 127).astype(np.int8)
             return np.concatenate([codes.view(np.uint8).reshape(-1), scales.view(np.uint8)])
         case "int4" if (group := group_of(weight.shape)) is not None:
@@ -119,19 +120,12 @@ def _pack_groups(rows: Floats, group: int) -> Bytes:
     """A value is (level - 8) * scale + middle, level in 0..15; rounded against the scale and middle that are kept."""
     grouped = rows.reshape(-1, group)
     low, high = grouped.min(axis=1), grouped.max(axis=1)
-    scales = _upper_halves(np.maximum((high - low) / np.float32(15), _TINY))
-    middles = _upper_halves(low + np.float32(8) * _floats(scales))
+    scales = bfloat16_bits(np.maximum((high - low) / np.float32(15), _TINY))
+    middles = bfloat16_bits(low + np.float32(8) * _floats(scales))
     steps = (grouped - _floats(middles)[:, None]) / _floats(scales)[:, None] + np.float32(8)
     levels = np.clip(np.rint(steps), 0, 15).astype(np.uint8).reshape(-1, 2)
     codes = levels[:, 0] | (levels[:, 1] << np.uint8(4))
     return np.concatenate([codes, np.stack([scales, middles], axis=1).reshape(-1).view(np.uint8)])
-
-
-def _upper_halves(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """bfloat16: to nearest, ties to even."""
-    bits = values.view(np.uint32)
-    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
 def _floats(halves: npt.NDArray[np.uint16]) -> Floats:
