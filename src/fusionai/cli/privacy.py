@@ -68,7 +68,7 @@ def cell(level: PrivacyLevel, who: Adversary, findings: Findings) -> str:
     """What `level` does against `who`, with what was measured where that is a question of measuring."""
     match STANDS[level][who]:
         case "reads tokens":
-            return "reads 100 %"
+            return "reads 100%"
         case "reconstructs":
             return f"reconstructs {_figures(level, findings)}"
         case "only those trusted":

@@ -12,9 +12,7 @@ Neighbours: `text` and `conversations` read rows, `chat_tokens` writes and encod
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,7 +29,7 @@ from fusionai.corpus.tables import ChatData, FileData, HubData, HubTokenizer, Lo
 from fusionai.corpus.text import open_dataset, rows_of
 from fusionai.corpus.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from fusionai.primitives.errors import StorageError
-from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory, write_atomic
+from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
 
 Progress = Callable[[str, int], None]
 
@@ -161,12 +159,8 @@ def _write(
     place: Path, reading: _Reading, writer: ChatWriter, tokenizer: Tokenizer, data: ChatData, split: Split
 ) -> None:
     """The whole directory or nothing: it gets its name when everything is on the disk."""
-    partial = place.with_name(place.name + PARTIAL_SUFFIX)
     encoder = ChatEncoder(tokenizer)
-    try:
-        with storage_errors(place):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+    with whole_directory(place) as partial:
         with reading.bad_rows() as bad, storage_errors(partial), PartWriters(partial, data, split) as parts:
             for batch in _batches(reading.written(writer, "tokens", bad)):
                 for conversation in encoder.encode(batch):
@@ -181,13 +175,6 @@ def _write(
             written=written,
         )
         write_atomic(partial / "manifest.json", msgspec.json.encode(manifest))
-        with storage_errors(place):
-            partial.replace(place)
-            sync_directory(place.parent)
-    except BaseException:
-        with suppress(OSError):
-            shutil.rmtree(partial)
-        raise
 
 
 def _batches(conversations: Iterator[Written]) -> Iterator[list[Written]]:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -30,7 +28,7 @@ from fusionai.corpus.tables import FileData, HubData, HubTokenizer, LocalTokeniz
 from fusionai.corpus.text import Piece, open_dataset, pieces_of_dataset, pieces_of_files
 from fusionai.corpus.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from fusionai.primitives.errors import DataError, StorageError
-from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory, write_atomic
+from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
 
 Progress = Callable[[str, int], None]
 """Called with (what is done: `tokenizer` or `tokens`, pieces so far)."""
@@ -130,23 +128,12 @@ def _trained(
 
 def _write(place: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, split: Split, progress: Progress | None) -> None:
     """All pieces into `place`, which appears whole or not at all."""
-    partial = place.with_name(place.name + PARTIAL_SUFFIX)
-    with storage_errors(partial):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    try:
+    with whole_directory(place) as partial:
         with storage_errors(partial), _Writer(partial, tokenizer, split) as writer:
             for batch in _batches(_counted(pieces, "tokens", progress)):
                 writer.add(batch)
             manifest = writer.close()
         write_atomic(partial / "manifest.json", msgspec.json.encode(manifest))
-        with storage_errors(place):
-            partial.replace(place)
-            sync_directory(place.parent)
-    except BaseException:
-        with suppress(OSError):
-            shutil.rmtree(partial)
-        raise
 
 
 class _Writer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,3 +62,22 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def whole_directory(place: Path) -> Iterator[Path]:
+    """A directory to fill, which gets its name when all is in it; of one that was not filled nothing stays. Raises
+    `StorageError`."""
+    partial = place.with_name(place.name + PARTIAL_SUFFIX)
+    with storage_errors(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with storage_errors(place):
+            partial.replace(place)
+            sync_directory(place.parent)
+    except BaseException:
+        with suppress(OSError):
+            shutil.rmtree(partial)
+        raise

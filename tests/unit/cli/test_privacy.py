@@ -23,8 +23,8 @@ def test_cells_are_figures_where_it_is_a_question_of_measuring():
     assert tuple(rows) == LEVELS
     assert cell("split", "A1", FOUND) == "reconstructs 100% (clean), 100% (int8), 50% (int4)"
     assert cell("trusted", "A5", FOUND) == "holds"
-    assert cell("encrypted", "A1", FOUND) == "reads 100 %"
-    assert set(rows["open"]) == {"promises nothing", "reads 100 %"}
+    assert cell("encrypted", "A1", FOUND) == "reads 100%"
+    assert set(rows["open"]) == {"promises nothing", "reads 100%"}
 
 
 def test_it_prints_levels_and_the_shipped_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path):
