@@ -12,13 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
+from fusionai.client.serve import Served, ServeRequest, serving
 from fusionai.client.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus.recipe import load_recipe
-from fusionai.serving.interface import Generation, Sampling
+from fusionai.scheduling.types import ServingNeeds
+from fusionai.serving.interface import Finished, Generation, Sampling
 from fusionai.training import progress
 from harness.eavesdropper import (
     MEMORY_READABLE,
@@ -209,3 +214,79 @@ def test_a_peer_has_tokens_of_an_open_job_in_its_memory(pool: LivePool, tmp_path
     carried, lying = watched(pool, tmp_path / "open", "open")
     assert "microbatch 0 <i8" in carried
     assert any(name.endswith("<i8") for name in lying)
+
+
+LONG = 1024
+LOOKS = 8
+"""So many times a peer's memory is read while it computes: a pass's tokens lie there for as long as the pass takes."""
+SERVED = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": LONG}
+
+
+def looked_at_serving(pool: LivePool, directory: Path, *, split: bool) -> tuple[set[str], set[str]]:
+    """Long prompts read by real processes: what the owner's connections carried, what lay in its peers' memory."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**SERVED, bos_token_id=None, eos_token_id=None)
+    ).save_pretrained(directory)
+    write_words(directory / "tokenizer.json")
+    asked = ServeRequest(
+        model=str(directory),
+        needs=lambda _positions: ServingNeeds(context_tokens=LONG, sessions=2, cache_tokens=2 * LONG, pass_tokens=LONG),
+        home=pool.owner,
+        ends="owner" if split else "pool",
+        privacy="split" if split else "open",
+        threads=1,
+        stages=2,
+    )
+    forms = forms_of_tokens(PERIOD[:RUN])
+    wanted = {form: forms[form] for form in ("<i8", "<i4")} | {"text": b"word5 word12 word19"}
+    lying: set[str] = set()
+
+    async def one() -> None:
+        async with serving(asked, on_event=lambda _event: None) as running:
+            readers = [asyncio.create_task(_reading(running, first)) for first in range(2)]
+            for _ in range(LOOKS):
+                for member in pool.members.values():
+                    lying.update(await asyncio.to_thread(found_in_memory, member.process.pid, wanted))
+            for reader in readers:
+                assert not reader.done(), reader
+                reader.cancel()
+            await asyncio.wait(readers)
+
+    with listening() as ear:
+        asyncio.run(one())
+    return ear.found(wanted), lying
+
+
+PERIOD = tuple((7 * place + 5) % VOCABULARY for place in range(VOCABULARY))
+"""Over and over in every prompt: whichever part of one a pass takes, it has the run that is looked for."""
+
+
+async def _reading(running: Served, number: int) -> None:
+    """One prompt after the other, none of which begins like another: each is computed, none remembered."""
+    while True:
+        begins = (number % VOCABULARY, number // VOCABULARY % VOCABULARY)
+        prompt = (*begins, *PERIOD * (LONG // VOCABULARY + 1))[: LONG - 2]
+        events = [one async for one in running.engine.submit(Generation(prompt=prompt, max_tokens=1, sampling=COLDEST))]
+        assert isinstance(events[-1], Finished)
+        number += 2
+
+
+COLDEST = Sampling(temperature=0)
+
+
+def write_words(path: Path) -> None:
+    words = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCABULARY)}, unk_token="word0"))
+    words.save(str(path))
+
+
+@pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
+def test_no_peer_has_tokens_of_split_serving_in_its_memory(pool: LivePool, tmp_path: Path):
+    assert looked_at_serving(pool, tmp_path, split=True) == (set(), set())
+
+
+@pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
+def test_a_peer_has_tokens_of_open_serving_in_its_memory(pool: LivePool, tmp_path: Path):
+    carried, lying = looked_at_serving(pool, tmp_path, split=False)
+    assert "<i8" in carried
+    assert "<i8" in lying

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from fusionai.backends.interface import WorksIn
 from fusionai.execution.allocator import keep_freed_memory
+from fusionai.execution.numpy_threads import numpy_computes_alone
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class ComputeThread:
         self._used_s = _used_clock("device")
         self._free_at_s = 0.0
         keep_freed_memory()
+        numpy_computes_alone()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     def works_in(self, where: WorksIn) -> None:
