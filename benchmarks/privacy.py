@@ -1,13 +1,15 @@
 """What the privacy levels `encrypted` and `split` cost against `open`: training and serving, interleaved, on loopback.
 
-    python benchmarks/privacy.py [--rounds 4] [--steps 10] [--tokens 96] [--json FILE]
+    python benchmarks/privacy.py [--rounds 4] [--steps 20] [--tokens 96] [--json FILE]
 
 One pool of two peers, one thread each, a broker and the job owner's process with one thread, all on this machine over
 mutual TLS. In each round every level trains the same model on the same text and answers the same prompt, in an order
 that turns from round to round. With `split` embedding and head are the owner's, otherwise the pool's. Quoted are ratios
-within a round: time per step, and per token, over that of `open`, less one; of a run the median counts.
-Links are encrypted at every level: between `open` and `encrypted` nothing but the word differs, so that their ratio is
-also what the machine's other work does to such a comparison.
+within a round: time per step, and per token, over that of `open`, less one; of a run the median counts. Beside them
+stands the processor time that all these processes together took for a step: other programs change it less, and it says
+what machines of their own would feel where here four processes share the cores. Links are encrypted at every level:
+between `open` and `encrypted` nothing but the word differs, so that their ratio is also what the machine's other work
+does to such a comparison.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -78,7 +81,7 @@ async def _measured(
         for number in range(count):
             found: dict[str, Any] = {}
             for level in (*LEVELS[number % 3 :], *LEVELS[: number % 3]):
-                step = await _step(directory, pool.invitation, level, number, steps)
+                step = await _step(directory, pool, level, number, steps)
                 token_s = await _token_s(directory, model, level, tokens)
                 found[level] = {**step, "token_s": token_s}
             rounds.append(found | {"load_1_minute": os.getloadavg()[0]})
@@ -88,24 +91,29 @@ async def _measured(
                 write_atomic(file, json.dumps(whole, indent=2).encode() + b"\n")
 
 
-async def _step(directory: Path, invitation: str, level: PrivacyLevel, number: int, steps: int) -> dict[str, Any]:
+async def _step(directory: Path, pool: LocalPool, level: PrivacyLevel, number: int, steps: int) -> dict[str, Any]:
     seconds: list[float] = []
+    processors_s: list[float] = []
     planned: list[Planned] = []
+    processes = [psutil.Process(), *(psutil.Process(pid) for pid in pool.pids.values())]
 
     def seen(event: RunEvent) -> None:
         match event:
             case StepDone(step_s=step_s):
                 seconds.append(step_s)
+                used = [process.cpu_times() for process in processes]
+                processors_s.append(sum(one.user + one.system for one in used))
             case Planned():
                 planned.append(event)
             case _:
                 pass
 
-    options = TrainOptions(home=directory / "owner", invitation=invitation, device="cpu", threads=1)
+    options = TrainOptions(home=directory / "owner", invitation=pool.invitation, device="cpu", threads=1)
     await train(_recipe(directory, level, number, steps), options, on_event=seen, stop=asyncio.Event())
     part = owners_part(planned[0].plan)
     return {
         "step_s": statistics.median(seconds[WARM_UP_STEPS:]),
+        "processor_s": (processors_s[-1] - processors_s[WARM_UP_STEPS]) / (len(seconds) - 1 - WARM_UP_STEPS),
         "blocks": [list(stage.blocks) for stage in planned[0].plan.stages],
         "owner_memory_bytes": 0 if part is None else part.memory_bytes,
         "owner_compute_s": 0.0 if part is None else part.compute_s,
@@ -169,7 +177,7 @@ def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each level and figure: how much more than `open`, per round and in the median."""
     summary: dict[str, Any] = {}
     for level in LEVELS[1:]:
-        for figure in ("step_s", "token_s"):
+        for figure in ("step_s", "processor_s", "token_s"):
             over = [one[level][figure] / one["open"][figure] - 1 for one in rounds]
             summary[f"{level} {figure}"] = {"median": statistics.median(over), "rounds": over}
     return summary
@@ -190,7 +198,7 @@ def _verdict(summary: dict[str, Any]) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

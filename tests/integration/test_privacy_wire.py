@@ -204,11 +204,13 @@ def watched(pool: LivePool, directory: Path, level: str) -> tuple[set[str], set[
     return ear.found(wanted), lying
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
 def test_no_peer_has_tokens_or_text_of_a_split_job_in_its_memory(pool: LivePool, tmp_path: Path):
     assert watched(pool, tmp_path / "split", "split") == (set(), set())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
 def test_a_peer_has_tokens_of_an_open_job_in_its_memory(pool: LivePool, tmp_path: Path):
     carried, lying = watched(pool, tmp_path / "open", "open")
@@ -280,11 +282,13 @@ def write_words(path: Path) -> None:
     words.save(str(path))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
 def test_no_peer_has_tokens_of_split_serving_in_its_memory(pool: LivePool, tmp_path: Path):
     assert looked_at_serving(pool, tmp_path, split=True) == (set(), set())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MEMORY_READABLE, reason=NOT_READABLE)
 def test_a_peer_has_tokens_of_open_serving_in_its_memory(pool: LivePool, tmp_path: Path):
     carried, lying = looked_at_serving(pool, tmp_path, split=False)
