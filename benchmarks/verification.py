@@ -1,6 +1,7 @@
 """What spot checks find, whom they wrong, and what they cost.
 
-    python benchmarks/verification.py [--part honest|liars|late|overhead]... [--tasks 10000] [--rounds 3] [--json FILE]
+    python benchmarks/verification.py [--part honest|liars|late|overhead|serving]... [--tasks 10000] [--rounds 3]
+        [--json FILE]
 
 A task is one microbatch of one stage, forward and back.
 
@@ -68,7 +69,8 @@ from harness.pool import Data, Job, MemoryPool, Run, peer_id, tensor, tokens  # 
 
 FENCE: Final = Fence(1, 1, 0)
 SECRET: Final = bytes(range(32))
-PARTS: Final = ("honest", "liars", "late", "overhead")
+PARTS: Final = ("honest", "liars", "late", "overhead", "serving")
+SERVING_PARTS: Final = ("honest", "liars", "overhead")
 LLAMA: Final = {
     "model_type": "llama",
     "vocab_size": 64,
@@ -110,6 +112,11 @@ def main() -> None:
                 found[part] = [_liar(lie) for lie in LIES]
             case "late":
                 found[part] = [_late(tasks) for tasks in (1, 2, 4, 8, 16, 32, 64)]
+            case "serving":
+                from verification_serving import serving
+
+                parts = tuple(options.serving or SERVING_PARTS)
+                found[part] = serving(parts, tasks=options.tasks, rounds=options.rounds)
             case _:
                 found[part] = _overhead(options.rounds, options.steps)
         if options.json is not None:
@@ -462,6 +469,7 @@ def _timed(directory: Path, captured: Captured, way: str, steps: int, number: in
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--serving", action="append", choices=SERVING_PARTS, help="of the part serving, only this")
     parser.add_argument("--tasks", type=int, default=10_000, help="of honest machines")
     parser.add_argument("--rounds", type=int, default=3, help="of the overhead")
     parser.add_argument("--steps", type=int, default=60, help="of each run of the overhead")

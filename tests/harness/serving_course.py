@@ -44,7 +44,8 @@ def random_world(choose: random.Random, *, any_order: bool) -> World:
         for stage, peer in places.items()
         if spares and peer != OWNER and choose.random() < 0.8
     }
-    roles = ServingRoles(version=1, owner=OWNER, places=places, guards=guards, caching=caching)
+    checkable = frozenset(range(len(places) - 1))
+    roles = ServingRoles(version=1, owner=OWNER, places=places, guards=guards, caching=caching, checkable=checkable)
     page_tokens = choose.choice((2, 4))
     chunk = choose.choice((4, 8))
     limits = BatchLimits(
@@ -99,6 +100,8 @@ def disturbed(seed: int, *, any_order: bool = False) -> World:
     """One to four faults; most of the later ones while others are recovered from."""
     world = undisturbed(seed, any_order=any_order)
     choose = random.Random(f"serving faults {seed}")
+    if seed % 3 == 0 and len({*world.members} - {OWNER, *world.roles.places.values()}) > 1:
+        world.accuses = 0.2
     faults = Faults(world, choose)
     last: Trigger | None = None
     for _ in range(choose.choice((1, 1, 2, 2, 3, 4))):
@@ -255,6 +258,7 @@ class Faults:
             places=places,
             guards=guards,
             caching=self._roles.caching,
+            checkable=self._roles.checkable,
             partition=partition,
         )
         self.world.driver.handle(events.PlanGiven(self.world.minted(roles), self.world.machine.lost))

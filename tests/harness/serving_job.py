@@ -14,6 +14,8 @@ from fusionai.coordination.batching import Batcher, BatchLimits
 from fusionai.coordination.serving import ServingMachine, ServingPhase
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.sessions import SessionSpec
+from fusionai.coordination.text_checks import TextChecks
+from fusionai.coordination.verification import Inspector
 from fusionai.wire.base import Fence
 
 PLACES = {0: "me", 1: "a", 2: "b", 3: "c", 4: "me"}
@@ -28,15 +30,17 @@ def roles(version: int = 1, guards: Mapping[int, str] | None = None, **places: s
         places=PLACES | {int(stage[1:]): peer for stage, peer in places.items()},
         guards={2: "g"} if guards is None else guards,
         caching=frozenset({1, 2, 3}),
+        checkable=frozenset({0, 1, 2, 3}),
     )
 
 
 class Job:
     """A machine with what it commanded last."""
 
-    def __init__(self, given: ServingRoles, *, retain: bool = True) -> None:
-        self.batcher = Batcher(LIMITS)
-        self.machine = ServingMachine(self.batcher, given, 7, (1, 2, 3), retain=retain)
+    def __init__(self, given: ServingRoles, *, retain: bool = True, checks: bool = False) -> None:
+        self.batcher = Batcher(LIMITS, holds=checks)
+        inspecting = TextChecks(Inspector(b"s" * 32, "me", 1)) if checks else None
+        self.machine = ServingMachine(self.batcher, given, 7, (1, 2, 3), retain=retain, checks=inspecting)
         self.given = self.machine.start()
 
     def tell(self, *told: events.ServingEvent) -> list[commands.ServingCommand]:
@@ -78,8 +82,8 @@ class Job:
         return self.tell(*(events.Rebuilt(self.fence, number, session) for number, session in waiting))
 
 
-def running(given: ServingRoles | None = None, *, retain: bool = True, warm: bool = True) -> Job:
-    job = Job(given or roles(), retain=retain)
+def running(given: ServingRoles | None = None, *, retain: bool = True, warm: bool = True, checks: bool = False) -> Job:
+    job = Job(given or roles(), retain=retain, checks=checks)
     job.enlist()
     job.load()
     job.probe("x", "x")

@@ -82,13 +82,17 @@ class Replanner:
     pool: ServingPool
     spares: list[PeerId]
     asked: list[frozenset[str]] = field(default_factory=list)
+    distrusted: dict[str, str] = field(default_factory=dict)
+
+    def distrust(self, peer: str, reason: str) -> None:
+        self.distrusted[peer] = reason
 
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
         self.asked.append(lost)
         while True:
-            plan = self._replaced(present.plan, lost | self.pool.dead)
+            plan = self._replaced(present.plan, lost | self.pool.dead | set(self.distrusted))
             if plan is not None:
                 return self.pool.deployment(plan)
             waiting(f"for a peer in the place of {', '.join(peer[:8] for peer in sorted(lost))}")
@@ -98,7 +102,7 @@ class Replanner:
     def _replaced(self, plan: Plan, gone: frozenset[str] | set[PeerId]) -> Plan | None:
         used = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
         # Whoever was lost and is back may serve again, after all others.
-        living = [peer for peer in self.spares if peer not in self.pool.dead]
+        living = [peer for peer in self.spares if peer not in self.pool.dead and peer not in self.distrusted]
         idle = [peer for peer in living if peer not in used and peer not in gone]
         idle += [peer for peer in living if peer in gone]
         stages: list[StagePlacement] = []

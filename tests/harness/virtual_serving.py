@@ -21,10 +21,13 @@ from fusionai.coordination.serving import RoundLimits, ServingMachine, ServingPh
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.sessions import SessionSpec
 from fusionai.coordination.silence import PING_S, Silence
+from fusionai.coordination.text_checks import TextChecks
+from fusionai.coordination.verification import Inspector, Opinion
 from fusionai.wire.base import Fence
+from fusionai.wire.serving import Segment
 from harness.network import Network, Process, Stream
 from harness.virtual_serving_member import Detach, Enlist, Load, Member, Pass, Rebuild, Result
-from harness.virtual_serving_stage import PagedStage, reference, token_of
+from harness.virtual_serving_stage import PagedStage, reference, sent_on, token_of
 
 OWNER = "owner"
 EVENTS_AT_MOST = 400_000
@@ -73,6 +76,10 @@ class World:
         any_order: bool = False,
     ) -> None:
         self.choose = random.Random(seed)
+        self.opinions = random.Random(f"opinions {seed}")
+        self.accuses = 0.0
+        """Part of the checks in which a referee takes exception; half the time rightly."""
+        self.liars: set[str] = set()
         self.network = Network(self.choose, any_order=any_order)
         self.limits = limits
         self.any_order = any_order
@@ -93,8 +100,9 @@ class World:
         self.members: dict[str, Member] = {}
         for peer in sorted({OWNER, *roles.members, *spares}):
             self.boot(peer)
-        self.batcher = Batcher(limits)
-        self.machine = ServingMachine(self.batcher, roles, 1, PROBE, retain=retain, limits=LIMITS)
+        self.batcher = Batcher(limits, holds=True)
+        checks = TextChecks(Inspector(b"s" * 32, OWNER, 1))
+        self.machine = ServingMachine(self.batcher, roles, 1, PROBE, retain=retain, limits=LIMITS, checks=checks)
         self.driver = Driver(self, self.members[OWNER].process)
         self.driver.start()
 
@@ -136,6 +144,8 @@ class World:
                 assert len(answer.got) == answer.spec.max_tokens, answer
                 assert answer.rows == (len(answer.spec.prompt) if answer.spec.all_rows else 0), answer
         assert self.batcher.running == self.batcher.queued == 0
+        for number in self.answers:
+            self.batcher.let_go(number)
         pages = self.batcher.pages
         assert pages.room == pages.count - pages.pages_for(self.limits.probe_tokens), "pages were lost"
 
@@ -230,9 +240,9 @@ class World:
 
     def replaced(self, roles: ServingRoles, without: frozenset[str]) -> ServingRoles | None:
         """Lost stages to guards, to others that are there, at last to those that are back."""
-        gone = without | {p for p in roles.members if not self.present(p) and p not in self.draining}
+        gone = without | self.liars | {p for p in roles.members if not self.present(p) and p not in self.draining}
         free = [p for p in sorted(self.members) if p != OWNER and self.present(p) and p not in gone]
-        back = [p for p in sorted(without) if self.present(p) and self._settled(p)]
+        back = [p for p in sorted(without - self.liars) if self.present(p) and self._settled(p)]
         places = dict(roles.places)
         living = {p for p in places.values() if p not in gone}
         for stage, peer in sorted(places.items()):
@@ -257,7 +267,7 @@ class World:
 
     def improved(self, roles: ServingRoles) -> ServingRoles | None:
         """With guards where there are none."""
-        free = [p for p in sorted(self.members) if p != OWNER and self.present(p)]
+        free = [p for p in sorted(self.members) if p != OWNER and self.present(p) and p not in self.liars]
         better = self._guarded(roles, dict(roles.guards), free)
         return better if len(better.guards) > len(roles.guards) else None
 
@@ -308,6 +318,34 @@ class Driver:
                 Pass(self.machine.fence, plan.number, 0, plan.segments, plan.tokens, plan.wanted, plan.forget)
             )
             assert len(plan.tokens) <= world.limits.pass_tokens
+        for begun in self.machine.next_checks():
+            self._check(begun)
+
+    def _check(self, begun: commands.BeginCheck) -> None:
+        """After a while there is an opinion. As long as the text's pages are held, the stage before has of it what it
+        sent, whatever else goes on."""
+        world, fence = self.world, self.machine.fence
+        world.told["check"] += 1
+
+        def answered() -> None:
+            text, stage = begun.text, begun.check.stage
+            holder = world.members[self.machine.roles.places.get(stage - 1, OWNER)]
+            before = holder.stages.get(stage - 1) if holder.fence == fence else None  # else it has just begun anew
+            if fence == self.machine.fence and world.batcher.is_held(text.number) and before is not None:
+                world.told["shown"] += 1
+                segment = Segment(text.number, 0, len(text.tokens), 0, text.pages)
+                assert before.recalled(segment) == sent_on(text.tokens, stage - 1, self.machine.roles.caching)
+            self.handle(events.TextChecked(fence, begun.check, self._opinion(begun)))
+
+        world.network.timer(self.process, world.opinions.uniform(0.01, 2.0), answered)
+
+    def _opinion(self, begun: commands.BeginCheck) -> Opinion:
+        world = self.world
+        if begun.check.referee == OWNER:
+            return Opinion() if world.opinions.random() < 0.5 else Opinion(own="wrong")
+        if world.liars or world.opinions.random() >= world.accuses:
+            return Opinion()
+        return Opinion(own="wrong")
 
     def _send_pass(self, message: Pass) -> None:
         self.world.post(self.process, self.machine.roles.places[0], "tensors", message)
@@ -429,6 +467,13 @@ class Driver:
             case commands.SendProbe(number, segments, tokens, forget):
                 wanted = (len(tokens) - 1,)
                 self._send_pass(Pass(self.machine.fence, number, 0, segments, tokens, wanted, forget))
+            case commands.BeginCheck():
+                self._check(command)
+            case commands.TellCheck(outcome=outcome):
+                world.told[f"check: {outcome}"] += 1
+            case commands.Distrust(peer):
+                world.liars.add(peer)
+                self.first_probe = None
             case commands.ResumePasses():
                 if self.fault_at_s is not None:
                     world.gaps_s.append(world.network.now_s - self.fault_at_s)

@@ -47,6 +47,14 @@ def reference(prompt: Sequence[int], count: int, caching: Iterable[int]) -> list
     return answer
 
 
+def sent_on(tokens: Sequence[int], stage: int, caching: Iterable[int]) -> list[int]:
+    """What `stage` gives of a text's positions."""
+    values = [embedded(token) for token in tokens]
+    for one in sorted(number for number in caching if number <= stage):
+        values = [attended(one, values[: place + 1]) for place in range(len(values))]
+    return values
+
+
 class Missing(Exception):
     """Something is not there that should be."""
 

@@ -27,6 +27,8 @@ def test_streams_survive_a_course_of_faults(part: int) -> None:
     assert told["fault: peer"] > 20
     assert told["state: waiting"] > 10
     assert told["misplaced"] == 0, "a member was to load what its round does not place there"
+    assert told["shown"] > 50
+    assert told["check: accused"] > 2
 
 
 @pytest.mark.slow
@@ -36,6 +38,7 @@ def test_without_faults_there_is_one_round_and_no_rebuild() -> None:
         world.run()
         assert world.told["round"] == 1
         assert world.told["rebuild"] == 0
+        assert world.told["check: accused"] == world.told["check: disputed"] == 0
 
 
 @pytest.mark.parametrize("seed", [5, 17, 23])

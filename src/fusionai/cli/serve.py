@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
@@ -80,6 +80,13 @@ class Door:
     help="A LoRA adapter of MODEL in PEFT layout, or the directory of a job that trained one; requests choose it by "
     "`model`: NAME. May be given several times.",
 )
+@click.option(
+    "--checks",
+    type=click.Choice(["spot", "off"]),
+    default="spot",
+    show_default=True,
+    help="Whether machines that stand by compute part of the texts again, to find those that compute wrongly.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen here; elsewhere only with API keys.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="0: any that is free.")
 @click.option(
@@ -111,6 +118,7 @@ def serve(
     speculate: Speculate,
     draft: str | None,
     adapters: tuple[str, ...],
+    checks: Literal["spot", "off"],
     host: str,
     port: int,
     key_file: Path | None,
@@ -154,6 +162,7 @@ def serve(
         draft=draft,
         confidential=served.confidential,
         adapters=parse_adapters(adapters),
+        checks=checks == "spot",
     )
     if name is not None and any(name == adapter for adapter, _ in request.adapters):
         raise UsageError(f"an adapter is called {name!r} like the model.", hint="Give it another name.")

@@ -77,6 +77,11 @@ class ServingView:
                 if reason != self._waiting:
                     self._waiting = reason
                     self.say(reason)
+            case progress.Checked(outcome="valid"):
+                pass
+            case progress.Checked():
+                about = f"a text of {self._name(event.peer)} (stage {event.stage}) read again by"
+                self.say(f"check: {about} {self._name(event.referee)}: {event.outcome}, {event.reason.rstrip('.')}")
             case progress.Fault(note=note):
                 gap = "" if note.gap_s is None else f" (tokens stood still for {format_seconds(note.gap_s)})"
                 self.say(f"{note.text.rstrip('.')}{gap}")

@@ -35,6 +35,7 @@ from fusionai.client.owner import owner_membership
 from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.replanning import PoolReplanner
 from fusionai.client.serving_adapters import find_adapters
+from fusionai.client.serving_checks import checking_sentence
 from fusionai.client.serving_draft import DraftModel, draft_proposer, open_draft
 from fusionai.client.serving_leftovers import ServedNote, end_leftovers
 from fusionai.client.serving_model import ServedModel, find_model, hash_weights, job_name, open_model
@@ -96,6 +97,8 @@ class ServeRequest:
     """Only `trusted` is good enough then."""
     adapters: tuple[tuple[str, Path], ...] = ()
     """Beside the model: what clients call them, and where they lie."""
+    checks: bool = True
+    """Whether machines that stand by read part of the texts again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         on_event(ServePlanned(job, deployment.plan, dict(names), model))
         if (sentence := trust.sentence(deployment.plan)) is not None:
             on_event(Noted(sentence))
-        served_job = _serving_job(model, job, membership.peer, deployment.plan, weights, request.speculate)
+        served_job = _serving_job(model, job, membership.peer, deployment.plan, weights, request)
         engine = ServingEngine(
             served_job,
             Host(
@@ -269,6 +272,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             if draft is None
             else await draft_proposer(draft, backend, served_job.options, served_job.vocabulary, stack),
         )
+        if (checked := checking_sentence(deployment.plan, engine.checkable, spot=request.checks)) is not None:
+            on_event(Noted(checked))
         await _report(pool, job, "running", "loading")
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_end, engine, running)
@@ -390,7 +395,7 @@ def _whole_needs(needs: ServingNeeds, model: ServedModel) -> ServingNeeds:
 
 
 def _serving_job(
-    model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights, speculate: Speculate
+    model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights, request: ServeRequest
 ) -> ServingJob:
     sizes = plan.serving
     if sizes is None:
@@ -417,7 +422,8 @@ def _serving_job(
         adapters=tuple(adapter.name for adapter in model.adapters),
         prefix_cache=not model.windows,
         in_flight=max(sizes.passes_in_flight, len(plan.stages)),
-        speculate=speculate,
+        speculate=request.speculate,
+        secret=secrets.token_bytes(32) if request.checks else b"",
     )
 
 

@@ -12,7 +12,8 @@ sessions carries one chunk's worth of them at most, one without fills up. A sess
 `rewind` all of them go on from their last emitted token: only what `returned` took counts.
 
 Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
-that pass writes is overwritten.
+that pass writes is overwritten. Where texts may be checked when they are over (`holds`), their pages are held until
+`let_go`, or until somebody needs the room.
 
 Never sees a tensor, never chooses a token. Neighbours: `pages`, `fair_queue`, `sessions`, `passes`;
 `coordination.serving` owns it and says when passes may go; the serving driver submits, sends and samples.
@@ -29,7 +30,7 @@ from typing import Final
 from fusionai.coordination.fair_queue import FairQueue
 from fusionai.coordination.pages import Match, Pages
 from fusionai.coordination.passes import Part, PassPlan, packed
-from fusionai.coordination.sessions import Session, SessionSpec
+from fusionai.coordination.sessions import Session, SessionSpec, Text
 from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 
@@ -94,6 +95,8 @@ class _Sent:
 @dataclass(slots=True)
 class Batcher:
     limits: BatchLimits
+    holds: bool = False
+    """Whether pages of texts that are over are held: `take_over` gives these texts, `let_go` must follow."""
     pages: Pages = field(init=False)
     _sessions: dict[int, Session] = field(default_factory=dict[int, Session])
     _queue: FairQueue = field(init=False)
@@ -101,6 +104,10 @@ class Batcher:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _turns: itertools.count[int] = field(default_factory=itertools.count)
     _forget: set[int] = field(default_factory=set[int])
+    _held: dict[int, Text] = field(default_factory=dict[int, Text])
+    """By session: over, its pages still its own."""
+    _over: list[Text] = field(default_factory=list[Text])
+    """Of them, those that nobody has taken yet."""
     _ends_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=16))
     """When the last sessions ended."""
     prompt_tokens: int = 0
@@ -154,10 +161,49 @@ class Batcher:
         if session is None:
             return False
         if session.admitted:
-            self.pages.release(number)
             self._forget.add(number)
+            if self.holds and session.undisturbed and session.computed > session.origin:
+                self._hold(session)
+            else:
+                self.pages.release(number)
         self._queue.leave(number, session.spec.scope)
         return True
+
+    # ------------------------------------------------------------------------------------------------ texts, when over
+
+    def take_over(self) -> tuple[Text, ...]:
+        """Texts that ended since this was asked last, and whose pages are still held."""
+        over, self._over = self._over, []
+        return tuple(text for text in over if text.number in self._held)
+
+    def is_held(self, number: int) -> bool:
+        """Whether what stages have and retain of this text is still its own."""
+        return number in self._held
+
+    def let_go(self, number: int) -> None:
+        """Nobody needs the text's pages any more. Harmless twice."""
+        if self._held.pop(number, None) is not None:
+            self.pages.release(number)
+
+    def _hold(self, session: Session) -> None:
+        pages = self.pages.table(session.number)[: self.pages.pages_for(session.computed)]
+        text = Text(
+            number=session.number,
+            tokens=tuple(session.tokens[: session.computed]),
+            origin=session.origin,
+            pages=pages,
+            adapter=session.spec.adapter,
+            passes=session.passes,
+        )
+        self._held[text.number] = text
+        self._over.append(text)
+
+    def _make_room(self) -> bool:
+        """Whoever computes needs pages more than a check does."""
+        held = list(self._held)
+        for number in held:
+            self.let_go(number)
+        return bool(held)
 
     def expire(self, now_s: float) -> tuple[int, ...]:
         """Sessions, waiting or not, whose deadline has passed: they are over."""
@@ -241,6 +287,8 @@ class Batcher:
                 self._give_up(session)
             else:
                 session.put_back()
+                session.undisturbed = session.undisturbed and not session.admitted
+        self._make_room()
 
     @property
     def live(self) -> dict[int, int]:
@@ -268,10 +316,12 @@ class Batcher:
 
     def caches_lost(self) -> None:
         """Some stage has to be rebuilt: it will have what living sessions have, nothing else."""
+        self._make_room()
         self.pages.drop_index()
 
     def compute_again(self) -> None:
         """No cache can be trusted and nothing can be rebuilt: all sessions are read again from their tokens."""
+        self._make_room()
         for session in self._sessions.values():
             if session.admitted:
                 self._give_up(session)
@@ -329,6 +379,8 @@ class Batcher:
             match = Match((), 0) if unread else self.pages.match(spec.prefix_scope, session.tokens)
             left = spec.max_tokens - session.emitted
             if self.pages.lacks(match, len(session.tokens) + min(left, self.limits.reserve_tokens)):
+                if self._make_room():
+                    continue
                 return
             self._queue.pop()
             self.pages.admit(number, spec.prefix_scope, match)
@@ -413,6 +465,8 @@ class Batcher:
     def _find_page(self, session: Session) -> bool:
         """For the session's next position; the youngest of those younger than it that rest give theirs up."""
         while not self.pages.extend(session.number, len(session.tokens)):
+            if self._make_room():
+                continue
             younger = [
                 one
                 for one in self._sessions.values()
@@ -448,6 +502,7 @@ class Batcher:
         session.computed = part.end + len(accepted)
         session.delivered = max(session.delivered, session.computed)
         session.failures = 0
+        session.passes += 1
         session.proposals = ()
         session.under_way = None
         session.turn = next(self._turns)

@@ -15,6 +15,9 @@ A lost stage goes to its guard at once, under the same plan version; the broker 
 stages is prepared first (their new holders load as guards do, beside the passes) and then costs one round. Other guards
 cost none.
 
+Where work is checked (`checks`), texts that are over are read again by the stages' guards beside the passes. A peer
+whose results were found wrong is lost for good: all that is under way is read again from its tokens by others.
+
 Neighbours: `serving_events`, `serving_commands` are its words, `serving_roles` who shall do what, `serving_muster` who
 is in, `batching` and `pages` the sessions.
 """
@@ -31,8 +34,10 @@ from fusionai.coordination.batching import PROBE_SESSION, Batcher
 from fusionai.coordination.passes import PassPlan
 from fusionai.coordination.serving_commands import (
     AskPlan,
+    BeginCheck,
     BeginRound,
     Dismiss,
+    Distrust,
     EndJob,
     EnlistStandby,
     FailSessions,
@@ -41,6 +46,7 @@ from fusionai.coordination.serving_commands import (
     SendProbe,
     SendRebuild,
     ServingCommand,
+    TellCheck,
     TellFault,
     TellRebuilding,
     TellState,
@@ -62,10 +68,13 @@ from fusionai.coordination.serving_events import (
     StageLoaded,
     StandbyLoaded,
     StopAsked,
+    TextChecked,
     Tick,
 )
 from fusionai.coordination.serving_muster import Muster
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.text_checks import TextChecks
+from fusionai.coordination.verification import Found
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 
@@ -94,7 +103,7 @@ class RoundLimits:
     pass_s: float = 30.0
 
 
-FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving"]
+FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving", "liar"]
 
 
 @dataclass(slots=True)
@@ -109,6 +118,8 @@ class ServingMachine:
     retain: bool = True
     """Whether stages retain what they sent on. Otherwise sessions are read again after a takeover."""
     limits: RoundLimits = RoundLimits()
+    checks: TextChecks | None = None
+    """Where work is checked; the batcher holds texts that are over then."""
     phase: ServingPhase = ServingPhase.ENLISTING
     attempt: int = -1
     fence: Fence = field(default_factory=lambda: Fence(0, 0, 0))
@@ -181,6 +192,29 @@ class ServingMachine:
             self._stage_faults.clear()
         return counted
 
+    def next_checks(self) -> tuple[BeginCheck, ...]:
+        """Which text is to be read again now, where; ask after every event, as for passes."""
+        checks = self.checks
+        if checks is None or self.phase is not ServingPhase.RUNNING:
+            return ()
+        due = checks.due(self.batcher, self.roles.places, self.checkable)
+        text = checks.reading
+        if not due or text is None:
+            return ()
+        return tuple(BeginCheck(one, text, self._muster.fence_of(one.referee, self.fence)) for one in due)
+
+    @property
+    def checkable(self) -> dict[int, str]:
+        """Stages whose guards could read a text again now: what the stage got is retained before it, what it gives
+        goes to another stage."""
+        if not self.retain:
+            return {}
+        return {
+            stage: guard
+            for stage, guard in self.roles.guards.items()
+            if self._muster.is_warm(stage, guard) and stage in self.roles.checkable
+        }
+
     @property
     def lost(self) -> frozenset[str]:
         """Whoever looks for a plan from now on knows of these."""
@@ -209,6 +243,8 @@ class ServingMachine:
         for forgotten in self._probes.values():
             self.batcher.forget(forgotten)
         self._muster.void()
+        if self.checks is not None:
+            self.checks.drop()
         for one in (self._loaded, self._rebuilds, self._probes):
             one.clear()
         self._digests.clear()
@@ -424,6 +460,8 @@ class ServingMachine:
             return []
         if roles.members & (self._lost - event.knows):
             return []  # overtaken by a fault; the next one is on its way
+        if self.checks is not None and roles.members & self.checks.inspector.liars:
+            return []  # no plan brings one back
         self._lost -= roles.members
         self._leaving -= roles.members
         if self.phase is ServingPhase.WAITING:
@@ -495,6 +533,27 @@ class ServingMachine:
     def _ask(self, reason: str, *, urgent: bool) -> AskPlan:
         return AskPlan(self.roles, frozenset(self._lost | self._leaving), reason, urgent)
 
+    # ------------------------------------------------------------------------------------------------- spot checks
+
+    def on_checked(self, event: ServingEvent) -> list[ServingCommand]:
+        assert isinstance(event, TextChecked)
+        if self.checks is None:
+            return []
+        text = self.checks.reading
+        found = self.checks.answered(self.batcher, event.check, event.opinion)
+        if found is None or text is None:
+            return []
+        told = TellCheck(event.check, found.outcome, found.reason)
+        if found.again is not None:
+            return [told, BeginCheck(found.again, text, self.fence)]
+        return [told, *(self._expel(found) if found.liar else [])]
+
+    def _expel(self, found: Found) -> list[ServingCommand]:
+        """For good. What is under way may rest on what it computed: all of it is read again, from its tokens."""
+        if self.roles.stages_of(found.liar):
+            self.batcher.compute_again()
+        return [Distrust(found.liar, found.reason), *self._lose([found.liar], "liar", found.reason)]
+
     # ---------------------------------------------------------------------------------------------------- faults
 
     def on_member_lost(self, event: ServingEvent) -> list[ServingCommand]:
@@ -523,7 +582,7 @@ class ServingMachine:
         for peer in gone:
             stages = self.roles.stages_of(peer)
             inherited = {stage: heirs[stage] for stage in stages if stage in heirs}
-            commands.append(TellFault(kind if stages else "guard", peer, stages, reason, inherited))
+            commands.append(TellFault(kind if stages or kind == "liar" else "guard", peer, stages, reason, inherited))
             commands.append(Dismiss(peer, reason))
         if not unmanned:
             if guarded:
@@ -681,7 +740,15 @@ class ServingMachine:
                 | StageFailed(fence, peer)
             ):
                 return fence == self._muster.fence_of(peer, self.fence) and peer in self._parts()
-            case StageLoaded() | Rebuilt() | RebuildFailed() | ProbeReturned() | PassFailed() | LinkBroken():
+            case (
+                StageLoaded()
+                | Rebuilt()
+                | RebuildFailed()
+                | ProbeReturned()
+                | PassFailed()
+                | TextChecked()
+                | LinkBroken()
+            ):
                 return event.fence == self.fence
             case MemberLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
                 return True
@@ -744,6 +811,7 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     (_P, ProbeReturned): _row(ServingMachine.on_probed, _P, _G, _N, _W, _E),
     **{(phase, PassFailed): _row(ServingMachine.on_pass_failed, phase, _N, _W, _E) for phase in (_B, _P)},
     (_G, PassFailed): _row(ServingMachine.on_pass_failed, _G),
+    (_G, TextChecked): _row(ServingMachine.on_checked, _G, _N, _W),
     **{(phase, StageFailed): _row(ServingMachine.on_stage_failed, phase, _N, _W, _E) for phase in (*_ROUND, _G)},
     **{(phase, LinkBroken): _row(ServingMachine.on_link_broken, phase, _N, _W) for phase in (*_ROUND, _G)},
     **{(phase, MemberLost): _row(ServingMachine.on_member_lost, phase, _N, _W, _E) for phase in (*_ROUND, _G)},

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.sessions import Text
+from fusionai.coordination.verification import Check, Outcome
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 
@@ -78,6 +80,34 @@ class ResumePasses:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginCheck:
+    """Have the referee of `check` read `text` again, and hear all who saw it; answer `TextChecked`, whatever happens.
+    The stages still have and retain what belongs to it until then. `fence`: what the referee goes by."""
+
+    check: Check
+    text: Text
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class TellCheck:
+    """For people: what came of a check."""
+
+    check: Check
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """This peer's results were wrong: no later plan of this job may have it, and nothing that went through it, probes
+    neither, is what others are held against."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskPlan:
     """Get a plan from what is in force, `roles`, without these peers (they may serve again if nobody else can); answer
     `PlanGiven`, however long it takes. `urgent`: a stage has nobody meanwhile. A later one replaces an earlier one."""
@@ -108,7 +138,7 @@ class FailSessions:
 class TellFault:
     """For people: what happened. `stages` stand still because of it; `heirs`: who takes them over at once."""
 
-    kind: Literal["peer", "guard", "link", "stage", "probe", "late", "leaving"]
+    kind: Literal["peer", "guard", "link", "stage", "probe", "late", "leaving", "liar"]
     peer: str
     stages: tuple[int, ...]
     reason: str
@@ -148,6 +178,9 @@ ServingCommand = (
     | SendRebuild
     | SendProbe
     | ResumePasses
+    | BeginCheck
+    | TellCheck
+    | Distrust
     | AskPlan
     | Dismiss
     | FailSessions

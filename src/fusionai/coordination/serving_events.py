@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.verification import Check, Opinion
 from fusionai.wire.base import Fence
 
 
@@ -101,6 +102,15 @@ class PassFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class TextChecked:
+    """Answer to `BeginCheck`."""
+
+    fence: Fence
+    check: Check
+    opinion: Opinion
+
+
+@dataclass(frozen=True, slots=True)
 class LinkBroken:
     """A member lost its connection to another member; both may live."""
 
@@ -163,6 +173,7 @@ MemberEvent = (
     | RebuildFailed
     | ProbeReturned
     | PassFailed
+    | TextChecked
     | LinkBroken
 )
 """Events of one round."""

@@ -20,6 +20,8 @@ class ServingRoles:
     guards: Mapping[int, str] = field(default_factory=dict[int, str])
     caching: frozenset[int]
     """Stages with attention layers: these have caches."""
+    checkable: frozenset[int] = frozenset()
+    """Stages of which others know what they got and what they gave."""
     partition: str = ""
     """Names the cut: programs and caches of another cut are of no use here."""
 

@@ -34,6 +34,21 @@ class SessionSpec:
         return f"{self.adapter}\x00{self.scope}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """What is left of a session that is over: what may be checked of it, as long as its pages are held."""
+
+    number: int
+    tokens: tuple[int, ...]
+    """Of all positions that were computed."""
+    origin: int
+    """What comes before was computed for another session."""
+    pages: tuple[int, ...]
+    adapter: int
+    passes: int
+    """That crossed each stage."""
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     spec: SessionSpec
@@ -60,6 +75,10 @@ class Session:
     lacking: bool = False
     """Its next position finds no page."""
     failures: int = 0
+    passes: int = 0
+    """That came back."""
+    undisturbed: bool = True
+    """Whether all that was computed of it since it was admitted was computed in one round."""
 
     @property
     def number(self) -> int:
@@ -83,4 +102,5 @@ class Session:
         """It waits as if it had never been admitted; what was emitted stays."""
         self.put_back()
         self.admitted = self.lacking = False
-        self.computed = self.origin = 0
+        self.computed = self.origin = self.passes = 0
+        self.undisturbed = True

@@ -22,6 +22,8 @@ from typing import Final, Literal
 
 from fusionai.coordination.reputation import Reputation, drawn
 
+DISPUTED: Final = "what it says it got or gave is not what its neighbour says"
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -130,11 +132,13 @@ class Inspector:
         if accusation is not None:
             del self.open[check.stage]
             return self._settled(accusation[0], accusation[1], outcome, opinion)
-        if outcome == "accused":
+        if outcome == "accused" or (outcome == "disputed" and self.owner in opinion.inputs | opinion.links):
+            # Against the owner's word the peer would go at once, on the referee's alone.
+            reason = opinion.own or DISPUTED
             again = Check(check.stage, check.peer, self.owner, check.first, check.below)
             self.open[check.stage] = again
-            self._accusations[check.stage] = (check, opinion.own)
-            return Found("accused", opinion.own, again=again)
+            self._accusations[check.stage] = (check, reason)
+            return Found("accused", reason, again=again)
         del self.open[check.stage]
         match outcome:
             case "valid":
@@ -168,9 +172,8 @@ class Inspector:
     def _disputed(self, check: Check, opinion: Opinion) -> Found:
         """About what went between the peer and a neighbour. The owner's own stages are believed."""
         partners = sorted(opinion.inputs | opinion.links)
-        what = "what it says it got or gave is not what its neighbour says"
         if self.owner in partners:
-            return self._guilty(check.peer, check, what)
+            return self._guilty(check.peer, check, DISPUTED)
         again = [partner for partner in partners if partner in self._of(check.peer).partners]
         for partner in partners:
             self.reputations[check.peer] = self._of(check.peer).doubted(partner)
@@ -179,8 +182,8 @@ class Inspector:
             if len(self._of(peer).partners) > 1:
                 return self._guilty(peer, check, "its word stands against that of two others")
         if again:
-            return self._guilty(check.peer, check, f"{what}, for the second time")
-        return Found("disputed", what)
+            return self._guilty(check.peer, check, f"{DISPUTED}, for the second time")
+        return Found("disputed", DISPUTED)
 
     def _of(self, peer: str) -> Reputation:
         return self.reputations.get(peer, Reputation())

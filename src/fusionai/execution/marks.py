@@ -12,7 +12,8 @@ mark costs 16 operations per element. Marks of equal bits differ by less than 1e
 does the sums. What is not finite makes a mark that is not.
 
 Source: activation fingerprints of DiFR (arXiv 2511.20621), there of each row, here of a whole microbatch: 128 bytes
-however large it is. Neighbours: `execution.work` and `execution.referee` make marks, `training.inspection` compares.
+however large it is. Neighbours: `execution.work` and `execution.referee` make marks, `training.inspection` compares;
+`execution.serving_marks` marks the rows of served models, each by itself.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def _projected(tensor: HostTensor, what: bytes, key: bytes) -> npt.NDArray[np.fl
     rows = values.size // width
     seed = hashlib.blake2b(what, key=key, digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little")))
-    over_rows = _signs(generator, rows * ROWS).reshape(ROWS, rows).astype(values.dtype)
-    over_columns = _signs(generator, width * SIZE).reshape(ROWS, SIZE // ROWS, width)
+    over_rows = signs(generator, rows * ROWS).reshape(ROWS, rows).astype(values.dtype)
+    over_columns = signs(generator, width * SIZE).reshape(ROWS, SIZE // ROWS, width)
     summed = (over_rows @ values.reshape(rows, width)).astype(np.float64)
     return np.einsum("rc,rkc->rk", summed, over_columns).reshape(SIZE)
 
 
-def _signs(generator: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
-    """So many of 1 and -1."""
+def signs(generator: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
+    """So many of 1 and -1, float64."""
     bits = np.unpackbits(np.frombuffer(generator.bytes(-(-count // 8)), np.uint8), count=count)
     return bits.astype(np.float64) * 2 - 1
 

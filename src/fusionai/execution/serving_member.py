@@ -25,8 +25,10 @@ from fusionai.execution.part import Task
 from fusionai.execution.placement import Placement
 from fusionai.execution.roster import Roster
 from fusionai.execution.serving_loading import identity_of, prepare_stage
+from fusionai.execution.serving_referee import TextReferee
 from fusionai.execution.serving_stage import ServingStage
 from fusionai.execution.serving_weights import StageWeights
+from fusionai.execution.state import headers
 from fusionai.primitives.errors import (
     ChannelClosed,
     ExecutionError,
@@ -44,6 +46,8 @@ from fusionai.wire.messages import Fence
 log = logging.getLogger(__name__)
 
 ResultSink = Callable[[wire.PassResult, Mapping[str, HostTensor]], None]
+Testimony = wire.ToldMarks | wire.ShownRows | wire.ReadText
+TestimonySink = Callable[[PeerId, Testimony, Mapping[str, HostTensor]], None]
 LinkLostSink = Callable[[PeerId, str], None]
 
 MAX_UNREAD: Final = 1024
@@ -53,8 +57,9 @@ LOADING_S: Final = 0.5
 
 
 class ServingMember:
-    """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_result` and `on_link_lost` only
-    where the driver lives: results of passes and news of lost links end there, others send theirs on the network."""
+    """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_result`, `on_testimony` and
+    `on_link_lost` only where the driver lives: results of passes, what checks need and news of lost links end there,
+    others send theirs on the network."""
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class ServingMember:
         weights: StageWeights,
         *,
         on_result: ResultSink | None = None,
+        on_testimony: TestimonySink | None = None,
         on_link_lost: LinkLostSink | None = None,
     ) -> None:
         self.task: Task = "serve"
@@ -79,12 +85,15 @@ class ServingMember:
         self._host = host
         self._weights = weights
         self._on_result = on_result
+        self._on_testimony = on_testimony
         self._on_link_lost = on_link_lost
         self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened, task=self.task)
         self._roster = Roster(job, owner, host.peer)
         self._enlisted = False
         """Whether `_placement` came with an `Enlist`."""
         self._stages: dict[int, ServingStage] = {}
+        self._referees: dict[int, TextReferee] = {}
+        """By the number of the check."""
         self._loading = asyncio.Lock()
         self._failed: dict[int, Fence] = {}
         self._links_told: set[tuple[Fence, PeerId]] = set()
@@ -166,6 +175,8 @@ class ServingMember:
                 self._start(self._load(load, envelope.tensors))
             case wire.Rebuild() as order:
                 self._deliver(order, {})
+            case wire.TellMarks() | wire.ShowRows() | wire.ReadAgain() as order:
+                self._testify(order)
             case other:
                 raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
 
@@ -204,21 +215,35 @@ class ServingMember:
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         message = envelope.message
         match message:
-            case wire.Pass(producer=sender) | wire.PassResult(stage=sender):
+            case (
+                wire.Pass(producer=sender)
+                | wire.PassResult(stage=sender)
+                | wire.ToldMarks(stage=sender)
+                | wire.ShownRows(stage=sender)
+            ):
                 pass
+            case wire.ReadText():
+                sender = None  # of whoever stands by: the driver knows who was asked
             case _:
                 raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may.")
         if message.fence != self._placement.fence:
             self.stale_dropped += 1  # of another placement, so who may send what is another question
             return
-        if self._placement.peer_of(sender) != peer:
+        if sender is not None and self._placement.peer_of(sender) != peer:
             raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
-        if isinstance(message, wire.PassResult):
-            if self._on_result is None:
-                raise ExecutionError(f"a result of {self.job} arrived where no driver is.")
-            self._on_result(message, envelope.tensors)
-        else:
-            self._deliver(message, envelope.tensors)
+        match message:
+            case wire.Pass():
+                self._deliver(message, envelope.tensors)
+            case wire.ShownRows():
+                self._read_on(peer, message, envelope.tensors)
+            case wire.PassResult():
+                if self._on_result is None:
+                    raise ExecutionError(f"a result of {self.job} arrived where no driver is.")
+                self._on_result(message, envelope.tensors)
+            case wire.ToldMarks() | wire.ReadText():
+                if self._on_testimony is None:
+                    raise ExecutionError(f"a word for a check of {self.job} arrived where no driver is.")
+                self._on_testimony(peer, message, envelope.tensors)
 
     def _deliver(self, message: wire.Pass | wire.Rebuild, tensors: Mapping[str, HostTensor]) -> None:
         """To the stage it is for, if the fence is exactly that of the round."""
@@ -268,6 +293,9 @@ class ServingMember:
             task=self.task,
         )
         self.fence = enlist.fence
+        for referee in self._referees.values():
+            self._start(referee.end())
+        self._referees.clear()
         if not self._enlisted:
             self._enlisted = True
             self._start(self._beat())
@@ -401,6 +429,7 @@ class ServingMember:
     async def _answer(self, load: wire.Load, stage: ServingStage, fetched_bytes: Mapping[PeerId, int]) -> None:
         cached: tuple[tuple[int, int], ...] = ()
         if not load.standby:
+            stage.mark(load.marks, gives=self.owner != self._host.peer)
             cached, linked = await asyncio.gather(stage.begin(fresh=load.fresh), self._are_linked(load.fence))
             if not linked:
                 return
@@ -446,6 +475,69 @@ class ServingMember:
         while True:
             await asyncio.sleep(PING_S)
             self._links.beat()
+
+    # ------------------------------------------------------------------------------------------------- spot checks
+
+    def _testify(self, order: wire.TellMarks | wire.ShowRows | wire.ReadAgain) -> None:
+        """What can't be told fails the check, nothing else."""
+        try:
+            stage = self._stages.get(order.stage)
+            if stage is None or order.fence != self._placement.fence:
+                raise ExecutionError(f"stage {order.stage} is not here in this round.")
+            match order:
+                case wire.TellMarks(fence=fence, number=number):
+                    told = stage.told(order)
+                    answer = wire.ToldMarks(fence=fence, stage=order.stage, number=number, tensors=headers(told))
+                    self.testimony(self.owner, answer, told)
+                case wire.ShowRows(reply=reply, number=number):
+                    for start, rows in stage.shown(order):
+                        shown = wire.ShownRows(
+                            fence=reply, stage=order.stage, number=number, start=start, tensors=headers(rows)
+                        )
+                        self.testimony(PeerId(order.peer), shown, rows)
+                case wire.ReadAgain(fence=fence, number=number):
+                    self._referees[number] = stage.referee(order)
+                    self.to_driver(wire.Reading(fence=fence, stage=order.stage, number=number))
+        except FusionError as error:
+            self._not_checked(order, str(error))
+
+    def testimony(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
+        """To the driver, or to a referee. Raises `TransportError`."""
+        if peer != self._host.peer:
+            self._links.post(peer, message, tuple(tensors.values()))
+        elif self._on_testimony is not None:
+            asyncio.get_running_loop().call_soon(self._on_testimony, peer, message, tensors)
+
+    def _read_on(self, peer: PeerId, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> None:
+        """Rows of a text that is read again: here, or by the driver's own machine."""
+        if self._on_testimony is not None:
+            self._on_testimony(peer, rows, tensors)
+        elif (referee := self._referees.get(rows.number)) is not None:
+            self._start(self._compute_again(referee, rows, tensors))
+        else:
+            self.stale_dropped += 1
+
+    async def _compute_again(
+        self, referee: TextReferee, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
+    ) -> None:
+        order = referee.order
+        try:
+            told = await referee.compute(rows, tensors)
+            if told is not None:
+                self._referees.pop(order.number, None)
+                answer = wire.ReadText(fence=order.reply, stage=order.stage, number=order.number, tensors=headers(told))
+                self.testimony(self.owner, answer, told)
+        except Exception as error:  # whatever was received: the check has no outcome, all else goes on
+            if not isinstance(error, FusionError):
+                log.exception("a text of %s could not be read again", self.job)
+            self._referees.pop(order.number, None)
+            await referee.end()
+            self._not_checked(order, str(error) or type(error).__name__)
+
+    def _not_checked(self, order: wire.TellMarks | wire.ShowRows | wire.ReadAgain, reason: str) -> None:
+        self.to_driver(
+            wire.CheckFailed(fence=order.fence, stage=order.stage, number=order.number, reason=reason[:4000])
+        )
 
     # -------------------------------------------------------------------------------------------- what stages send
 

@@ -4,7 +4,7 @@ Decides what a pass may say and how many may wait; passes are computed in the or
 session has which page, nor what happens after a failure: the driver does.
 
 Neighbours: `execution.serving_member` brings messages and reaches others, `backends.serving` computes,
-`execution.serving_retained` keeps.
+`execution.serving_retained` keeps, `execution.serving_marks` marks what passes by where that may be checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -23,13 +23,15 @@ import numpy as np
 from fusionai.backends.serving import ServingProgram
 from fusionai.execution.compute import ComputeThread, Outcome, Timed
 from fusionai.execution.serving_boundary import RowSpec, ServingBoundary
+from fusionai.execution.serving_marks import MarkBook
 from fusionai.execution.serving_packing import packed
+from fusionai.execution.serving_referee import TextReferee
 from fusionai.execution.serving_retained import Retained
 from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN
 from fusionai.primitives.errors import ExecutionError, FusionError
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Hop, Segment, ServeOptions
 
@@ -103,6 +105,7 @@ class ServingStage:
         self.identity = identity
         self.allocated = False
         self._boundary = boundary
+        self._graph = graph
         self._options = identity.options
         self._program = program
         self._compute = compute
@@ -116,6 +119,7 @@ class ServingStage:
         """What takes least to compute of all that needs every attention."""
         keeps = identity.options.retain and not identity.select and not identity.last
         self._retained = Retained(boundary.sends, identity.options.page_tokens) if keeps else None
+        self._book: MarkBook | None = None
         self._waiting = 0
         self._waiting_bytes = 0
 
@@ -133,6 +137,8 @@ class ServingStage:
         (session, positions) of what is cached, after everything that was under way."""
         if fresh and self._retained is not None:
             self._retained.clear()
+        if self._book is not None:
+            self._book.clear()  # no text of two rounds is checked
 
         def ready() -> dict[int, int]:
             # One piece of work: each waits for its turn, and somebody waits for all of them.
@@ -144,6 +150,15 @@ class ServingStage:
         found, _ = await self._compute.run(ready)
         self.allocated = True
         return tuple(sorted(found.items()))
+
+    def mark(self, secret: bytes, *, gives: bool) -> None:
+        """Mark from now on what comes (and, if it `gives`, what goes) under keys that follow from `secret`; empty:
+        nothing. What was marked under the same secret stays."""
+        if self._book is not None and self._book.secret == secret:
+            return
+        capacity = 2 * self._options.pages * self._options.page_tokens
+        sends = self._boundary.sends if gives else ()
+        self._book = MarkBook(secret, self._boundary.receives, sends, capacity) if secret else None
 
     # ---------------------------------------------------------------------------------------------------- passes
 
@@ -219,19 +234,21 @@ class ServingStage:
                 message, producer=self.stage, consumer=self.stage + 1, hops=hops, tensors=headers(sent)
             )
             self._postman.to_stage(self.stage + 1, following, tuple(sent.values()))
-        if self._retained is not None:
+        if self._retained is not None or self._book is not None:
             # A turn of the loop later: what is to be sent leaves first.
             asyncio.get_running_loop().call_soon(self._keep, order, sent)
 
     def _keep(self, order: _Order, sent: dict[str, HostTensor]) -> None:
-        assert self._retained is not None
         message = order.message
-        try:
-            self._retained.forget(message.forget)
-            self._retained.keep(message.segments, sent)
-        except ExecutionError as error:
-            reason = f"what was sent on can't be kept: {error}"
-            self._postman.failed(self.stage, message.fence, "bad_message", reason)
+        if self._retained is not None:
+            try:
+                self._retained.forget(message.forget)
+                self._retained.keep(message.segments, sent)
+            except ExecutionError as error:
+                reason = f"what was sent on can't be kept: {error}"
+                self._postman.failed(self.stage, message.fence, "bad_message", reason)
+        if self._book is not None and message.rebuild < 0:
+            self._book.add(message.segments, message.wanted, order.tensors, sent)
 
     def _checked(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> _Order:
         place = f"pass {message.number} at stage {self.stage}"
@@ -309,6 +326,45 @@ class ServingStage:
                 tensors=headers(tensors),
             )
             self._postman.to_stage(self.stage + 1, again, tuple(tensors.values()))
+
+    # ------------------------------------------------------------------------------------------------- spot checks
+
+    def told(self, order: wire.TellMarks) -> dict[str, HostTensor]:
+        """What was marked of these positions. Raises `ExecutionError` where nothing is."""
+        if self._book is None:
+            raise ExecutionError(f"stage {self.stage} marks nothing.")
+        if order.length > self._options.pages * self._options.page_tokens:
+            raise ExecutionError(f"there is no text of {order.length} positions.")
+        told = self._book.told(order.session, order.start, order.length)
+        return {
+            name: host_tensor("float32", marks.shape, marks.tobytes())
+            for name, marks in zip(("got", "gave"), told, strict=True)
+        }
+
+    def shown(self, order: wire.ShowRows) -> Iterator[tuple[int, dict[str, HostTensor]]]:
+        """(first position, rows as sent) of a text that is over, in parts of at most a pass. Raises `ExecutionError`
+        for what is not retained (any more)."""
+        if self._retained is None:
+            raise ExecutionError(f"stage {self.stage} retains nothing.")
+        self._retained.place(order.segment)
+        try:
+            for segments in packed([order.segment], self._options.pass_tokens):
+                yield segments[0].start, self._retained.rows(segments)
+        finally:
+            self._retained.forget((order.segment.session,))
+
+    def referee(self, order: wire.ReadAgain) -> TextReferee:
+        """For work of whoever runs the stage, where this one stands by. Raises `ExecutionError`."""
+        if self.allocated:
+            raise ExecutionError(f"stage {self.stage} runs here: it has no caches to spare.")
+        return TextReferee(
+            order,
+            boundary=self._boundary,
+            graph=self._graph,
+            program=self._program,
+            options=self._options,
+            compute=self._compute,
+        )
 
 
 def keeps_positions(graph: Graph, options: ServeOptions) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -24,6 +25,9 @@ from fusionai.scheduling.types import Plan
 from fusionai.serving.job import ServingJob
 from fusionai.wire.messages import WeightSpec
 
+CHOICES: Final = frozenset({"aten.topk.default", "aten.sort.default"})
+"""Where rounding can change more than the last bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class CutStage:
@@ -36,6 +40,8 @@ class CutStage:
     caches: bool
     select: bool
     weights: tuple[WeightSpec, ...]
+    chooses: bool
+    """Whether numbers decide what is computed, as those of a router which expert computes a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,14 @@ class Cut:
     ranges: tuple[tuple[int, int], ...]
     stages: tuple[CutStage, ...]
 
+    @property
+    def checkable(self) -> frozenset[int]:
+        """Where what goes in is retained by the stage before (or is the driver's), and what comes out goes to another
+        stage: after a selection of rows nothing is retained, and of what the last one gives only the driver knows."""
+        return frozenset(
+            number for number in range(len(self.stages) - 1) if number == 0 or not self.stages[number - 1].select
+        )
+
     def roles(self, plan: Plan, owner: PeerId) -> ServingRoles:
         """The machine's view of `plan`, whose block ranges are this cut's."""
         return ServingRoles(
@@ -54,6 +68,7 @@ class Cut:
             places={placement.stage: placement.peer for placement in plan.stages},
             guards={guard.stage: guard.peer for guard in plan.guards},
             caching=frozenset(number for number, stage in enumerate(self.stages) if stage.caches),
+            checkable=self.checkable,
             partition=self.name,
         )
 
@@ -89,6 +104,7 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
                 caches=caching[stage.stage],
                 select=not any(placed[stage.stage + 1 :]),
                 weights=tuple(specs[key] for key in keys),
+                chooses=any(node.op in CHOICES for node in stage.graph.nodes),
             )
         )
     digest = hashlib.sha256(msgspec.msgpack.encode([stage.graph_hash for stage in stages]))

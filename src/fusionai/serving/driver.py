@@ -2,8 +2,9 @@
 
 An event is handled when it comes, in one turn of the event loop; nothing of it waits. Decides nothing itself.
 
-Neighbours: `execution.connections` reaches the members, `serving.inbox` turns messages into events; `serving.engine`
-has the generations and samples; `execution` runs the stages, also those of the job owner in this process.
+Neighbours: `execution.connections` reaches the members, `serving.inbox` turns messages into events; `serving.checking`
+has texts read again; `serving.engine` has the generations and samples; `execution` runs the stages, also those of the
+job owner in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.execution.connections import Connections
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
-from fusionai.execution.serving_member import ServingMember
+from fusionai.execution.serving_member import ServingMember, Testimony
 from fusionai.execution.serving_packing import packed
 from fusionai.execution.serving_weights import OwnWeights
 from fusionai.execution.state import headers
@@ -40,6 +41,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.scheduling.types import Guard, Plan
 from fusionai.serving import inbox, progress
+from fusionai.serving.checking import Checking
 from fusionai.serving.deployment import Cut, cut, ranges_of
 from fusionai.serving.faults import FaultLog
 from fusionai.serving.job import ServingJob
@@ -146,6 +148,7 @@ class ServingDriver:
             self.fence,
             OwnWeights(job.weights),
             on_result=self._on_result,
+            on_testimony=self._on_testimony,
             on_link_lost=self._on_link_lost,
         )
         self._connections = Connections(
@@ -155,6 +158,14 @@ class ServingDriver:
             on_message=self._on_message,
             serve_state=self._serve_weights,
             on_lost=self._on_lost,
+        )
+        self._checking = Checking(
+            job,
+            host,
+            self._member,
+            tell=self._connections.tell,
+            on_opinion=lambda fence, check, found: self.tell(events.TextChecked(fence, check, found)),
+            start=self._start,
         )
 
     # ------------------------------------------------------------------------------------------------- the loop
@@ -173,6 +184,7 @@ class ServingDriver:
         while True:
             now_s = self._host.clock.now_s()
             self._sink.passes(now_s)
+            self._checking.passes(now_s)
             self.tell(events.Tick(now_s))
             await asyncio.sleep(TICK_S)
 
@@ -187,6 +199,8 @@ class ServingDriver:
             while self._events:
                 self._perform_all(self.machine.handle(self._events.popleft()))
             self._send_passes()
+            for command in self.machine.next_checks():
+                self._perform(command)
         finally:
             self._handling = False
 
@@ -212,6 +226,15 @@ class ServingDriver:
                 self._send(number, segments, tokens, (len(tokens) - 1,), forget=forget)
             case commands.ResumePasses():
                 pass  # they are looked for after every event
+            case commands.BeginCheck():
+                number = self.machine.batcher.take_number()
+                places = self.machine.roles.places
+                self._checking.begin(command, number, self.fence, places, self._cut, self._load_for_check)
+            case commands.TellCheck():
+                self._tell_check(command)
+            case commands.Distrust(peer, reason):
+                self._first_probe = None
+                self._replanner.distrust(peer, reason)
             case commands.AskPlan():
                 self._ask_plan(command)
             case commands.Dismiss(peer, reason):
@@ -245,6 +268,7 @@ class ServingDriver:
         self._passes.clear()
         self._probes.clear()
         self._rebuilds.clear()
+        self._checking.drop()
         if roles.partition != self._cut.name:
             self._cut = cut(self._job, self._deployments[roles.version].plan)
         for peer in sorted({*roles.members, self._job.owner}):
@@ -296,23 +320,35 @@ class ServingDriver:
         stage, roles = command.stage, command.roles
         self._asked.add((command.fence, stage, command.peer))
         whole = self._cut if roles.partition == self._cut.name else self._cut_of(roles)
+        marked = not command.standby and any(
+            roles.places[one] != self._job.owner for one in (stage, stage - 1) if one in roles.places
+        )
+        load = msgspec.structs.replace(
+            self._load_of(whole, stage, command.fence, self._job.options),
+            standby=command.standby,
+            fresh=command.fresh,
+            marks=self._checking.secret_of(stage, command.peer) if marked else b"",
+            sources=self._sources(command, whole),
+        )
+        self._connections.tell(PeerId(command.peer), load, (whole.stages[stage].encoded,))
+
+    def _load_of(self, whole: Cut, stage: int, fence: Fence, options: wire.ServeOptions) -> wire.Load:
         part = whole.stages[stage]
-        load = wire.Load(
-            fence=command.fence,
+        return wire.Load(
+            fence=fence,
             job=self._job.job,
             stage=stage,
             stages=len(whole.stages),
             graph_hash=part.graph_hash,
             boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
-            options=self._job.options,
-            standby=command.standby,
-            fresh=command.fresh,
+            options=options,
             select=part.select,
             weights=part.weights,
-            sources=self._sources(command, whole),
             tensors=headers({"graph": part.encoded}),
         )
-        self._connections.tell(PeerId(command.peer), load, (part.encoded,))
+
+    def _load_for_check(self, stage: int, options: wire.ServeOptions) -> tuple[wire.Load, HostTensor]:
+        return self._load_of(self._cut, stage, self.fence, options), self._cut.stages[stage].encoded
 
     def _sources(self, command: commands.SendLoad, whole: Cut) -> tuple[wire.WeightSource, ...]:
         """Whoever runs or guards a stage with some of these tensors, then the owner."""
@@ -502,6 +538,12 @@ class ServingDriver:
             case wire.PassFailed(fence=self.fence, number=number) if number in self._rebuilds:
                 self.tell(events.RebuildFailed(self.fence, number, message.reason))
                 return
+            case wire.Reading():
+                self._checking.ready(peer, message)
+                return
+            case wire.CheckFailed():
+                self._checking.failed(peer, message)
+                return
             case wire.WeightRefused(source=source, key=key):
                 self._on_progress(progress.SourceRefused(source, peer, key))
                 return
@@ -523,6 +565,24 @@ class ServingDriver:
                 pass
         if event is not None:
             self.tell(event)
+
+    def _on_testimony(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
+        self._checking.heard(peer, message, tensors)
+
+    def _tell_check(self, command: commands.TellCheck) -> None:
+        checks = self.machine.checks
+        assert checks is not None
+        self._on_progress(
+            progress.Checked(
+                stage=command.check.stage,
+                peer=command.check.peer,
+                referee=command.check.referee,
+                outcome=command.outcome,
+                reason=self._faults.named(command.reason),
+                tasks=checks.inspector.tasks,
+                checked_tasks=checks.inspector.checked_tasks,
+            )
+        )
 
     def _on_rebuilt(self, message: wire.Rebuilt) -> None:
         ends = self._rebuilds.get(message.number, {})

@@ -26,6 +26,8 @@ from fusionai.coordination.serving import ServingMachine, ServingPhase
 from fusionai.coordination.serving_commands import ServingState
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.sessions import SessionSpec
+from fusionai.coordination.text_checks import TextChecks
+from fusionai.coordination.verification import Inspector
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
@@ -116,12 +118,15 @@ class ServingEngine:
                 queue=job.queue,
                 prefix=job.prefix_cache,
                 probe_tokens=PROBE_TOKENS,
-            )
+            ),
+            holds=bool(job.secret),
         )
 
         def machine_of(roles: ServingRoles) -> ServingMachine:
             probe = tuple((17 * place + 3) % job.vocabulary for place in range(PROBE_TOKENS))
-            return ServingMachine(self._batcher, roles, incarnation, probe, retain=options.retain)
+            # A task is one pass of one text.
+            checks = TextChecks(Inspector(job.secret, job.owner, 1)) if job.secret else None
+            return ServingMachine(self._batcher, roles, incarnation, probe, retain=options.retain, checks=checks)
 
         self._driver = ServingDriver(
             job,
@@ -439,6 +444,11 @@ class ServingEngine:
         """Stages whose spare could take over now."""
         return frozenset(guard.stage for guard in self.plan.guards if self.is_warm(guard.stage))
 
+    @property
+    def checkable(self) -> frozenset[int]:
+        """Stages whose texts a guard could read again: others know what they got and gave."""
+        return self._machine.roles.checkable
+
     def is_warm(self, stage: int) -> bool:
         """Whether the stage's spare could take over now."""
         return self._machine.is_warm(stage)
@@ -484,8 +494,22 @@ class ServingEngine:
                 "proposed_tokens": float(self._proposed),
                 "accepted_tokens": float(self._accepted),
                 **self._speculation_figures,
+                **self._check_figures,
             },
         )
+
+    @property
+    def _check_figures(self) -> dict[str, float]:
+        """A task is a pass of a text through a guarded stage."""
+        checks = self._machine.checks
+        if checks is None:
+            return {}
+        inspector = checks.inspector
+        return {
+            "checkable_tasks": float(inspector.tasks),
+            "checked_tasks": float(inspector.checked_tasks),
+            "peers_found_lying": float(len(inspector.liars)),
+        }
 
     @property
     def _speculation_figures(self) -> dict[str, float]:

@@ -52,6 +52,7 @@ class FaultLog:
             "probe": f"{who} computes something else",
             "late": f"{who} is too late",
             "leaving": f"{who} leaves",
+            "liar": f"{who} gave wrong results and is left out from now on",
         }[fault.kind]
         heirs = [f"{self.name(peer)} takes over stage {stage}" for stage, peer in sorted(fault.heirs.items())]
         reason = self.named(fault.reason).rstrip(".")

@@ -40,5 +40,7 @@ class ServingJob:
     """Generations that may wait for a place."""
     speculate: Speculate = "off"
     """How many guesses passes carry."""
+    secret: bytes = b""
+    """32 bytes that no peer learns, by which spot checks are drawn and marks made; empty: nothing is checked."""
     chunk_tokens: int = 256
     """Prompts are read in pieces of so many positions, counted from their start."""

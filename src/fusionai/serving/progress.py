@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusionai.coordination.verification import Outcome
 from fusionai.scheduling.types import Plan
 from fusionai.serving.interface import FaultNote
 
@@ -59,6 +60,19 @@ class Waiting:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What came of a check. A task is a pass of a text through a stage; `tasks`: of all guarded stages so far."""
+
+    stage: int
+    peer: str
+    referee: str
+    outcome: Outcome
+    reason: str
+    tasks: int
+    checked_tasks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A line of the story; once when something is lost, once more (with the gap) when tokens flow again."""
@@ -66,4 +80,4 @@ class Fault:
     note: FaultNote
 
 
-Progress = StageLoading | StageLoaded | SourceRefused | EngineReady | PlanChanged | Waiting | Fault
+Progress = StageLoading | StageLoaded | SourceRefused | EngineReady | PlanChanged | Waiting | Checked | Fault

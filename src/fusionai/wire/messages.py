@@ -53,7 +53,9 @@ from fusionai.wire.meeting import (
     Way,
 )
 from fusionai.wire.serving import (
+    MAX_TEXT,
     CacheFormat,
+    CheckFailed,
     Digest,
     Hop,
     Load,
@@ -62,10 +64,17 @@ from fusionai.wire.serving import (
     Pass,
     PassFailed,
     PassResult,
+    ReadAgain,
+    Reading,
+    ReadText,
     Rebuild,
     Rebuilt,
     Segment,
     ServeOptions,
+    ShownRows,
+    ShowRows,
+    TellMarks,
+    ToldMarks,
     WeightAsk,
     WeightFormat,
     WeightPieces,
@@ -83,6 +92,7 @@ HANDED_ON: Final = (
     Digest,
     Hop,
     MAX_NEAR,
+    MAX_TEXT,
     LinkView,
     Near,
     Segment,
@@ -896,6 +906,14 @@ Message = (
     | PassFailed
     | Rebuild
     | Rebuilt
+    | TellMarks
+    | ToldMarks
+    | ReadAgain
+    | Reading
+    | ShowRows
+    | ShownRows
+    | ReadText
+    | CheckFailed
     | Ping
     | Pong
     | Probe

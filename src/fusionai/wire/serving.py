@@ -23,6 +23,7 @@ from fusionai.wire.base import (
     Neighbour,
     Peer,
     Seconds,
+    Secret,
     TensorHeader,
     Text,
     WireMessage,
@@ -36,6 +37,8 @@ CacheFormat = Literal["fp32", "bf16", "fp16"]
 MAX_SESSIONS: Final = 4096
 MAX_PAGES: Final = 1_048_576
 MAX_ADAPTERS: Final = 1024
+MAX_TEXT: Final = 65_536
+"""Positions of a segment, and of a text that is read again."""
 PIECE_BYTES: Final = 1_048_576
 """Unit in which weights are asked for and checked."""
 
@@ -68,7 +71,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
     session: Count
     start: Count
-    length: Annotated[int, Meta(ge=1, le=65_536)]
+    length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
     first_page: Count = 0
     pages: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_PAGES)], ...], Meta(max_length=65_536)] = ()
     adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
@@ -120,6 +123,8 @@ class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
     """Drop all caches of this stage, and what it retained: they may be of another time."""
     select: bool = False
     """Send on only the rows a pass wants: everything after this stage works row by row."""
+    marks: Secret = b""
+    """Mark all rows you get and give under keys that follow from this; empty: don't."""
     weights: Annotated[tuple[WeightSpec, ...], Meta(max_length=100_000)] = ()
     sources: Annotated[tuple[WeightSource, ...], Meta(max_length=4096)] = ()
     """In order of preference; the job owner comes last."""
@@ -231,6 +236,91 @@ class Rebuilt(WireMessage, frozen=True, kw_only=True, tag="rebuilt"):
 
 class PassFailed(WireMessage, frozen=True, kw_only=True, tag="pass_failed"):
     """Stage -> driver: this pass could not be computed; the stage and its other sessions go on."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    reason: Text
+
+
+class TellMarks(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
+    """Driver -> member: tell your marks of these positions of a text that is over. Answered by `ToldMarks`."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    session: Count
+    start: Count
+    length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
+
+
+class ToldMarks(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
+    """Answer to `TellMarks`: tensors `got` and `gave`, float32 [positions, 16], not numbers where nothing is known."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=2)] = ()
+
+
+class ReadAgain(WireMessage, frozen=True, kw_only=True, tag="read_again"):
+    """Driver -> referee: compute a text of `stage` again, all of it at once; what the stage got comes as `ShownRows`
+    once this is answered by `Reading`. Then tell the marks, in a `ReadText`."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    session: Count
+    length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
+    adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
+    keys: tuple[Secret, Secret]
+    """The stage's own of this text, and that of whoever got its rows."""
+    reply: Fence
+    """For the answer: whoever stands by may have been brought in under another."""
+
+
+class Reading(WireMessage, frozen=True, kw_only=True, tag="reading"):
+    """Referee -> driver: ready for what the stage got."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+
+
+class ShowRows(WireMessage, frozen=True, kw_only=True, tag="show_rows"):
+    """Driver -> member: send the referee `peer` what your `stage` sent on of this text and retains, as `ShownRows`."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    segment: Segment
+    peer: Peer
+    reply: Fence
+    """What the referee goes by."""
+
+
+class ShownRows(WireMessage, frozen=True, kw_only=True, tag="shown_rows"):
+    """Member -> referee, one after the other: rows from position `start` on, as `stage` sent them; -1: the driver."""
+
+    fence: Fence
+    stage: Annotated[int, Meta(ge=-1, le=2**20)]
+    number: Count
+    start: Count
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
+
+
+class ReadText(WireMessage, frozen=True, kw_only=True, tag="read_text"):
+    """Referee -> driver: marks of all positions, float32 [positions, 16]. Tensors `got` and `gave`: as the stage should
+    have made them; `seen`: as whoever got its rows should have."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=3)] = ()
+
+
+class CheckFailed(WireMessage, frozen=True, kw_only=True, tag="check_failed"):
+    """Member -> driver: what was asked for a check can't be told (any more). No stage fails for it."""
 
     fence: Fence
     stage: Count

@@ -757,3 +757,99 @@ def test_what_is_rebuilt_goes_through_the_sessions_own_adapter() -> None:
     batcher = limited()
     read(batcher, session(1, 6, adapter=2), session(2, 6))
     assert [(one.session, one.adapter) for one in batcher.segments_for_rebuild()] == [(1, 2), (2, 0)]
+
+
+# ------------------------------------------------------------------------------------------------ texts that are over
+
+
+def holding(**changes: int | bool) -> Batcher:
+    return Batcher(_changed(**changes), holds=True)
+
+
+def ended(batcher: Batcher, *sessions: SessionSpec) -> None:
+    for one in sessions:
+        batcher.submit(one, 0.0)
+    while (plan := batcher.next_pass(0.0)) is not None:
+        back(batcher, plan)
+
+
+def test_a_text_that_is_over_keeps_its_pages_until_it_is_let_go() -> None:
+    batcher = holding(in_flight=1)
+    room = batcher.pages.room
+    ended(batcher, session(1, 9, 3))
+    (text,) = batcher.take_over()
+    assert (text.number, text.origin, text.passes) == (1, 0, 4)
+    assert text.tokens == (*range(100, 109), 7, 7)  # the last one was given out and never computed
+    assert len(text.pages) == 3
+    assert batcher.take_over() == ()
+    assert batcher.pages.room == room - 3
+    assert sent_forget(batcher) == (1,)
+    batcher.let_go(1)
+    batcher.let_go(1)
+    assert (batcher.is_held(1), batcher.pages.room) == (False, room)
+
+
+def sent_forget(batcher: Batcher) -> tuple[int, ...]:
+    """What the next pass tells stages to forget: at once, their rings are needed."""
+    return batcher.take_forgotten()
+
+
+def test_of_what_another_text_began_with_only_the_rest_is_its_own() -> None:
+    batcher = holding(in_flight=1)
+    ended(batcher, session(1, range(10)))
+    ended(batcher, session(2, (*range(8), 50, 51, 52)))
+    texts = {text.number: text for text in batcher.take_over()}
+    assert (texts[1].origin, texts[2].origin) == (0, 8)
+    assert texts[2].pages[:2] == texts[1].pages[:2]
+
+
+def test_whoever_computes_needs_pages_more_than_a_check() -> None:
+    batcher = holding(pages=10, in_flight=1, prefix=False)
+    ended(batcher, session(1, 8, 2), session(2, 8, 2))
+    assert len(batcher.take_over()) == 2
+    batcher.submit(session(3, 28, 4), 0.0)
+    assert batcher.next_pass(0.0) is not None
+    assert not batcher.is_held(1)
+    assert not batcher.is_held(2)
+
+
+def test_an_answer_that_grows_takes_the_pages_of_what_is_over() -> None:
+    batcher = holding(pages=10, in_flight=1, prefix=False, sessions=2)
+    read(batcher, session(2, 8, 20))
+    ended(batcher, session(1, 8, 2))
+    assert [text.number for text in batcher.take_over()] == [2]
+    assert not batcher.is_held(1)
+    assert batcher.queued == batcher.running == 0
+
+
+def test_what_was_computed_in_two_rounds_is_nobodys_and_what_was_never_computed_neither() -> None:
+    batcher = holding(in_flight=1)
+    read(batcher, session(1, 6, 4))
+    batcher.submit(session(2, 6, 4), 0.0)
+    batcher.cancel(2)
+    batcher.rewind()
+    while (plan := batcher.next_pass(0.0)) is not None:
+        back(batcher, plan)
+    assert batcher.take_over() == ()
+
+
+def test_what_is_computed_again_from_its_tokens_is_one_rounds() -> None:
+    batcher = holding(in_flight=1)
+    read(batcher, session(1, 6, 4))
+    batcher.compute_again()
+    batcher.rewind()
+    while (plan := batcher.next_pass(0.0)) is not None:
+        back(batcher, plan)
+    (text,) = batcher.take_over()
+    assert (text.number, text.origin) == (1, 0)
+
+
+@pytest.mark.parametrize("fault", ["rewind", "compute_again", "caches_lost"])
+def test_a_round_or_a_lost_cache_lets_everything_go_and_nothing_is_found_again(fault: str) -> None:
+    batcher = holding(in_flight=1)
+    ended(batcher, session(1, range(10)))
+    assert len(batcher.take_over()) == 1
+    getattr(batcher, fault)()
+    assert not batcher.is_held(1)
+    known = batcher.pages.match(session(2, range(10)).prefix_scope, list(range(10))).tokens
+    assert known == (8 if fault == "rewind" else 0)

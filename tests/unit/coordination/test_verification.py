@@ -113,9 +113,11 @@ def test_who_stands_against_two_others_goes():
     assert answer(of, checks[2], Opinion(inputs=frozenset({"b"}))).liar == "b"
 
 
-def test_against_the_owners_own_stages_nobodys_word_stands():
+def test_against_the_owners_own_stages_nobodys_word_stands_once_the_owner_has_seen_it_itself():
+    of, against = inspector(), Opinion(links=frozenset({OWNER}))
+    assert answer(of, due(of)[2], against, against).liar == "c"
     of = inspector()
-    assert answer(of, due(of)[2], Opinion(links=frozenset({OWNER}))).liar == "c"
+    assert answer(of, due(of)[2], against, FINE).liar == "i"
 
 
 def test_an_answer_to_nothing_changes_nothing():

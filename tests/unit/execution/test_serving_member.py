@@ -40,6 +40,8 @@ class Stage:
         del fresh
         return ()
 
+    def mark(self, secret: bytes, *, gives: bool) -> None: ...
+
 
 class Program:
     missing: tuple[str, ...] = ()
@@ -164,5 +166,29 @@ def test_a_stage_that_loads_when_the_next_round_begins_is_at_hand_in_it(monkeypa
         await bench.load(2, 1, standby=False)
         assert await bench.let(1) == [1]
         assert bench.made == [1]
+
+    run(story, monkeypatch)
+
+
+def test_what_a_check_asks_of_a_stage_that_is_not_here_fails_the_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(bench: Bench) -> None:
+        await bench.enlist(1, guards=(1,))
+        fence, number = Fence(1, 1, 1), 5
+        asked = (
+            wire.TellMarks(fence=fence, stage=1, number=number, session=1, start=0, length=4),
+            wire.ReadAgain(
+                fence=fence, stage=1, number=number, session=1, length=4, keys=(b"k" * 32, b"l" * 32), reply=fence
+            ),
+            wire.ShowRows(
+                fence=fence, stage=0, number=number, segment=wire.Segment(1, 0, 4, 0, (0,)), peer=OWNER, reply=fence
+            ),
+        )
+        for order in asked:
+            await bench.driver.send(order)
+        await bench.loaded()
+        failed = [answer for answer in bench.answers if isinstance(answer, wire.CheckFailed)]
+        assert [(one.stage, one.number) for one in failed] == [(1, 5), (1, 5), (0, 5)]
+        assert not bench.serving.done()
+        assert not [answer for answer in bench.answers if isinstance(answer, wire.StageFailed)]
 
     run(story, monkeypatch)

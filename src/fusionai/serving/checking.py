@@ -1,0 +1,321 @@
+"""The driver's part in spot checks: asks those who saw a text, has it read again, brings the words together.
+
+Of each text under way: the stage and whoever got its rows tell their marks, the stage before shows what it sent to the
+referee, the referee tells the marks that follow from it. The owner's machine is the referee of what a guard took
+exception to, with weights from its own files; the words about it stay those that were told first. Whatever can't be
+had, or takes too long, ends a check without an outcome. Decides no guilt and no limits.
+
+Neighbours: `coordination.serving` commands checks and takes opinions, `serving.inspection` makes them;
+`execution.serving_member` testifies; `serving.driver` has one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from fusionai.coordination.serving_commands import BeginCheck
+from fusionai.coordination.verification import Check, Opinion
+from fusionai.execution.host import Host
+from fusionai.execution.marks import KEY_BYTES
+from fusionai.execution.serving_loading import prepare_stage
+from fusionai.execution.serving_marks import Marks, text_key
+from fusionai.execution.serving_member import ServingMember, Testimony
+from fusionai.execution.serving_packing import packed
+from fusionai.execution.serving_referee import TextReferee
+from fusionai.execution.state import headers
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.serving.deployment import Cut
+from fusionai.serving.inspection import Limits, Neighbours, Words, limits, marks_of, opinion
+from fusionai.serving.job import ServingJob
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, Segment
+
+log = logging.getLogger(__name__)
+
+CHECK_S: Final = 60.0
+CHECK_TOKEN_S: Final = 0.05
+"""Without a word of anybody for so long, and so much more for each token, a check has no outcome."""
+FEED: Final = -1
+LoadOf = Callable[[int, wire.ServeOptions], tuple[wire.Load, HostTensor]]
+"""Stage, options -> what its holder would be told to load, and the graph."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """One check under way. `fence`: of the round. `keys`: the stage's, and that of whoever got its rows."""
+
+    number: int
+    check: Check
+    session: int
+    tokens: tuple[int, ...]
+    origin: int
+    segment: Segment
+    fence: Fence
+    referee_fence: Fence
+    places: Mapping[int, str]
+    keys: tuple[bytes, bytes]
+    limits: Limits
+    selected: bool
+    heard_s: float
+    said: dict[str, Marks] = field(default_factory=dict[str, Marks])
+    again: dict[str, Marks] = field(default_factory=dict[str, Marks])
+    referee: TextReferee | None = None
+    """Here."""
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class Checking:
+    """`begin` what the machine commands; `on_opinion` hears of each check once, unless its round ends before."""
+
+    def __init__(
+        self,
+        job: ServingJob,
+        host: Host,
+        member: ServingMember,
+        *,
+        tell: Callable[[PeerId, wire.Message], None],
+        on_opinion: Callable[[Fence, Check, Opinion], None],
+        start: Callable[[Coroutine[object, object, None]], object],
+    ) -> None:
+        self._job = job
+        self._host = host
+        self._member = member
+        self._tell = tell
+        self._on_opinion = on_opinion
+        self._start = start
+        self._open: dict[int, _Open] = {}
+        self._told: dict[tuple[int, int], dict[str, Marks]] = {}
+        """(stage, first task) -> what was said of what the owner's machine now reads."""
+
+    def secret_of(self, stage: int, peer: str) -> bytes:
+        """What `peer` makes its marks from while it runs `stage`; empty where nothing is checked."""
+        if not self._job.secret:
+            return b""
+        content = f"{stage}:{peer}".encode()
+        key, person = self._job.secret, b"marks of serving"
+        return hashlib.blake2b(content, key=key, digest_size=KEY_BYTES, person=person).digest()
+
+    def begin(
+        self,
+        command: BeginCheck,
+        number: int,
+        fence: Fence,
+        places: Mapping[int, str],
+        whole: Cut,
+        load_of: LoadOf,
+    ) -> None:
+        check, text = command.check, command.text
+        stage, part = check.stage, whole.stages[check.stage]
+        holders = ((stage, check.peer), (stage + 1, places[stage + 1]))
+        first, second = (text_key(self.secret_of(*one), text.number) for one in holders)
+        found = self._open[number] = _Open(
+            number=number,
+            check=check,
+            session=text.number,
+            tokens=text.tokens,
+            origin=text.origin,
+            segment=Segment(text.number, 0, len(text.tokens), 0, text.pages, text.adapter),
+            fence=fence,
+            referee_fence=command.fence,
+            places=dict(places),
+            keys=(first, second),
+            limits=limits(self._job.options, chooses=part.chooses),
+            selected=part.select,
+            heard_s=self._host.clock.now_s(),
+        )
+        if found.length > wire.MAX_TEXT:
+            self._give_up(found, f"{found.length} positions are more than are read again")
+            return
+        told = self._told.pop((stage, check.first), None)
+        if told is not None:
+            found.said.update(told)
+        else:
+            length = found.length - text.origin
+            for holder, peer in holders:
+                order = wire.TellMarks(
+                    fence=fence, stage=holder, number=number, session=text.number, start=text.origin, length=length
+                )
+                self._tell(PeerId(peer), order)
+        order = wire.ReadAgain(
+            fence=command.fence,
+            stage=stage,
+            number=number,
+            session=text.number,
+            length=found.length,
+            adapter=text.adapter,
+            keys=(first, second),
+            reply=fence,
+        )
+        if check.referee == self._host.peer:
+            self._start(self._read_here(found, order, load_of))
+        else:
+            self._tell(PeerId(check.referee), order)
+
+    def drop(self) -> None:
+        """The round is over."""
+        for one in self._open.values():
+            if one.referee is not None:
+                self._start(one.referee.end())
+        self._open.clear()
+        self._told.clear()
+
+    def passes(self, now_s: float) -> None:
+        """Time passes."""
+        for one in list(self._open.values()):
+            patience_s = CHECK_S + CHECK_TOKEN_S * one.length
+            if now_s - one.heard_s > patience_s:
+                self._give_up(one, f"there was no word for {patience_s:.0f} s")
+
+    # ------------------------------------------------------------------------------------------------- what arrives
+
+    def ready(self, peer: PeerId, message: wire.Reading) -> None:
+        """The referee waits for what the stage got."""
+        found = self._open.get(message.number)
+        if found is not None and found.check.referee == peer:
+            self._have_shown(found)
+
+    def failed(self, peer: PeerId, message: wire.CheckFailed) -> None:
+        found = self._open.get(message.number)
+        if found is not None and peer in (found.check.referee, *found.places.values()):
+            self._give_up(found, message.reason)
+
+    def heard(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
+        found = self._open.get(message.number)
+        if found is None:
+            return
+        found.heard_s = self._host.clock.now_s()
+        match message:
+            case wire.ToldMarks(stage=stage):
+                if found.places.get(stage) == peer:
+                    self._take_word(found, stage, tensors)
+            case wire.ReadText():
+                if found.check.referee == peer:
+                    self._take_reading(found, tensors)
+            case wire.ShownRows():
+                if found.referee is not None and found.check.referee == self._host.peer:
+                    self._start(self._compute(found, found.referee, message, tensors))
+
+    def _take_word(self, found: _Open, stage: int, tensors: Mapping[str, HostTensor]) -> None:
+        length = found.length - found.origin
+        got, gave = (marks_of(tensors.get(name), length) for name in ("got", "gave"))
+        if got is None or gave is None:
+            self._give_up(found, f"stage {stage} told no marks")
+        elif stage == found.check.stage:
+            found.said |= {"got": got, "gave": gave}
+        else:
+            found.said["seen"] = got
+        self._conclude(found)
+
+    def _take_reading(self, found: _Open, tensors: Mapping[str, HostTensor]) -> None:
+        for name in ("got", "gave", "seen"):
+            marks = marks_of(tensors.get(name), found.length)
+            if marks is None:
+                self._give_up(found, "the referee told no marks")
+                return
+            found.again[name] = marks[found.origin :]
+        self._conclude(found)
+
+    def _conclude(self, found: _Open) -> None:
+        if found.number not in self._open or len(found.said) < 3 or len(found.again) < 3:
+            return
+        stage = found.check.stage
+        neighbours = Neighbours(
+            before=found.places[stage - 1] if stage else self._host.peer, after=found.places[stage + 1]
+        )
+        result = opinion(Words(**found.said), Words(**found.again), found.limits, neighbours, selected=found.selected)
+        self._end(found, result)
+
+    def _give_up(self, found: _Open, reason: str) -> None:
+        self._end(found, Opinion(void=reason))
+
+    def _end(self, found: _Open, result: Opinion) -> None:
+        if self._open.pop(found.number, None) is None:
+            return
+        check = found.check
+        excepted = result.own or result.inputs or result.links
+        if excepted and check.referee != self._host.peer:
+            self._told = {key: said for key, said in self._told.items() if key[1] == check.first}
+            self._told[check.stage, check.first] = found.said
+        self._on_opinion(found.fence, check, result)
+
+    # -------------------------------------------------------------------------------------------------- what is shown
+
+    def _have_shown(self, found: _Open) -> None:
+        """All that the stage got, to the referee: by whoever runs the stage before, by the driver before the first."""
+        stage = found.check.stage
+        if stage:
+            order = wire.ShowRows(
+                fence=found.fence,
+                stage=stage - 1,
+                number=found.number,
+                segment=found.segment,
+                peer=found.check.referee,
+                reply=found.referee_fence,
+            )
+            self._tell(PeerId(found.places[stage - 1]), order)
+            return
+        for (part,) in packed([found.segment], self._job.options.pass_tokens):
+            tokens = np.array(found.tokens[part.start : part.start + part.length], np.int64)
+            tensors = {"input_ids": host_tensor("int64", (1, part.length), tokens.data)}
+            shown = wire.ShownRows(
+                fence=found.referee_fence,
+                stage=FEED,
+                number=found.number,
+                start=part.start,
+                tensors=headers(tensors),
+            )
+            try:
+                self._member.testimony(PeerId(found.check.referee), shown, tensors)
+            except FusionError as error:
+                self._give_up(found, str(error))
+                return
+
+    # ------------------------------------------------------------------------------------------- the owner as referee
+
+    async def _read_here(self, found: _Open, order: wire.ReadAgain, load_of: LoadOf) -> None:
+        """With the stage's weights, loaded for this; gone with the check."""
+        options = self._job.options
+        pages = -(-order.length // options.page_tokens)
+        small = msgspec.structs.replace(options, pages=pages, sessions=1, retain=False)
+        try:
+            load, graph = load_of(order.stage, small)
+            stage, program = await prepare_stage(
+                self._host,
+                load,
+                {"graph": graph},
+                postman=self._member,
+                memory_limit_bytes=self._host.memory_limit_bytes,
+            )
+            for spec in load.weights:
+                await self._host.compute.run(
+                    lambda spec=spec: program.import_weights([(spec.key, self._job.weights.read(spec))])
+                )
+            found.referee = stage.referee(order)
+        except (FusionError, MemoryError) as error:
+            self._give_up(found, str(error) or "there is no room for the stage")
+            return
+        self._have_shown(found)
+
+    async def _compute(
+        self, found: _Open, referee: TextReferee, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
+    ) -> None:
+        try:
+            told = await referee.compute(rows, tensors)
+        except (FusionError, MemoryError) as error:
+            self._give_up(found, str(error) or "there is no room for the text")
+            return
+        found.heard_s = self._host.clock.now_s()
+        if told is not None:
+            self._take_reading(found, told)

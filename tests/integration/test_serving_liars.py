@@ -1,0 +1,134 @@
+"""Served models: a peer that gives wrong rows is found, named and left out; the honest stay; answers go on.
+
+Whole serving jobs over the memory network on the shipped driver, members and backends. Neighbours:
+`harness.serving_liars` has the lies; `test_job_liars` is the same for training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionai.backends.interface import Backend
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.source import ConfigSource
+from fusionai.scheduling.types import Guard
+from fusionai.serving import progress
+from fusionai.serving.interface import Generation, Sampling
+from harness.pool import OWNER, peer_id
+from harness.serving_liars import SERVING_LIES, LyingServer, ServingLie
+from harness.serving_pool import Served, served, tokens_of
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 61
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.6,
+}
+THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+"""Embedding; a layer each; norm and head."""
+GUARDS = tuple(Guard(stage=stage, peer=peer_id(2 + stage)) for stage in (1, 2, 3))
+PROMPTS = [tuple((7 * place + 13 * number) % VOCABULARY for place in range(3 + 4 * number)) for number in range(4)]
+SECRET = bytes(range(32))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Captured:
+    return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 128), train=False)
+
+
+async def answers(job: Served, count: int = 10) -> list[list[int]]:
+    """Of all prompts, one after the other."""
+    asked = [Generation(prompt=one, max_tokens=count, sampling=Sampling(temperature=0)) for one in PROMPTS]
+    return [await tokens_of(job.engine, one) for one in asked]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def checked(job: Served) -> list[progress.Checked]:
+    return [one for one in job.told if isinstance(one, progress.Checked)]
+
+
+def guarded(job: Served) -> bool:
+    return sum(isinstance(one, progress.StageLoaded) and one.standby for one in job.told) == len(GUARDS)
+
+
+def serving(llama: Captured, directory: Path, machines: dict[int, Backend] | None = None, **changes: Any) -> Any:
+    """`machines`: number of a peer -> its backend; the others are honest. Peers 0 to 2 have a layer each, 3 to 5 stand
+    by for them."""
+    made = iter(range(-1, 100))  # the owner's first
+
+    def backend() -> Backend:
+        return (machines or {}).get(next(made)) or TorchBackend(device="cpu", threads=1)
+
+    fields: dict[str, Any] = {"guards": GUARDS, "spares": 3, "vocabulary": VOCABULARY, "secret": SECRET}
+    return served(llama, directory, THREE_PEERS, backends=backend, **fields | changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What honest machines answer that nobody checks; equal to transformers', as `test_serving_in_memory` shows."""
+
+    async def story() -> list[list[int]]:
+        async with serving(llama, tmp_path_factory.mktemp("undisturbed"), guards=(), secret=b"") as job:
+            return await answers(job)
+
+    return asyncio.run(story())
+
+
+def test_honest_machines_are_checked_and_no_token_changes(
+    llama: Captured, undisturbed: list[list[int]], tmp_path: Path
+):
+    async def story() -> tuple[list[list[int]], list[progress.Checked], dict[str, float]]:
+        async with serving(llama, tmp_path) as job:
+            await until(lambda: guarded(job))
+            said = await answers(job)
+            await until(lambda: len(checked(job)) >= 3 * len(PROMPTS))
+            assert not job.engine.status.faults
+            return said, checked(job), job.engine.status.extra
+
+    said, checks, figures = asyncio.run(story())
+    assert said == undisturbed
+    assert {one.outcome for one in checks} == {"valid"}, checks
+    assert {one.stage for one in checks} == {1, 2, 3}
+    assert figures["checked_tasks"] == figures["checkable_tasks"] > 0
+
+
+@pytest.mark.parametrize("lie", SERVING_LIES)
+def test_a_liar_is_found_named_and_left_out(
+    lie: ServingLie, llama: Captured, undisturbed: list[list[int]], tmp_path: Path
+):
+    liar = LyingServer(lie)
+
+    async def story() -> list[list[int]]:
+        async with serving(llama, tmp_path, {1: liar}) as job:
+            await until(lambda: guarded(job))
+            while not job.replanner.distrusted:
+                await answers(job)
+                assert liar.passes < 300
+            await until(lambda: job.engine.status.state == "ready")
+            assert list(job.replanner.distrusted) == [peer_id(1)]
+            (note,) = [one for one in job.engine.status.faults if "wrong results" in one.text]
+            assert note.text.startswith(f"peer {peer_id(1)[0]} gave wrong results")
+            assert {stage.peer for stage in job.engine.plan.stages} == {OWNER, peer_id(0), peer_id(4), peer_id(2)}
+            return await answers(job)
+
+    assert asyncio.run(story()) == undisturbed
+    assert liar.lied

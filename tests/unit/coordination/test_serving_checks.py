@@ -1,0 +1,111 @@
+"""The serving machine's spot checks: beside passes, by guards that are warm; a liar is lost for good, at once."""
+
+from __future__ import annotations
+
+from fusionai.coordination import serving_commands as commands
+from fusionai.coordination import serving_events as events
+from fusionai.coordination.serving import ServingPhase
+from fusionai.coordination.sessions import SessionSpec
+from fusionai.coordination.verification import Opinion
+from harness.serving_job import Job, decoding, roles, running
+
+FINE = Opinion()
+WRONG = Opinion(own="activations differ", links=frozenset({"c"}))
+
+
+def over(job: Job, number: int = 1) -> tuple[commands.BeginCheck, ...]:
+    """A text is over; what is to be checked of it."""
+    job.batcher.submit(SessionSpec(number=number, scope="", prompt=(5,) * 6, max_tokens=1), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert job.machine.returned(job.fence, plan.number, {number: (8,)}, (), 0.0) == {number}
+    return job.machine.next_checks()
+
+
+def told(job: Job, command: commands.BeginCheck, opinion: Opinion) -> list[commands.ServingCommand]:
+    return job.tell(events.TextChecked(job.fence, command.check, opinion))
+
+
+def test_a_warm_guard_reads_the_text_again_under_the_fence_it_goes_by() -> None:
+    job = running(checks=True)
+    (begun,) = over(job)
+    assert (begun.check.stage, begun.check.peer, begun.check.referee) == (2, "b", "g")
+    assert (begun.text.number, len(begun.text.tokens), begun.fence) == (1, 6, job.fence)
+    assert job.machine.next_checks() == ()
+    told(job, begun, FINE)
+    (command,) = job.given
+    assert isinstance(command, commands.TellCheck)
+    assert command.outcome == "valid"
+    job.tell(events.PlanGiven(roles(2, guards={2: "h"})))
+    (brought,) = job.of(commands.EnlistStandby)
+    job.tell(events.MemberEnlisted(brought.fence, "h"), events.StandbyLoaded(brought.fence, "h", 2))
+    (begun,) = over(job, 2)
+    assert (begun.check.referee, begun.fence) == ("h", brought.fence)
+    assert begun.fence != job.fence
+
+
+def test_nobody_who_is_not_ready_reads_anything_and_nothing_hidden_is_read() -> None:
+    assert over(running(checks=True, warm=False)) == ()
+    assert over(running(checks=True, retain=False)) == ()
+    assert over(running()) == ()
+    job = running(checks=True)
+    job.machine.roles = job.machine.roles.__class__(
+        version=1, owner="me", places=job.machine.roles.places, guards={2: "g"}, caching=job.machine.roles.caching
+    )
+    assert over(job) == ()
+
+
+def test_what_a_guard_takes_exception_to_the_owner_reads_and_the_liar_goes_and_all_is_read_again() -> None:
+    job = running(checks=True)
+    (begun,) = over(job)
+    computed = decoding(job, 2)
+    told(job, begun, WRONG)
+    (again,) = job.of(commands.BeginCheck)
+    assert (again.check.referee, again.text, again.fence) == ("me", begun.text, job.fence)
+    told(job, again, WRONG)
+    (distrusted,) = job.of(commands.Distrust)
+    assert distrusted.peer == "b"
+    (fault,) = job.of(commands.TellFault)
+    assert (fault.kind, fault.peer, fault.stages, fault.heirs) == ("liar", "b", (2,), {2: "g"})
+    assert job.phase is ServingPhase.ENLISTING
+    job.enlist()
+    job.load({1: ((2, computed),), 3: ((2, computed),)})
+    assert job.phase is ServingPhase.PROBING  # nothing is rebuilt from what went through it
+    job.probe("y")
+    assert job.phase is ServingPhase.RUNNING
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert [(one.session, one.start, one.length) for one in plan.segments] == [(2, 0, 7)]
+
+
+def test_a_guard_whose_word_did_not_hold_goes_and_no_round_begins() -> None:
+    job = running(checks=True)
+    (begun,) = over(job)
+    told(job, begun, WRONG)
+    (again,) = job.of(commands.BeginCheck)
+    told(job, again, FINE)
+    assert [one.peer for one in job.of(commands.Distrust)] == ["g"]
+    (fault,) = job.of(commands.TellFault)
+    assert (fault.kind, fault.peer, fault.stages) == ("liar", "g", ())
+    assert job.phase is ServingPhase.RUNNING
+    assert 2 not in job.machine.roles.guards
+
+
+def test_no_plan_brings_a_liar_back() -> None:
+    job = running(checks=True)
+    (begun,) = over(job)
+    told(job, begun, WRONG)
+    (again,) = job.of(commands.BeginCheck)
+    told(job, again, FINE)
+    job.tell(events.PlanGiven(roles(2, guards={2: "g"}), job.machine.lost))
+    assert job.machine.roles.version == 1
+
+
+def test_a_round_ends_what_was_being_checked() -> None:
+    job = running(roles(guards={2: "g", 3: "h"}), checks=True)
+    begun = over(job)
+    assert len(begun) == 2
+    job.tell(events.MemberLost("a", "x"))
+    assert told(job, begun[0], WRONG) == []
+    assert job.machine.next_checks() == ()
+    assert not job.batcher.is_held(1)

@@ -1,0 +1,116 @@
+"""Marks of rows: the same for the same row wherever it is packed, another for another, under a key for each text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fusionai.execution.marks import SIZE
+from fusionai.execution.serving_boundary import RowSpec
+from fusionai.execution.serving_marks import MarkBook, Projection, text_key
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.messages import Segment
+
+WIDTH = 24
+SPECS = (RowSpec("h", "float32", (WIDTH,)), RowSpec("p", "int64"))
+SECRET = b"s" * 32
+
+
+def values(rows: int, seed: int = 0) -> dict[str, HostTensor]:
+    hidden = np.random.default_rng(seed).standard_normal((1, rows, WIDTH)).astype(np.float32)
+    return {"h": tensor(hidden), "p": tensor(np.arange(rows, dtype=np.int64).reshape(1, rows))}
+
+
+def tensor(array: np.ndarray) -> HostTensor:
+    return host_tensor(array.dtype.name, array.shape, array.tobytes())
+
+
+def part(tensors: dict[str, HostTensor], rows: list[int]) -> dict[str, HostTensor]:
+    arrays = {name: np.frombuffer(one.data, one.dtype).reshape(one.shape)[:, rows] for name, one in tensors.items()}
+    return {name: tensor(array) for name, array in arrays.items()}
+
+
+def marks(tensors: dict[str, HostTensor], session: int = 1) -> np.ndarray:
+    return Projection(SPECS, text_key(SECRET, session)).marks(tensors)
+
+
+def book(capacity: int = 1000) -> MarkBook:
+    return MarkBook(SECRET, SPECS, SPECS[:1], capacity)
+
+
+def test_the_distance_of_marks_is_that_of_rows_by_their_length():
+    rows = values(500)
+    scaled = {**rows, "h": tensor(np.frombuffer(rows["h"].data, np.float32).reshape(1, 500, WIDTH) * np.float32(1.01))}
+    only = Projection(SPECS[:1], text_key(SECRET, 1))
+    one, two = only.marks(rows), only.marks(scaled)
+    apart = np.linalg.norm(two - one, axis=1) / np.linalg.norm(one, axis=1)
+    assert apart == pytest.approx(np.full(500, 0.01), rel=1e-2)
+    other = only.marks(values(500, seed=1))
+    unlike = np.linalg.norm(other - one, axis=1) / np.linalg.norm(one, axis=1)
+    assert 0.5 < np.median(unlike) < 3
+
+
+def test_each_text_has_a_key_of_its_own():
+    rows = values(3)
+    assert not np.allclose(marks(rows, 1), marks(rows, 2))
+    assert np.array_equal(marks(rows, 1), marks(rows, 1))
+
+
+def test_rows_are_marked_alike_whoever_they_are_packed_with():
+    whole, of = values(7), book()
+    of.add([Segment(1, 0, 4), Segment(2, 0, 3)], [], whole, part({"h": whole["h"]}, list(range(7))))
+    got, gave = of.told(1, 0, 4)
+    assert np.allclose(got, marks(part(whole, [0, 1, 2, 3])), rtol=1e-5)
+    assert np.allclose(of.told(2, 1, 2)[0], marks(part(whole, [5, 6]), 2), rtol=1e-5)
+    assert gave.shape == (4, SIZE)
+    assert np.isfinite(gave).all()
+
+
+def test_of_a_selection_only_what_was_wanted_is_known():
+    whole, of = values(7), book()
+    wanted = [3, 5, 6]
+    of.add([Segment(1, 0, 4), Segment(2, 0, 3)], wanted, whole, part({"h": whole["h"]}, wanted))
+    got, gave = of.told(2, 0, 3)
+    assert np.isfinite(got).all()
+    assert np.isnan(gave[0]).all()
+    only = Projection(SPECS[:1], text_key(SECRET, 2))
+    assert np.allclose(gave[1:], only.marks(part({"h": whole["h"]}, [5, 6])), rtol=1e-5)
+    assert np.isfinite(of.told(1, 3, 1)[1]).all()
+
+
+def test_the_stage_behind_a_selection_gets_nothing_of_who_wants_nothing():
+    of = book()
+    of.add([Segment(1, 0, 4), Segment(2, 0, 3)], [6], values(1), {})
+    assert np.isnan(of.told(1, 0, 4)[0]).all()
+    assert np.isnan(of.told(2, 0, 2)[0]).all()
+    assert np.isfinite(of.told(2, 2, 1)[0]).all()
+
+
+def test_what_is_computed_again_counts_and_nothing_behind_it_is_known():
+    of = book()
+    of.add([Segment(1, 0, 6)], [], values(6), {})
+    again = values(2, seed=5)
+    of.add([Segment(1, 3, 2)], [], again, {})
+    got, _ = of.told(1, 0, 7)
+    assert np.array_equal(got[3:5], marks(again))
+    assert np.isfinite(got[:5]).all()
+    assert np.isnan(got[5:]).all()
+
+
+def test_the_text_that_was_not_added_to_for_longest_goes_first():
+    of = book(capacity=10)
+    for session in (1, 2):
+        of.add([Segment(session, 0, 4)], [], values(4), {})
+    of.add([Segment(1, 4, 1)], [], values(1), {})
+    of.add([Segment(3, 0, 4)], [], values(4), {})
+    assert np.isnan(of.told(2, 0, 4)[0]).all()
+    assert np.isfinite(of.told(1, 0, 5)[0]).all()
+    assert np.isfinite(of.told(3, 0, 4)[0]).all()
+    of.clear()
+    assert np.isnan(of.told(3, 0, 4)[0]).all()
+
+
+def test_no_number_is_a_mark_that_is_none():
+    rows = np.full((1, 1, WIDTH), np.inf, np.float32)
+    only = Projection(SPECS[:1], text_key(SECRET, 1))
+    assert not np.isfinite(only.marks({"h": tensor(rows)})).any()

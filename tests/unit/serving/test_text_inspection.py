@@ -1,0 +1,118 @@
+"""Words about a text against a referee's: who is contradicted, what is within rounding, what says nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fusionai.coordination.verification import Opinion
+from fusionai.execution.marks import SIZE
+from fusionai.primitives.tensors import host_tensor
+from fusionai.serving.inspection import Limits, Neighbours, Words, largest, limits, marks_of, opinion
+from fusionai.wire.messages import ServeOptions
+
+AROUND = Neighbours(before="a", after="c")
+LIMITS = Limits(1e-3)
+OPTIONS = ServeOptions(pages=4, sessions=2, pass_tokens=8)
+
+
+def drawn(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((20, SIZE)).astype(np.float32)
+
+
+HONEST = Words(got=drawn(0), gave=drawn(1), seen=drawn(2))
+
+
+def off(marks: np.ndarray, by: float, rows: int = 20) -> np.ndarray:
+    changed = marks.copy()
+    changed[:rows] *= np.float32(1 + by)
+    return changed
+
+
+def judged(said: Words, again: Words = HONEST, *, selected: bool = False, within: Limits = LIMITS) -> Opinion:
+    return opinion(said, again, within, AROUND, selected=selected)
+
+
+def test_rounding_is_nobodys_fault():
+    near = Words(got=off(HONEST.got, 1e-5), gave=off(HONEST.gave, 5e-4), seen=off(HONEST.seen, 5e-4))
+    assert judged(near) == Opinion()
+    assert 4e-4 < largest(near, HONEST) < 6e-4
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_wrong_rows_are_the_stages_fault_by_its_own_word_and_by_its_neighbours(rows: int):
+    found = judged(replace(HONEST, gave=off(HONEST.gave, 0.01, rows), seen=off(HONEST.seen, 0.01, rows)))
+    assert (found.inputs, found.links) == (frozenset(), {"c"})
+    assert found.own.startswith(f"activations of {rows} of 20 positions differ by up to 0.01")
+
+
+def test_who_says_it_gave_what_is_right_stands_against_who_got_something_else():
+    assert judged(replace(HONEST, seen=off(HONEST.seen, 0.01))) == Opinion(links=frozenset({"c"}))
+
+
+def test_other_inputs_are_between_the_stage_and_the_one_before():
+    found = judged(replace(HONEST, got=off(HONEST.got, 0.01), gave=off(HONEST.gave, 0.5)))
+    assert found.inputs == {"a"}
+    assert not found.links
+
+
+def test_a_stage_that_says_nothing_is_not_believed():
+    nothing = np.full_like(HONEST.got, np.nan)
+    assert judged(replace(HONEST, got=nothing, gave=nothing)).own
+    assert judged(replace(HONEST, gave=nothing)).own
+
+
+def test_without_a_word_of_who_got_the_rows_nothing_follows():
+    silent = HONEST.seen.copy()
+    silent[3] = np.nan
+    assert judged(replace(HONEST, seen=silent)).void
+    assert judged(replace(HONEST, seen=np.full_like(silent, np.nan)), selected=True).void
+
+
+def test_of_a_selection_the_rows_that_left_count():
+    seen, gave = np.full_like(HONEST.seen, np.nan), np.full_like(HONEST.gave, np.nan)
+    seen[[4, 19]], gave[[4, 19]] = HONEST.seen[[4, 19]], HONEST.gave[[4, 19]]
+    said = replace(HONEST, gave=gave, seen=seen)
+    assert judged(said, selected=True) == Opinion()
+    wrong = replace(said, gave=off(gave, 0.01, 5), seen=off(seen, 0.01, 5))
+    assert judged(wrong, selected=True).own.startswith("activations of 1 of 2 positions")
+
+
+def test_a_row_that_left_a_selection_counts_although_the_stage_says_nothing_of_it():
+    """It was read anew in between, or the stage hides it: then it stands against who got it."""
+    silent = replace(HONEST, gave=np.full_like(HONEST.gave, np.nan))
+    assert judged(silent, selected=True) == Opinion()
+    assert judged(replace(silent, seen=off(HONEST.seen, 0.01, 1)), selected=True) == Opinion(links=frozenset({"c"}))
+
+
+def test_what_is_no_number_for_both_is_the_same():
+    infinite = HONEST.gave.copy()
+    infinite[2] = np.inf
+    again = replace(HONEST, gave=infinite)
+    assert judged(replace(HONEST, gave=infinite.copy()), again) == Opinion()
+    assert "no numbers" in judged(HONEST, again).own or "not there" in judged(HONEST, again).own
+
+
+def test_where_rounding_chooses_a_few_rows_may_be_others():
+    some = replace(HONEST, gave=off(HONEST.gave, 0.5, 1), seen=off(HONEST.seen, 0.5, 1))
+    assert judged(some).own
+    assert judged(some, within=Limits(1e-3, odd_rows=0.05)) == Opinion()
+
+
+def test_limits_follow_the_formats():
+    assert limits(OPTIONS, chooses=False) == Limits(1e-3)
+    rough = ServeOptions(pages=4, sessions=2, pass_tokens=8, weights="bf16", cache="bf16")
+    assert limits(rough, chooses=True).row > 1e-3
+    assert limits(rough, chooses=True).odd_rows > 0
+
+
+def test_marks_are_as_many_as_positions():
+    tensor = host_tensor("float32", (20, SIZE), HONEST.got.tobytes())
+    found = marks_of(tensor, 20)
+    assert found is not None
+    assert np.array_equal(found, HONEST.got)
+    assert marks_of(tensor, 19) is None
+    assert marks_of(None, 20) is None
+    assert marks_of(host_tensor("int32", (20, SIZE), HONEST.got.tobytes()), 20) is None
