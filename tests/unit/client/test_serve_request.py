@@ -32,7 +32,15 @@ def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> Non
         adapters=(),
     )
     plan = SimpleNamespace(serving=sizes, stages=(1, 2, 3))
-    job = serve._serving_job(cast(Any, model), JobId("job"), PeerId("me"), cast(Any, plan), cast(Any, None), "off")
+    asked = SimpleNamespace(speculate="off", checks=True)
+    job = serve._serving_job(
+        cast(Any, model), JobId("job"), PeerId("me"), cast(Any, plan), cast(Any, None), cast(Any, asked)
+    )
     # The engine leaves one of what stages have room for to its probe.
     assert job.options.sessions - 1 == 8
     assert job.in_flight == 4
+    assert len(job.secret) == 32
+    asked.checks = False
+    assert not serve._serving_job(
+        cast(Any, model), JobId("job"), PeerId("me"), cast(Any, plan), cast(Any, None), cast(Any, asked)
+    ).secret
