@@ -341,6 +341,8 @@ class Job:
     """Whether the stages make activations again in backward."""
     offload: bool = False
     """Whether the stages keep optimizer state in files."""
+    offload_weights: bool = False
+    """Whether their weights lie in files between uses; with `recompute`."""
     base_stays: bool = False
     """Only an adapter is trained: checkpoints are of it alone."""
     tolerant: bool = False
@@ -373,6 +375,7 @@ class Job:
                 in_flight_bytes=1 if self.room else 0,
                 recompute=self.recompute,
                 offload=self.offload,
+                offload_weights=self.offload_weights,
                 fingerprint=self.pool.owner.fingerprint,
             )
             for replica in range(self.replicas)

@@ -87,9 +87,15 @@ def same(one: Run, other: Run) -> None:
 def test_saving_memory_changes_no_bit(llama: Captured, tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", llama, optimizer=PLAIN)
     same(run(tmp_path / "away", llama, optimizer=PLAIN, offload=True, recompute=True), plain)
+    same(run(tmp_path / "all", llama, optimizer=PLAIN, offload=True, recompute=True, offload_weights=True), plain)
 
 
-@pytest.mark.parametrize("levers", [{}, {"offload": True, "recompute": True}], ids=["memory", "file"])
+AWAY = {"offload": True, "recompute": True, "offload_weights": True}
+
+
+@pytest.mark.parametrize(
+    "levers", [{}, {"offload": True, "recompute": True}, AWAY], ids=["memory", "file", "weights-too"]
+)
 def test_a_takeover_with_state_in_8_bits_keeps_every_bit(
     levers: dict[str, bool], llama: Captured, tmp_path: Path
 ) -> None:

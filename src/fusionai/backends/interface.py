@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from fusionai.ir.schema import Graph
 from fusionai.primitives.pace import Pace
 from fusionai.primitives.tensors import HostTensor
-from fusionai.wire.messages import Mode, StageOptions
+from fusionai.wire.messages import Mode, Saving, StageOptions
 
 WorksIn = Literal["caller", "threads", "device"]
 """Whose time a piece of work takes: the calling thread's (and of those that work with it), other threads' of this
@@ -66,6 +66,8 @@ class DeviceReport:
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
     weight_formats: tuple[str, ...] = ()
     """In serving; empty: all there are."""
+    savings: tuple[Saving, ...] = ("recompute", "offload", "offload_weights")
+    """What it can do in training to fit a small memory."""
 
     @property
     def speeds(self) -> Speeds:

@@ -9,11 +9,12 @@ Neighbours: `binding` binds sizes, `state` names entries, `backends.torch.progra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 from fusionai.backends.binding import nearest
 from fusionai.backends.interface import Call
+from fusionai.backends.movable_weights import block_weights
 from fusionai.backends.state import StateEntry, gradient_bytes, state_entries
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
@@ -125,10 +126,18 @@ class StageBase(ABC, Generic[Held]):
     # ------------------------------------------------------------------------------------------------------- memory
 
     def _state_bytes(self) -> int:
-        """Parameters, gradients and the optimizer state that is not in a file."""
+        """Parameters, gradients and the optimizer state that is not in a file. Of weights that come and go, the largest
+        block's."""
         away = self._options.offload
         held_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
+        if self._options.offload_weights:
+            blocks = block_weights(self._graph)
+            held_bytes -= self._weight_bytes({key for keys in blocks.values() for key in keys})
+            held_bytes += max(map(self._weight_bytes, blocks.values()), default=0)
         return held_bytes + (gradient_bytes(self._graph) if self._options.optimizer is not None else 0)
+
+    def _weight_bytes(self, keys: Collection[str]) -> int:
+        return sum(self._entries[f"model/{key}"].nbytes for key in keys)
 
     def _require_room(self, held_bytes: int, limit_bytes: int | None) -> None:
         """For what is held whatever is in flight."""

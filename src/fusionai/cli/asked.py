@@ -43,6 +43,7 @@ class Asked:
     compression: Compression = "none"
     recompute: Lever = "auto"
     offload: Lever = "auto"
+    offload_weights: Lever = "auto"
     replicas: int | Literal["auto"] = 1
     """Of a training job, whose gradients are summed at every step."""
     privacy: PrivacyLevel = "open"
@@ -91,6 +92,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             compression=asked.compression,
             recompute=asked.recompute,
             offload=asked.offload,
+            offload_weights=asked.offload_weights,
             replicas=asked.replicas,
         )
     problem = msgspec.structs.replace(problem, roles=roles)

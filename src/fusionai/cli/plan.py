@@ -88,6 +88,13 @@ FASTER: Final = 1.01
     help="Whether optimizer state lies in files of the stages' machines.",
 )
 @click.option(
+    "--offload-weights",
+    type=click.Choice(get_args(Lever)),
+    default="auto",
+    show_default=True,
+    help="Whether weights lie in files of the stages' machines until a block needs them.",
+)
+@click.option(
     "--replicas",
     type=HowMany(),
     default="1",
@@ -136,6 +143,7 @@ def plan(
     lora: int | None,
     recompute: Lever,
     offload: Lever,
+    offload_weights: Lever,
     replicas: int | Literal["auto"],
     stages: int | None,
     spares: int | None,
@@ -161,9 +169,14 @@ def plan(
         raise UsageError("--catalogue is for the machines of a --pool file; those of a live pool are measured.")
     if task == "serve" and compression != "none":
         raise UsageError("--compression is for --task train.")
-    for flag, value in (("--recompute", recompute), ("--offload", offload)):
+    levers = {"--recompute": recompute, "--offload": offload, "--offload-weights": offload_weights}
+    for flag, value in levers.items():
         if task == "serve" and value != "auto":
             raise UsageError(f"{flag} is for --task train.")
+    if offload_weights == "always" and recompute == "never":
+        raise UsageError(
+            "--offload-weights always asks for activations made again.", hint="Take --recompute auto or always."
+        )
     if task == "serve" and lora is not None:
         raise UsageError("--lora is for --task train.")
     if task == "serve" and replicas != 1:
@@ -185,6 +198,7 @@ def plan(
         compression=compression,
         recompute=recompute,
         offload=offload,
+        offload_weights=offload_weights,
         replicas=replicas,
         privacy=_level(served, pool),
         lora=lora,
@@ -302,6 +316,8 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
         yield changed("with --recompute auto", replace(asked, recompute="auto"))
     if asked.offload == "never":
         yield changed("with --offload auto", replace(asked, offload="auto"))
+    if asked.offload_weights == "never":
+        yield changed("with --offload-weights auto", replace(asked, offload_weights="auto"))
     if asked.rows > 1:
         yield changed(f"with --microbatches {asked.batch}", replace(asked, microbatches=asked.batch))
     if asked.sequence > 1:

@@ -79,12 +79,17 @@ def figures(
 
 
 def _saving(stage: StagePlacement) -> dict[str, object]:
-    """Keys of a stage that makes activations again in backward, or has optimizer state in a file."""
+    """Keys of a stage that makes activations again in backward, or has optimizer state or weights in a file."""
     found: dict[str, object] = {}
     if stage.recompute:
         found |= {"recompute_s": stage.recompute_s, "recompute_saves_bytes": stage.recompute_saves_bytes}
     if stage.offload:
         found |= {"offload_s": stage.offload_s, "offload_saves_bytes": stage.offload_saves_bytes}
+    if stage.offload_weights:
+        found |= {
+            "offload_weights_s": stage.offload_weights_s,
+            "offload_weights_saves_bytes": stage.offload_weights_saves_bytes,
+        }
     return found
 
 

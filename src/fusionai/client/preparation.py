@@ -310,6 +310,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         compression=recipe.train.compression,
         recompute=recipe.train.recompute,
         offload=recipe.train.offload,
+        offload_weights=recipe.train.offload_weights,
     )
 
 

@@ -345,6 +345,12 @@ class _Checker:
             )
         if train.warmup_steps > tables.job.steps:
             raise self.fail("train", f"warmup_steps {train.warmup_steps} is above the job's {tables.job.steps} steps.")
+        if train.offload_weights == "always" and train.recompute == "never":
+            raise self.fail(
+                "train",
+                "offload_weights = 'always' asks for activations made again, and recompute = 'never'.",
+                hint="Take recompute = 'auto' or 'always': what is kept for backward would hold the weights.",
+            )
         if train.schedule == "constant" and train.minimum_ratio:
             self.no_effect("train", "minimum_ratio", train.minimum_ratio, "with schedule = 'constant'")
         section = raw.get("train")

@@ -211,7 +211,7 @@ class Train(_Table, frozen=True, kw_only=True):
     """One step takes `batch_size` sequences in `microbatches` equal parts. `clip_norm` None: no clipping. `schedule`
     is as `transformers.get_scheduler` has it, down to `minimum_ratio` of `learning_rate`. `compression`: how
     activations and gradients between stages are packed. `recompute`: whether activations are made again in
-    backward; `offload`: whether optimizer state lies in files."""
+    backward; `offload`: whether optimizer state lies in files; `offload_weights`: whether weights do."""
 
     batch_size: Positive
     learning_rate: PositiveFloat
@@ -225,6 +225,7 @@ class Train(_Table, frozen=True, kw_only=True):
     compression: Compression = "none"
     recompute: Literal["auto", "never", "always"] = "auto"
     offload: Literal["auto", "never", "always"] = "auto"
+    offload_weights: Literal["auto", "never", "always"] = "auto"
 
     @property
     def microbatch_size(self) -> int:

@@ -82,6 +82,7 @@ def make_profile(
         unsupported_ops=report.unsupported_ops,
         tasks=report.tasks,
         weight_formats=report.weight_formats,
+        savings=report.savings,
         memory_bytes=lent_memory_bytes(report, options.memory_limit_bytes),
         threads=report.threads,
         share=options.share,

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.levers import Levers, choices_of_problem, flops_per_s, offload_s
+from fusionai.scheduling.levers import (
+    Levers,
+    choices_of_problem,
+    flops_per_s,
+    inability,
+    offload_s,
+    weights_s,
+    weights_update_s,
+)
 from fusionai.scheduling.types import PeerProfile, Problem
 
 
@@ -31,11 +39,17 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
     for peer in sorted(peers, key=lambda p: p.peer):
         if not peer.effective_flops_per_s > 0 or ops & set(peer.unsupported_ops):
             continue
-        levers = next((one for one in ways if _needed_bytes(chain, one) <= peer.memory_bytes), None)
+        fitting = (one for one in ways if _needed_bytes(chain, one) <= peer.memory_bytes)
+        levers = next((one for one in fitting if inability(one, peer) is None), None)
         if levers is None:
             continue
-        update_s = offload_s(peer, chain.slot_bytes(0, chain.length)) if levers.offload else 0.0
-        step_s = problem.microbatches * compute_alone_s(chain, peer, levers) + update_s
+        microbatch_s, update_s = compute_alone_s(chain, peer, levers), 0.0
+        if levers.offload:
+            update_s += offload_s(peer, chain.slot_bytes(0, chain.length))
+        if levers.offload_weights:
+            microbatch_s += weights_s(peer, chain.weight_bytes(0, chain.length))
+            update_s += weights_update_s(peer, chain.trained_bytes(0, chain.length))
+        step_s = problem.microbatches * microbatch_s + update_s
         tokens_per_s = problem.microbatches * problem.microbatch_tokens / step_s
         if best is None or tokens_per_s > best.tokens_per_s:
             best = Alone(peer, tokens_per_s)

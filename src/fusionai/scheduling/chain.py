@@ -46,6 +46,8 @@ class Chain:
         self._updates = [min(6.0 * b.trainable_bytes, float(UPDATE_BYTES)) for b in blocks]
         # What enters the first block of all are inputs of the model, such as token ids: too small to count.
         self._entering = _sums([0.0, *(float(b.output_bytes) if training else 0.0 for b in blocks[:-1])])
+        self._weights = [float(b.parameter_bytes) for b in blocks]
+        self._all_weights = _sums(self._weights)
         self._workspace = [float(b.workspace_bytes) for b in blocks]
         self._usual: Codec = FOR_PLANS[-1] if problem.compression == "adaptive" else problem.compression
         self._logits = logits_block(problem)
@@ -83,12 +85,20 @@ class Chain:
     def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
         """Parameters, their gradients and optimizer slots, other replicas' gradients, the largest workspace, and the
         activations of the block that is made again, if any is: there whatever is in flight. Slots in a file leave the
-        pieces of an update."""
+        pieces of an update, weights that lie elsewhere one block's."""
         levers = levers or self.levers
         held = self._state[end] - self._state[start] + max(self._workspace[start:end])
         if levers.recompute:
             held += max(self._activations[start:end])
-        return held - self.slot_bytes(start, end) + max(self._updates[start:end]) if levers.offload else held
+        if levers.offload_weights:
+            held += max(self._weights[start:end]) - self.weight_bytes(start, end)
+        if levers.offload:
+            held -= self.slot_bytes(start, end)
+        return held + max(self._updates[start:end]) if levers.offload or levers.offload_weights else held
+
+    def weight_bytes(self, start: int, end: int) -> float:
+        """Parameters, trained or not."""
+        return self._all_weights[end] - self._all_weights[start]
 
     def trained_bytes(self, start: int, end: int) -> float:
         """Parameters that are trained, and as much again their gradients; 0 for no blocks."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.levers import inability, levers_of_problem
 from fusionai.scheduling.links import nearest
 from fusionai.scheduling.pins import must_use
 from fusionai.scheduling.types import BlockCost, Excluded, PeerProfile, Problem
@@ -76,6 +77,9 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return f"its backend {peer.backend!r} can't run {', '.join(missing[:3])}{more}."
+    if peer.peer in problem.unable:
+        unable = inability(levers_of_problem(problem), peer) or f"its backend {peer.backend!r} can't save memory"
+        return f"{unable}, which its memory would ask for."
     if not peer.flops_per_s > 0:
         return f"its measured speed is {peer.flops_per_s} FLOP/s."
     if not 0 < peer.share <= 1:

@@ -24,6 +24,7 @@ import msgspec
 
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.eligibility import refusal
+from fusionai.scheduling.levers import unable_to_save
 from fusionai.scheduling.matching import matched
 from fusionai.scheduling.snapshots import MOST_STEPS, SnapshotInterval, room_to_retain, snapshot_interval
 from fusionai.scheduling.stage_costs import StageCosts
@@ -179,7 +180,7 @@ class _Watch:
     def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
         """Why `peer` does not guard `stage` besides what it guards; None if it can."""
         spare, costs = self.spares[peer], self.costs
-        reason = refusal(costs.problem, spare, costs.operators(stage))
+        reason = refusal(costs.problem, spare, costs.operators(stage)) or unable_to_save(stage, spare)
         if reason is not None:
             return reason
         if exact and not costs.exact(stage, spare):

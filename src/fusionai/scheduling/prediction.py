@@ -72,7 +72,8 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
             causes.append((transit_s / stage.in_flight, held))
     period_s, cause = max(causes, key=lambda entry: entry[0])
     summing_s, word_s = reduction_s(stages, costs), commit_s(stages, costs)
-    step_s = (microbatches - 1) * period_s + longest_s + summing_s + max(stage.offload_s for stage in stages) + word_s
+    update_s = max(costs.update_s(stage) for stage in stages)
+    step_s = (microbatches - 1) * period_s + longest_s + summing_s + update_s + word_s
     if summing_s > step_s / 2:
         return Prediction(step_s, f"summing gradients ({format_seconds(summing_s)} per step)", summing_s, word_s)
     return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)", summing_s, word_s)

@@ -1,9 +1,10 @@
 """What stages do to fit a small memory, where that is left to the plan. Decides that, and no placement.
 
 First nobody does anything. Only where no such plan exists are all stages planned with what costs least and suffices:
-activations made again in backward, then optimizer state in a file, then both. Then each stage does as little of it as
-its own memory asks for. Where memory keeps a stage from having as many microbatches in flight as would hide its links,
-making activations again may also give the faster plan, and is then taken.
+activations made again in backward, then optimizer state in a file, then both; then these with weights that lie
+elsewhere between uses. Then each stage does as little of it as its own memory asks for. Machines whose backend can't
+do what is left for them are not used in such a plan. Where memory keeps a stage from having as many microbatches in
+flight as would hide its links, making activations again may also give the faster plan, and is then taken.
 
 The bound of such a plan: no block takes less than what it takes with all kept, so no plan beats the bound of those that
 make everything again by more than the largest such ratio of a block. Making activations again is T. Chen et al., 2016
@@ -26,6 +27,7 @@ from fusionai.scheduling.levers import (
     SPARING,
     Levers,
     choices_of_problem,
+    inability,
     levers_of_problem,
     levers_of_stage,
 )
@@ -40,16 +42,20 @@ WORTH_IT: Final = 1.01
 def fitted(problem: Problem, solved: Callable[[Problem], Plan]) -> Plan:
     """The plan of a training problem. `solved` plans with the same levers everywhere. Raises the `PlanError` of stages
     that take as little memory as they may."""
-    choices = choices_of_problem(problem)
+    choices = _possible(problem)
+    solved = _able(problem, solved, choices)
     found = _first(problem, solved, choices)
     least = levers_of_stage(found.stages[0])
     if least != choices[0]:
-        # Cut for more levers, stages can end with fewer of them: where files are in play, all that is left is tried.
+        # Cut for more levers, stages can end with fewer of them: where state in files is in play, all that is left is
+        # tried, but for weights, which every microbatch would read.
         more = choices[choices.index(least) + 1 :] if least.offload else ()
+        more = [levers for levers in more if levers.offload_weights == least.offload_weights]
         others = [solved(_everywhere(problem, levers)) for levers in more]
         mixed = [_lightened(problem, one, choices) for one in (found, *others)]
         return max(mixed, key=lambda one: one.tokens_per_s)
-    more = choices[1] if len(choices) > 1 and not choices[1].offload else None
+    away = len(choices) > 1 and (choices[1].offload or choices[1].offload_weights)
+    more = choices[1] if len(choices) > 1 and not away else None
     if more is None or not any(_starved(stage, found) for stage in found.stages):
         return found
     try:
@@ -57,6 +63,35 @@ def fitted(problem: Problem, solved: Callable[[Problem], Plan]) -> Plan:
     except PlanError:
         return found
     return other if other.tokens_per_s > found.tokens_per_s * WORTH_IT else found
+
+
+def _possible(problem: Problem) -> tuple[Levers, ...]:
+    """What the problem leaves to the plan, as far as the backend of any machine can do it; all where none can."""
+    choices = choices_of_problem(problem)
+    possible = tuple(one for one in choices if any(inability(one, peer) is None for peer in problem.peers))
+    return possible or choices
+
+
+def _able(problem: Problem, solved: Callable[[Problem], Plan], choices: Sequence[Levers]) -> Callable[[Problem], Plan]:
+    """`solved`, without the machines whose backend can't do what their memory asks of them in what it finds. A machine
+    with more room than its stage needs is used, whatever it can."""
+    if all(inability(levers, peer) is None for levers in choices for peer in problem.peers):
+        return solved
+    profiles = {peer.peer: peer for peer in problem.peers}
+
+    def without(posed: Problem) -> Plan:
+        found = solved(posed)
+        least = _lightened(problem, found, choices) if levers_of_problem(posed) != choices[0] else found
+        unable = {
+            stage.peer
+            for stage in least.stages
+            if stage.peer in profiles and inability(levers_of_stage(stage), profiles[stage.peer]) is not None
+        }
+        if not unable:
+            return found
+        return without(msgspec.structs.replace(posed, unable=tuple(sorted({*posed.unable, *unable}))))
+
+    return without
 
 
 def _first(problem: Problem, solved: Callable[[Problem], Plan], choices: Sequence[Levers]) -> Plan:
@@ -76,10 +111,11 @@ def saving(problem: Problem, plan: Plan) -> Plan:
         return plan
     costs = StageCosts(problem, plan)
     stages = tuple(costs.with_levers(stage, levers) if _saves(stage) else stage for stage in plan.stages)
-    if not levers.offload:
+    if not (levers.offload or levers.offload_weights):
         return msgspec.structs.replace(plan, stages=stages)
-    # The search counts no updates: its bound stays one, its proof does not.
-    step_s = plan.step_time_s + max(stage.offload_s for stage in stages)
+    # The search counts neither updates nor what weights take to read: its bound stays one, its proof does not.
+    predicted = predict(stages, costs)
+    step_s = predicted.step_s if levers.offload_weights else plan.step_time_s + max(map(costs.update_s, stages))
     speed = problem.microbatches * problem.microbatch_tokens / step_s
     gap = plan.certificate.bound_tokens_per_s / speed - 1
     return msgspec.structs.replace(
@@ -87,6 +123,7 @@ def saving(problem: Problem, plan: Plan) -> Plan:
         stages=stages,
         step_time_s=step_s,
         tokens_per_s=speed,
+        bottleneck=predicted.bottleneck if levers.offload_weights else plan.bottleneck,
         certificate=msgspec.structs.replace(plan.certificate, exact=False, optimality_gap=gap),
     )
 
@@ -105,6 +142,12 @@ def savings(plan: Plan) -> Iterator[str]:
                 f"Stage {stage.stage} has its optimizer's state in a file: saves "
                 f"{format_bytes(stage.offload_saves_bytes)}, costs {format_seconds(stage.offload_s)} a step."
             )
+        if stage.offload_weights:
+            yield (
+                f"Stage {stage.stage} has its weights away until a block needs them: saves "
+                f"{format_bytes(stage.offload_weights_saves_bytes)}, costs "
+                f"{format_seconds(stage.offload_weights_s)} a step."
+            )
 
 
 def _saves(stage: StagePlacement) -> bool:
@@ -117,6 +160,7 @@ def _everywhere(problem: Problem, levers: Levers) -> Problem:
         problem,
         recompute="always" if levers.recompute else "never",
         offload="always" if levers.offload else "never",
+        offload_weights="always" if levers.offload_weights else "never",
     )
 
 

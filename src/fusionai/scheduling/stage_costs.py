@@ -15,7 +15,15 @@ from math import inf
 import msgspec
 
 from fusionai.scheduling.chain import Chain, codecs_of
-from fusionai.scheduling.levers import NO_LEVERS, Levers, flops_per_s, levers_of_stage, offload_s
+from fusionai.scheduling.levers import (
+    NO_LEVERS,
+    Levers,
+    flops_per_s,
+    levers_of_stage,
+    offload_s,
+    weights_s,
+    weights_update_s,
+)
 from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.pace import paced
 from fusionai.scheduling.serving_line import block_s
@@ -35,6 +43,7 @@ class StageCosts:
         others = range(0) if plan is None or not plan.codecs else range(1, plan.replicas)
         self._packed = {replica: self._chain.with_codecs(codecs_of(plan, replica)) for replica in others if plan}
         self._first = problem.blocks[0].block
+        self._microbatches = -(-problem.microbatches // (1 if plan is None else plan.replicas))
 
     def state_bytes(self, stage: StagePlacement) -> int:
         """Parameters and optimizer slots. 0: a stage without state, which anybody can start anew."""
@@ -72,7 +81,20 @@ class StageCosts:
             return stage.compute_s
         start, end = self._positions(stage)
         levers = levers_of_stage(stage)
-        return self._chain.flops(start, end, levers) / flops_per_s(profile, levers)
+        return self._chain.flops(start, end, levers) / flops_per_s(profile, levers) + self.weights_s(stage, peer)
+
+    def weights_s(self, stage: StagePlacement, peer: str) -> float:
+        """Of `compute_s`, reading weights that lie elsewhere."""
+        if not stage.offload_weights:
+            return 0.0
+        return weights_s(self.profiles.get(peer), self._chain.weight_bytes(*self._positions(stage)))
+
+    def update_s(self, stage: StagePlacement) -> float:
+        """Of every step, what files of the stage's add to its update."""
+        if not stage.offload_weights:
+            return stage.offload_s
+        trained_bytes = self._chain.trained_bytes(*self._positions(stage))
+        return stage.offload_s + weights_update_s(self.profiles.get(stage.peer), trained_bytes)
 
     def held_bytes(self, stage: StagePlacement, levers: Levers) -> int:
         """Of the stage if it worked with `levers`, with its microbatches in flight."""
@@ -84,22 +106,30 @@ class StageCosts:
         """The stage working with `levers`: what it takes then, and what each of them saves and costs."""
         start, end = self._positions(stage)
         held_bytes = self.held_bytes(stage, levers)
-        kept = msgspec.structs.replace(stage, recompute=levers.recompute, offload=levers.offload)
+        kept = msgspec.structs.replace(
+            stage,
+            recompute=levers.recompute,
+            offload=levers.offload,
+            offload_weights=levers.offload_weights,
+            offload_s=offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
+            if levers.offload
+            else 0.0,
+        )
         saved = {
             name: max(0, self.held_bytes(stage, dataclasses.replace(levers, **{name: False})) - held_bytes)
-            for name in ("recompute", "offload")
+            for name in levers.names
         }
+        reading_s = self._microbatches * self.weights_s(kept, stage.peer)
         return msgspec.structs.replace(
             kept,
             compute_s=self.compute_s(kept, stage.peer),
             memory_bytes=held_bytes,
             in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, levers)),
             recompute_s=self.recompute_s(kept, stage.peer),
-            recompute_saves_bytes=saved["recompute"],
-            offload_s=offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
-            if levers.offload
-            else 0.0,
-            offload_saves_bytes=saved["offload"],
+            recompute_saves_bytes=saved.get("recompute", 0),
+            offload_saves_bytes=saved.get("offload", 0),
+            offload_weights_s=reading_s + self.update_s(kept) - kept.offload_s,
+            offload_weights_saves_bytes=saved.get("offload_weights", 0),
         )
 
     def decode_s(self, stage: StagePlacement, peer: str, rows: int) -> float:
@@ -118,7 +148,7 @@ class StageCosts:
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.recompute_s
         kept_s = self._chain.flops(*self._positions(stage), NO_LEVERS) / profile.effective_flops_per_s
-        return self.compute_s(stage, peer) - kept_s
+        return self.compute_s(stage, peer) - self.weights_s(stage, peer) - kept_s
 
     def operators(self, stage: StagePlacement) -> list[str]:
         start, end = self._positions(stage)

@@ -20,6 +20,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.eligibility import refusal
 from fusionai.scheduling.guards import may_guard, with_guards
+from fusionai.scheduling.levers import unable_to_save
 from fusionai.scheduling.matching import matched
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.serving_prediction import predict_serving
@@ -235,7 +236,7 @@ class _Placing:
 
     def _refusal(self, stage: StagePlacement, peer: str) -> str | None:
         profile, costs = self.idle[peer], self.costs
-        reason = refusal(costs.problem, profile, costs.operators(stage))
+        reason = refusal(costs.problem, profile, costs.operators(stage)) or unable_to_save(stage, profile)
         if reason is not None:
             return reason
         if costs.problem.takeover == "exact" and not costs.exact(stage, profile):

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from fusionai.primitives.pace import Pace
 from fusionai.wire.codecs import Codec, Compression
+from fusionai.wire.messages import Saving
 
 Lever = Literal["auto", "never", "always"]
 """What may be done about a small memory: where the plan finds it needed, nowhere, everywhere."""
@@ -58,6 +59,8 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     """What its backend can take part in."""
     weight_formats: tuple[str, ...] = ()
     """How its backend can keep weights in serving; empty: in all ways."""
+    savings: tuple[Saving, ...] = ("recompute", "offload", "offload_weights")
+    """What its backend can do in training to fit a small memory."""
     roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
     power_w: float | None = None
     endorsements: Annotated[tuple[Annotated[bytes, Meta(max_length=512)], ...], Meta(max_length=16)] = ()
@@ -168,6 +171,11 @@ class Problem(_Data, frozen=True, kw_only=True):
     """Training: whether stages make activations again in backward instead of keeping them; `auto`: those that must."""
     offload: Lever = "never"
     """Training: whether optimizer state lies in a file of the peer's between updates."""
+    offload_weights: Lever = "never"
+    """Training: whether weights lie in a file of the peer's (beside an accelerator: in the host's memory) until a block
+    needs them."""
+    unable: tuple[str, ...] = ()
+    """Peers that would have to save memory as their backend can't, in a stage of this problem."""
     serving: ServingNeeds | None = None
     """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
 
@@ -201,6 +209,13 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     offload_s: float = 0.0
     """What that takes of every step."""
     offload_saves_bytes: int = 0
+    """What it leaves free of `memory_limit_bytes`."""
+    offload_weights: bool = False
+    """Training: weights lie in a file of the peer's (beside an accelerator: in the host's memory) and are read block by
+    block; `compute_s` has that in."""
+    offload_weights_s: float = 0.0
+    """What that takes of every step: reading for each microbatch, and the update."""
+    offload_weights_saves_bytes: int = 0
     """What it leaves free of `memory_limit_bytes`."""
     fingerprint: str = ""
     """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""

@@ -354,7 +354,8 @@ class _Job:
 
 def _predicted(placement: StagePlacement, costs: StageCosts, rules: Rules, lag: int) -> Durations:
     again_s = costs.recompute_s(placement, placement.peer)
-    whole_s = costs.compute_s(placement, placement.peer) - again_s
+    reading_s = costs.weights_s(placement, placement.peer)
+    whole_s = costs.compute_s(placement, placement.peer) - again_s - reading_s
     first = costs.problem.blocks[0].block
     blocks = costs.problem.blocks[placement.blocks[0] - first : placement.blocks[1] - first]
     forward_flops = sum(block.forward_flops for block in blocks)
@@ -362,8 +363,8 @@ def _predicted(placement: StagePlacement, costs: StageCosts, rules: Rules, lag: 
     forward_s = whole_s * (forward_flops / flops if flops > 0 else 1.0)
     weights_s = (whole_s - forward_s) * rules.weight_part if lag else 0.0
     return Durations(
-        forward_s=forward_s,
-        backward_s=again_s + whole_s - forward_s - weights_s,
+        forward_s=forward_s + reading_s / 2,
+        backward_s=again_s + whole_s - forward_s - weights_s + reading_s / 2,
         weights_s=weights_s,
         update_s=_update_s(placement, costs),
     )

@@ -138,6 +138,7 @@ def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions
         weight_lag=_weight_lag(placement, plan.microbatches_of(placement)),
         recompute=placement.recompute,
         offload=placement.offload,
+        offload_weights=placement.offload_weights,
         codecs=plan.codecs,
     )
 

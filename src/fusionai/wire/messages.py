@@ -339,6 +339,10 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Local updates that train on during an exchange: the state has what the last difference was taken of, too."""
 
 
+Saving = Literal["recompute", "offload", "offload_weights"]
+"""What a stage may do to fit a small memory, as `StageOptions` has it."""
+
+
 class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a stage runs, the same for all stages of a job."""
 
@@ -355,6 +359,9 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The stage keeps what enters its blocks and runs each of them again in backward: the same bits, less memory."""
     offload: bool = False
     """Optimizer state lies in a file between updates, which read and write it piece by piece: the same bits."""
+    offload_weights: bool = False
+    """Weights lie in a file (beside an accelerator: in the host's memory) and are read block by block, forward and
+    backward: the same bits. Only with `recompute`."""
     takeover: Literal["exact", "tolerant"] = "exact"
     codecs: Annotated[tuple[Codec, ...], Meta(max_length=1024)] = ()
     """How what a stage gets from those before it, and gives back, is packed: for the second stage, the third and so on;

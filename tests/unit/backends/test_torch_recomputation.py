@@ -23,26 +23,28 @@ from fusionai.wire.messages import OptimizerSpec
 LAYERS, ROWS, SEQUENCE = 3, 2, 5
 
 
-def network(kit, *, dropout: float = 0.0) -> Graph:
+def network(kit, *, dropout: float = 0.0, apart: bool = False) -> Graph:
     """Embedding (block 0), `LAYERS` residual layers that share one weight (1 to LAYERS), loss: a weight in several
-    segments, a value that all of them read, and the embedding tied to the head."""
+    segments, a value that all of them read, and the embedding tied to the head. `apart`: no weight is shared."""
     stage = kit.Stage(b=(1, 8), s=(1, 32))
     hidden = ("b", "s", kit.hidden)
     ids = stage.input("ids", "b", "s", dtype="int64")
     labels = stage.input("labels", "b", "s", dtype="int64")
     embed = stage.param("embed.weight", kit.classes, kit.hidden)
-    shared = stage.param("shared.weight", kit.hidden, kit.hidden)
+    head = stage.param("head.weight", kit.classes, kit.hidden) if apart else embed
+    shared = None if apart else stage.param("shared.weight", kit.hidden, kit.hidden)
     first = x = stage.node("aten.embedding.default", embed, ids, shape=hidden)
     ends = [len(stage.nodes)]
     for layer in range(LAYERS):
         up = stage.node("aten.linear.default", x, stage.param(f"{layer}.weight", kit.hidden, kit.hidden), shape=hidden)
         act = stage.node("aten.silu.default", up, shape=hidden)
         act = stage.node("fusion.dropout", act, p=dropout, shape=hidden) if dropout else act
-        down = stage.node("aten.linear.default", act, shared, shape=hidden)
+        own = stage.param(f"{layer}.down", kit.hidden, kit.hidden) if apart else shared
+        down = stage.node("aten.linear.default", act, own, shape=hidden)
         x = stage.node("aten.add.Tensor", x, down, shape=hidden)
         x = stage.node("aten.add.Tensor", x, first, shape=hidden)
         ends.append(len(stage.nodes))
-    logits = stage.node("aten.linear.default", x, embed, shape=("b", "s", kit.classes))
+    logits = stage.node("aten.linear.default", x, head, shape=("b", "s", kit.classes))
     flat = stage.node("aten.reshape.default", logits, ListArg((-1, kit.classes)), shape=("b*s", kit.classes))
     targets = stage.node("aten.reshape.default", labels, ListArg((-1,)), out={"targets": ValueSpec(("b*s",), "int64")})
     logp = stage.node("aten._log_softmax.default", flat, 1, False, shape=("b*s", kit.classes))
@@ -85,6 +87,47 @@ def test_not_a_bit_differs(kit, load, dropout, options):
     assert trained(kit, load, graph, recompute=True, **options) == trained(kit, load, graph, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_lag": 2}, {"precision": "bf16"}, {"offload": True}],
+    ids=["plain", "weights-later", "bf16", "state-too"],
+)
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+def test_not_a_bit_differs_where_weights_come_and_go(kit, load, apart, options):
+    graph = network(kit, dropout=0.4, apart=apart)
+    away = {"recompute": True, "offload_weights": True}
+    assert trained(kit, load, graph, **away, **options) == trained(kit, load, graph, **options)
+
+
+def test_weights_that_come_and_go_are_there_for_one_segment_alone(kit, load):
+    graph = network(kit, apart=True)
+    program = load(graph, optimizer=OptimizerSpec(), recompute=True, offload_weights=True, offload=True)
+    layer, table = 2 * 4 * kit.hidden**2, 4 * kit.hidden * kit.classes
+    assert program.resident_bytes == 0
+    ids = kit.host(np.zeros((ROWS, SEQUENCE), dtype=np.int64))
+    program.forward(Call("train", 0, 0), {"ids": ids, "labels": ids})
+    assert program.resident_bytes == table
+    program.backward(Call("train", 0, 0), {"loss": kit.host(np.asarray(np.float32(1)))})
+    gradients = LAYERS * layer + 2 * table
+    assert program.resident_bytes == gradients + table  # the lookup's, which is made again last
+    program.apply(scale=1.0, learning_rate=1e-2)
+    assert 0 <= program.resident_bytes < layer  # steps are counted in memory
+
+
+def test_weights_come_and_go_without_training_too(kit, load):
+    graph = network(kit)
+    ids = kit.host(np.ones((ROWS, SEQUENCE), dtype=np.int64))
+    call, inputs = Call("eval", 0, 0), {"ids": ids, "labels": ids}
+    plain = load(graph, seed=3).forward(call, inputs)
+    away = load(graph, seed=3, recompute=True, offload_weights=True).forward(call, inputs)
+    assert bytes(plain["loss"].data) == bytes(away["loss"].data)
+
+
+def test_weights_that_come_and_go_ask_for_activations_made_again(kit, load):
+    with pytest.raises(ExecutionError, match="ask for activations made again"):
+        load(network(kit), optimizer=OptimizerSpec(), offload_weights=True)
+
+
 def test_a_discarded_step_leaves_no_trace(kit, load):
     graph = network(kit)
     program = load(graph, optimizer=OptimizerSpec(), recompute=True, in_flight=2)
@@ -98,7 +141,16 @@ def test_a_discarded_step_leaves_no_trace(kit, load):
     assert program.gradient_norms() == {}
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"weight_lag": 1}, {"recompute": True, "weight_lag": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": True},
+        {"weight_lag": 1},
+        {"recompute": True, "weight_lag": 1},
+        {"recompute": True, "offload_weights": True},
+    ],
+)
 def test_a_program_that_is_given_up_with_microbatches_in_flight_is_gone(kit, load, options):
     program = load(network(kit), optimizer=OptimizerSpec(), in_flight=3, **options)
     ids = kit.host(np.zeros((ROWS, SEQUENCE), dtype=np.int64))
@@ -148,12 +200,18 @@ def test_what_is_kept_is_what_enters_the_segments(kit):
 
 def test_a_stage_that_fits_only_so_is_refused_otherwise(kit, load):
     graph = network(kit)
-    needed = {}
-    for recompute in (False, True):
+
+    def needed_bytes(**options: bool) -> int:
         with pytest.raises(ExecutionError, match=r"the stage needs (\d+) bytes") as refused:
-            load(graph, limit_bytes=100_000, optimizer=OptimizerSpec(), in_flight=16, recompute=recompute)
-        needed[recompute] = int(refused.value.message.split("needs ")[1].split(" ")[0])
+            load(graph, limit_bytes=100_000, optimizer=OptimizerSpec(), in_flight=16, **options)
+        return int(refused.value.message.split("needs ")[1].split(" ")[0])
+
+    needed = {recompute: needed_bytes(recompute=recompute) for recompute in (False, True)}
     assert needed[True] < needed[False]
+    weights = 4 * (LAYERS + 1) * kit.hidden**2
+    assert needed[True] - needed_bytes(recompute=True, offload_weights=True) == weights - 2 * 4 * kit.hidden**2 + (
+        4 * kit.hidden * kit.classes
+    )
     load(graph, limit_bytes=needed[True], optimizer=OptimizerSpec(), in_flight=16, recompute=True)
     with pytest.raises(ExecutionError, match="the limit is"):
         load(graph, limit_bytes=needed[True], optimizer=OptimizerSpec(), in_flight=16)

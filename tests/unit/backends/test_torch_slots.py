@@ -9,16 +9,22 @@ import pytest
 import torch
 
 from fusionai.backends.torch import slots
-from fusionai.backends.torch.slots import DiskSlots, MemorySlots, Slots
+from fusionai.backends.torch.slots import DiskSlots, HostSlots, MemorySlots, Slots
 from fusionai.primitives.errors import ExecutionError
 
 LAYOUT = {("a", "m"): ("float32", (3, 4)), ("a", "q"): ("uint8", (5,)), ("b", "m"): ("float32", ())}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "host"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Slots:
-    return MemorySlots() if request.param == "memory" else DiskSlots(LAYOUT, tmp_path, CPU)
+    match request.param:
+        case "memory":
+            return MemorySlots()
+        case "host":
+            return HostSlots(CPU)
+        case _:
+            return DiskSlots(LAYOUT, tmp_path, CPU)
 
 
 def test_what_is_written_is_read(kept: Slots):

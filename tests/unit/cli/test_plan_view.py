@@ -86,11 +86,15 @@ def test_a_stage_that_saves_memory_says_what_that_saves_and_costs(capsys: pytest
         offload=True,
         offload_s=2.5,
         offload_saves_bytes=10**9,
+        offload_weights=True,
+        offload_weights_s=7.5,
+        offload_weights_saves_bytes=2 * 10**9,
     )
     show_plan(msgspec.structs.replace(found, stages=(again, *found.stages[1:])), NAMES)
     shown = capsys.readouterr().out
     assert "Stage 0 makes activations again in backward: saves 3 GB, costs 33% more compute." in shown
     assert "Stage 0 has its optimizer's state in a file: saves 1 GB, costs 2.5 s a step." in shown
+    assert "Stage 0 has its weights away until a block needs them: saves 2 GB, costs 7.5 s a step." in shown
     assert "Stage 1 makes" not in shown
 
 

@@ -185,6 +185,10 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"train": 3}, "key 'train' in the top level: expected a table, got 3."),
         ({"train__microbatches": 3}, "batch_size 8 can't be divided into 3 equal microbatches."),
         ({"train__warmup_steps": 11}, "warmup_steps 11 is above the job's 10 steps."),
+        (
+            {"train__offload_weights": "always", "train__recompute": "never"},
+            "offload_weights = 'always' asks for activations made again",
+        ),
         ({"train__minimum_ratio": 0.1}, "minimum_ratio = 0.1 has no effect with schedule = 'constant'."),
         ({"data__tokenizer": {}}, "expected exactly one of train, path, hub, got none of them."),
         ({"data__tokenizer": {"train": 512, "hub": "x"}}, "train, path, hub, got train and hub."),

@@ -6,8 +6,18 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.levers import DISK_BYTES_PER_S, SPARING, offload_s
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.levers import (
+    COPY_BYTES_PER_S,
+    DISK_BYTES_PER_S,
+    SPARING,
+    Levers,
+    choices_of_problem,
+    offload_s,
+    weights_s,
+)
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.small_memory import savings
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.takeover import replaced
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
@@ -135,6 +145,102 @@ def test_a_file_asked_for_everywhere_costs_its_time_in_every_step() -> None:
     assert away.step_time_s == pytest.approx(SPARING * kept.step_time_s + slowest, rel=1e-4)
     assert not away.certificate.exact
     assert away.certificate.bound_tokens_per_s > away.tokens_per_s
+
+
+def test_weights_go_only_where_state_in_a_file_is_not_enough() -> None:
+    # Activations made again and state in files leave 2 MB a block and more; weights away leave 1 MB, and one block's.
+    tight = problem(14_000_000, 14_000_000, stages=2, offload="auto", offload_weights="auto")
+    with pytest.raises(PlanError, match=r"made again in backward and optimizer state in a file"):
+        plan(msgspec.structs.replace(tight, offload_weights="never"))
+    found = plan(tight)
+    assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in found.stages)
+    small = max(found.stages, key=lambda stage: stage.blocks[1] - stage.blocks[0])
+    blocks = small.blocks[1] - small.blocks[0]
+    assert (small.recompute, small.offload, small.offload_weights) == (True, True, True)
+    weights = blocks * STATE / 4
+    assert small.offload_weights_saves_bytes == pytest.approx(weights - STATE / 4, rel=0.01)
+    reading_s = 2 * weights / DISK_BYTES_PER_S
+    assert small.compute_s == pytest.approx(SPARING * blocks * 4e9 / 1e10 + reading_s)
+    assert small.recompute_s == pytest.approx(small.compute_s - reading_s - blocks * 3e9 / 1e10)
+    # Of eight microbatches each, and of the update.
+    assert small.offload_weights_s == pytest.approx(9 * reading_s)
+    assert found.step_time_s > 8 * small.compute_s + small.offload_s + reading_s
+    assert (
+        f"Stage {small.stage} has its weights away until a block needs them: saves "
+        f"{format_bytes(small.offload_weights_saves_bytes)}, costs {format_seconds(small.offload_weights_s)} a step."
+    ) in savings(found)
+    roomy = plan(msgspec.structs.replace(tight, peers=(peer("a", 18_000_000), peer("b", 22_000_000))))
+    assert not any(stage.offload_weights for stage in roomy.stages)
+
+
+def test_weights_that_are_not_trained_go_without_the_state_of_others() -> None:
+    frozen = tuple(msgspec.structs.replace(block(number), trainable_bytes=0) for number in range(8))
+    found = plan(problem(7_000_000, stages=1, blocks=frozen, offload="auto", offload_weights="auto"))
+    (stage,) = found.stages
+    assert (stage.recompute, stage.offload, stage.offload_weights) == (True, False, True)
+    assert stage.offload_weights_s == pytest.approx(8 * 2 * 8 * (STATE / 4) / DISK_BYTES_PER_S)
+
+
+def test_below_weights_away_it_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(PlanError, match=r"in a file and weights away between uses, .* are missing"):
+        plan(problem(7_500_000, 7_500_000, offload="auto", offload_weights="auto"))
+
+
+def test_weights_ask_for_activations_made_again() -> None:
+    kept = problem(10**9, recompute="never", offload="auto", offload_weights="auto")
+    assert not any(levers.offload_weights for levers in choices_of_problem(kept))
+    all_there_is = Levers(recompute=True, offload=True, offload_weights=True)
+    assert choices_of_problem(msgspec.structs.replace(kept, recompute="auto"))[-1] == all_there_is
+
+
+def test_beside_an_accelerator_weights_are_copied_not_read() -> None:
+    gpu = peer("a", 15_000_000, device="cuda", scratch_bytes_per_s=1e6)
+    assert weights_s(gpu, 3e9) == pytest.approx(6e9 / COPY_BYTES_PER_S)
+    measured = peer("a", 15_000_000, scratch_bytes_per_s=2e9)
+    assert weights_s(measured, 3e9) == pytest.approx(3.0)
+    assert weights_s(None, 3e9) == pytest.approx(6e9 / DISK_BYTES_PER_S)
+
+
+def test_one_machine_alone_pays_for_its_weights_too() -> None:
+    # 22 MB with state in a file do not fit; of weights away there is one block's beside the gradients.
+    found = plan(problem(16_000_000, stages=1, offload="auto", offload_weights="auto"))
+    (stage,) = found.stages
+    assert found.single_peer_tokens_per_s == pytest.approx(found.tokens_per_s, rel=1e-6)
+    assert stage.offload_weights
+
+
+def test_who_can_not_have_weights_away_is_used_where_it_need_not() -> None:
+    plain = ("recompute",)
+    tight = problem(14_000_000, 14_000_000, offload="auto", offload_weights="auto")
+    big = peer("j", 40_000_000, backend="jax", savings=plain, flops_per_s=3e10)
+    small = peer("j", 14_000_000, backend="jax", savings=plain, flops_per_s=3e10)
+    with_big = plan(msgspec.structs.replace(tight, peers=(peer("a", 8_000_000), big), stages=2))
+    (stage,) = [stage for stage in with_big.stages if stage.peer == "j"]
+    assert not stage.offload
+    assert not stage.offload_weights
+    found = plan(msgspec.structs.replace(tight, peers=(*tight.peers, small)))
+    assert {stage.peer for stage in found.stages} <= {"a", "b"}
+    (refused,) = found.excluded
+    assert refused.peer == "j"
+    assert "its backend 'jax' can't put optimizer state into a file" in refused.reason
+    with pytest.raises(PlanError, match=r"made again in backward, .* are missing"):
+        plan(msgspec.structs.replace(tight, peers=(small,)))
+
+
+def test_a_stand_in_must_be_able_to_do_as_the_stage_does() -> None:
+    owned = (RolePlacement(role="feed"), RolePlacement(role="loss", place="pool"))
+    away: dict[str, object] = {"offload": "auto", "offload_weights": "auto"}
+    known = problem(14_000_000, 14_000_000, stages=2, owner=peer("owner", 10**9), roles=owned, **away)
+    found = plan(known)
+    stage = next(stage for stage in found.stages if stage.offload_weights)
+    unable = peer("x", 60_000_000, backend="jax", savings=("recompute",))
+    refused = replaced(found, known, frozenset({stage.peer}), (unable,))
+    assert not isinstance(refused, Plan)
+    (unplaced,) = refused.stages
+    assert "as the stage does" in unplaced.refusals[0].reason
+    after = replaced(found, known, frozenset({stage.peer}), (peer("y", 60_000_000),))
+    assert isinstance(after, Plan)
+    assert after.stages[stage.stage].offload_weights
 
 
 def test_a_gpu_gives_memory_back_for_nothing() -> None:

@@ -41,6 +41,7 @@ def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> 
         threads=threads,
         fingerprint=fingerprint(device, kind, threads),
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
+        savings=("recompute",),
         pace=speeds.pace,
     )
 

@@ -78,6 +78,11 @@ class JaxStageProgram(StageBase[_InFlight]):
                 "this backend keeps optimizer state in memory, not in a file.",
                 hint='Take offload = "never" in the recipe, or let machines with backend torch run the job.',
             )
+        if options.offload_weights:
+            raise ExecutionError(
+                "this backend keeps weights in its device's memory.",
+                hint='Take offload_weights = "never" in the recipe, or let machines with backend torch run the job.',
+            )
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
         self._device = device
         self._trainable = tuple(sorted(key for key, spec in self._specs.items() if spec.trainable))

@@ -69,6 +69,7 @@ class OnnxBackend:
             unsupported_ops=self.unsupported(ALLOWED),
             tasks=("serve",),
             weight_formats=FORMATS,
+            savings=(),
         )
 
     def warm_up(self) -> None:

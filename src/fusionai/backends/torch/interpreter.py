@@ -31,7 +31,7 @@ Instruction = Callable[[Registers], None]
 
 _IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
 """Categories of operators that run in float32 under bf16 precision."""
-_IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
 """Categories of which autocast makes the operands bfloat16."""
 _TAKE_DEVICE: Final = frozenset(
     name for name in OPERATORS if name.split(".")[1] in ("arange", "full", "zeros", "ones", "empty", "scalar_tensor")
@@ -214,7 +214,7 @@ class _Builder:
             compute = guarded(node.op, compute)
         if self.mixed and OPERATORS[node.op].category in _IN_FLOAT32:
             compute = _in_float32(compute)
-        compute = self.stored.of(node, compute, half=self.mixed and OPERATORS[node.op].category in _IN_BFLOAT16)
+        compute = self.stored.of(node, compute, half=self.mixed and OPERATORS[node.op].category in IN_BFLOAT16)
         lists: list[tuple[int, Callable[[Registers], list[Any]]]] = []
         positional = [*leading, *(self._operand(arg, lists) for arg in node.args)]
         fixed = {name: self._constant(arg) for name, arg in node.kwargs.items() if not any(references(arg))}

@@ -28,21 +28,31 @@ from fusionai.wire.messages import OptimizerSpec
 PIECE: Final = 1 << 17
 """Elements of a parameter that are updated at a time where its state is coded or lies in a file: whole blocks, whole
 vectors of whatever processor, and what stays in its cache."""
+WEIGHT: Final = "weight"
+"""The slot of a parameter itself, where that lies elsewhere too."""
 SIGNED: Final = frozenset({"exp_avg"})
 """8-bit slots whose numbers may be negative."""
 
 
 class StageOptimizer:
-    """One optimizer over a stage's trainable parameters (key -> leaf tensor). `slots`: where its state lies. Raises
-    `ValueError` for settings that torch would not take."""
+    """One optimizer over a stage's trainable parameters (key -> leaf tensor). `slots`: where its state lies; `weights`:
+    where those parameters lie, in slot `WEIGHT`, whose tensors are empty between uses. Raises `ValueError` for settings
+    that torch would not take."""
 
-    def __init__(self, spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor], slots: Slots | None = None) -> None:
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        parameters: Mapping[str, torch.Tensor],
+        slots: Slots | None = None,
+        weights: Slots | None = None,
+    ) -> None:
         _check(spec)
         self._spec = spec
         self._parameters = dict(parameters)
         self._shapes = slot_shapes(spec, parameters)
         self._whole = slots is None
         """Whether a parameter's state may be taken in one go: it is in memory as it is."""
+        self._weights = weights
         self._slots: Slots = MemorySlots() if slots is None else slots
         self._counters: dict[str, torch.Tensor] = {}
         """Key -> steps taken, on the host, as torch keeps them."""
@@ -61,7 +71,7 @@ class StageOptimizer:
                 raise ExecutionError(f"optimizer state of {key!r} lacks {', '.join(missing)}; import all slots.")
         for keys, weight_decay in _groups(self._spec, self._parameters):
             moving = [key for key in keys if self._parameters[key].grad is not None]
-            whole = [key for key in moving if self._whole and not self._coded(key)]
+            whole = [key for key in moving if self._whole and not self._coded(key) and not self._away(key)]
             if whole:
                 self._update(whole, weight_decay, learning_rate)
             for key in moving:
@@ -83,16 +93,20 @@ class StageOptimizer:
         if gradient is None:
             return
         self._begin(key)
-        values, gradients = parameter.view(-1), gradient.reshape(-1)
+        away = self._weights if self._away(key) else None
+        gradients = gradient.reshape(-1)
         aside = {"step", *ASIDE}
         moments = [slot for slot in self._shapes[key] if slot not in aside and not slot.endswith(SCALE)]
         counter = self._counters.get(key)
-        for start in range(0, values.numel(), PIECE):
-            stop = min(start + PIECE, values.numel())
+        for start in range(0, gradients.numel(), PIECE):
+            stop = min(start + PIECE, gradients.numel())
+            values = parameter.view(-1)[start:stop] if away is None else away.piece(key, WEIGHT, start, stop)
             state = {slot: self._piece(key, slot, start, stop) for slot in moments}
             if counter is not None:
                 state["step"] = counter.clone()
-            self._advance([values[start:stop]], [gradients[start:stop]], [state], weight_decay, learning_rate)
+            self._advance([values], [gradients[start:stop]], [state], weight_decay, learning_rate)
+            if away is not None:
+                away.keep(key, WEIGHT, start, values)
             for slot in moments:
                 self._keep(key, slot, start, state[slot])
         if counter is not None:
@@ -182,6 +196,9 @@ class StageOptimizer:
 
     def _there(self, key: str, slot: str) -> bool:
         return key in self._counters if slot == "step" else self._slots.holds(key, slot)
+
+    def _away(self, key: str) -> bool:
+        return self._weights is not None and self._weights.holds(key, WEIGHT)
 
     def _coded(self, key: str) -> bool:
         return any(slot.endswith(SCALE) for slot in self._shapes[key])

@@ -18,6 +18,7 @@ import torch
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.scratch import scratch_bytes_per_s
 from fusionai.backends.torch.host import to_host
+from fusionai.backends.torch.weights_away import EMPTIED
 
 MEASURE_S: Final = 0.2
 """How long each of the two speeds is measured."""
@@ -41,6 +42,7 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         fingerprint=fingerprint(device),
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
         pace=speeds.pace,
+        savings=("recompute", "offload", *(("offload_weights",) if device.type in EMPTIED else ())),
     )
 
 

@@ -9,7 +9,7 @@ Neighbours: `interpreter` runs the graph, `sizes` checks it beforehand, `optimiz
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
+from fusionai.backends.movable_weights import movable_weights
 from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
@@ -31,10 +32,11 @@ from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.optimizers import PIECE, StageOptimizer, slot_shapes
-from fusionai.backends.torch.recomputation import Segment, run_in_segments, segments
+from fusionai.backends.torch.recomputation import Segment, free, run_in_segments, segments
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.backends.torch.slots import DiskSlots, Slots
 from fusionai.backends.torch.stored import EMBEDDING, Reading, StoredWeight
+from fusionai.backends.torch.weights_away import WeightsAway, cast_once
 from fusionai.ir.graph import reads
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
@@ -72,26 +74,29 @@ class TorchStageProgram(StageBase[_InFlight]):
     ) -> None:
         """`scratch`: where optimizer state lies that is not kept in memory; None: that of `primitives.environment`."""
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
+        if options.offload_weights and not options.recompute:
+            raise ExecutionError(
+                "weights that come and go ask for activations made again: what is kept for backward would hold them.",
+                hint="Tell the stage `recompute` too.",
+            )
         self._device = device
         self._memory_limit_bytes = memory_limit_bytes
         self._scratch = scratch
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
-        self._segments: dict[frozenset[str], tuple[Segment, ...]] = {}
+        self._segments: dict[tuple[frozenset[str], bool], tuple[tuple[Segment, ...], Callable[[Segment], None]]] = {}
+        """(wanted outputs, training) -> parts, and what has a part's weights there."""
         self._checked: set[object] = set()
         self._stored = Reading(
             frozenset(value for value, spec in graph.params.items() if spec.stored), again=options.recompute
         )
         self._deferrable = deferrable(graph) if self._defers else frozenset[int]()
+        self._movable = movable_weights(graph) if options.offload_weights else {}
         self._check_memory()
-        self._tensors = {
-            key: torch.zeros(
-                (entry := self._entries[f"model/{key}"]).shape,
-                dtype=DTYPES[entry.dtype],
-                device=device,
-                requires_grad=spec.trainable,
-            )
-            for key, spec in self._specs.items()
-        }
+        self._away: WeightsAway | None = None
+        if options.offload_weights:
+            keys = sorted({key for keys in self._movable.values() for key in keys})
+            self._away = WeightsAway({key: self._entries[f"model/{key}"] for key in keys}, scratch, device)
+        self._tensors = {key: self._empty(key, spec) for key, spec in self._specs.items()}
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
         self._committed: dict[str, torch.Tensor] = {}
@@ -101,9 +106,20 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._optimizer: StageOptimizer | None = None
         if options.optimizer is not None and self._trainable:
             try:
-                self._optimizer = StageOptimizer(options.optimizer, self._trainable, self._slots(options.optimizer))
+                self._optimizer = StageOptimizer(
+                    options.optimizer,
+                    self._trainable,
+                    self._slots(options.optimizer),
+                    None if self._away is None else self._away.shelf,
+                )
             except ValueError as error:
                 raise ExecutionError(f"the optimizer's settings do not hold: {error}.") from error
+
+    def _empty(self, key: str, spec: ParamSpec) -> torch.Tensor:
+        if self._away is not None and key in self._away.keys:
+            return self._away.tensor(key, trainable=spec.trainable)
+        entry = self._entries[f"model/{key}"]
+        return torch.zeros(entry.shape, dtype=DTYPES[entry.dtype], device=self._device, requires_grad=spec.trainable)
 
     def _slots(self, optimizer: OptimizerSpec) -> Slots | None:
         if not self._options.offload:
@@ -141,11 +157,9 @@ class TorchStageProgram(StageBase[_InFlight]):
         params = {value: self._given(self._graph.params[value]) for value in interpreter.params}
         precision = partial(_precision, half_floats, self._device.type)
         with torch.set_grad_enabled(training), precision():
-            if training and self._options.recompute:
-                if names not in self._segments:
-                    self._segments[names] = segments(interpreter)
-                parts = self._segments[names]
-                outputs, writes = run_in_segments(interpreter, parts, context, values, params, precision)
+            if (training and self._options.recompute) or self._away is not None:
+                parts, enter = self._parts(names, interpreter, training)
+                outputs, writes = run_in_segments(interpreter, parts, context, values, params, precision, enter)
             else:
                 outputs, writes = interpreter.run(context, values, params)
         if training:
@@ -185,8 +199,23 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     @property
     def _defers(self) -> bool:
-        """Under autocast the products are not those of `deferral`."""
-        return self._options.weight_lag > 0 and self._options.precision == "fp32"
+        """Under autocast the products are not those of `deferral`; weights that come and go are not put off."""
+        options = self._options
+        return options.weight_lag > 0 and options.precision == "fp32" and not options.offload_weights
+
+    def _parts(
+        self, names: frozenset[str], interpreter: Interpreter, training: bool
+    ) -> tuple[tuple[Segment, ...], Callable[[Segment], None]]:
+        if (names, training) not in self._segments:
+            away = self._away
+            if away is None:
+                self._segments[names, training] = segments(interpreter), free
+            else:
+                parts = segments(interpreter, self._movable)
+                apart = self._options.precision == "bf16" and cast_once(self._graph, interpreter, parts)
+                # Nothing that holds the program: see `_precision`.
+                self._segments[names, training] = parts, partial(away.enter, cast_once=apart)
+        return self._segments[names, training]
 
     # -------------------------------------------------------------------------------------------------- the update
 
@@ -223,6 +252,8 @@ class TorchStageProgram(StageBase[_InFlight]):
         gradients = [parameter.grad for parameter in self._trainable.values() if parameter.grad is not None]
         if gradients and scale != 1.0:
             scale_gradients(gradients, scale)
+        if self._away is not None:
+            self._away.leave()
         if self._optimizer is not None:
             self._optimizer.step(learning_rate)
         self._clear_gradients()
@@ -274,6 +305,8 @@ class TorchStageProgram(StageBase[_InFlight]):
         if entry.slot:
             assert self._optimizer is not None  # or there would be no such entry
             return to_host(self._optimizer.read(entry.key, entry.slot), own=True)
+        if self._away is not None and entry.key in self._away.keys:
+            return to_host(self._away.read(entry.key))
         return to_host(self._committed.get(entry.key, self._tensors[entry.key]), own=True)
 
     @property
@@ -307,6 +340,7 @@ class TorchStageProgram(StageBase[_InFlight]):
             recompute=training and self._options.recompute,
         )
         needed_bytes = held_bytes + footprint.peak_bytes + footprint.again_bytes + self._opened_bytes()
+        needed_bytes += self._cast_bytes(names)
         needed_bytes += footprint.saved_bytes * self._microbatches_held
         needed_bytes = max(needed_bytes, held_bytes + self._update_bytes())
         self._require_room_in_flight(needed_bytes, self._microbatches_held, limit_bytes)
@@ -326,13 +360,25 @@ class TorchStageProgram(StageBase[_InFlight]):
             blocks[block] += nbytes
         return max(blocks.values(), default=0)
 
+    def _cast_bytes(self, names: frozenset[str]) -> int:
+        """Weights in bfloat16 that autocast keeps, where weights come and go."""
+        options = self._options
+        if not options.offload_weights or options.optimizer is None or options.precision != "bf16":
+            return 0
+        interpreter = self._interpreter(names, True, META)
+        parts = segments(interpreter, self._movable)
+        trained = {key for key, spec in self._specs.items() if spec.trainable}
+        kept = [self._weight_bytes(part.weights & trained) // 2 for part in parts]
+        return max(kept, default=0) if cast_once(self._graph, interpreter, parts) else self._weight_bytes(trained) // 2
+
     def _update_bytes(self) -> int:
         """What an update takes besides, where it is made in pieces: activations are gone by then."""
         optimizer = self._options.optimizer
-        if optimizer is None or (optimizer.state_bits == 32 and not self._options.offload):
+        options = self._options
+        if optimizer is None or (optimizer.state_bits == 32 and not (options.offload or options.offload_weights)):
             return 0
         largest_elements = max((prod(spec.shape) for spec in self._specs.values() if spec.trainable), default=0)
-        return PIECES_AT_ONCE * 4 * min(PIECE, largest_elements)
+        return (PIECES_AT_ONCE + options.offload_weights) * 4 * min(PIECE, largest_elements)
 
     def _check_sizes(
         self, names: frozenset[str], context: Context, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
@@ -343,6 +389,10 @@ class TorchStageProgram(StageBase[_InFlight]):
         if seen in self._checked:
             return
         limit_bytes = None if self._memory_limit_bytes is None else self._memory_limit_bytes - self.resident_bytes
+        if limit_bytes is not None and self._away is not None:
+            parts, _ = self._parts(names, self._interpreter(names, context.training, self._device), context.training)
+            most_bytes = max((self._weight_bytes(part.weights) for part in parts), default=0)
+            limit_bytes -= most_bytes - self._away.present_bytes
         measure(
             self._graph,
             self._interpreter(names, context.training, META),
@@ -395,7 +445,9 @@ class TorchStageProgram(StageBase[_InFlight]):
         return self._trainable[key]
 
     def _set(self, key: str, value: torch.Tensor) -> None:
-        if self._specs[key].trainable:
+        if self._away is not None and key in self._away.keys:
+            self._away.write(key, value)
+        elif self._specs[key].trainable:
             with torch.no_grad():
                 self._tensors[key].copy_(value)
         else:

@@ -7,15 +7,18 @@ share among them. Dropout follows from counters, so its masks are the same too. 
 with sublinear memory cost", 2016 (arXiv 1604.06174), one segment per block instead of the square root of their number.
 `torch.utils.checkpoint` does the same and loads torch's compiler, see `eager`.
 
-Neighbours: `interpreter` has the steps, `program` runs them through here, `sizes` counts what is kept.
+Neighbours: `interpreter` has the steps, `program` runs them through here, `sizes` counts what is kept, `weights_away`
+has a segment's parameters there when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 
@@ -23,30 +26,39 @@ from fusionai.backends.torch.interpreter import Interpreter
 from fusionai.backends.torch.operators import Context
 from fusionai.ir.graph import reads
 
+_NONE: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps [start, stop) of an interpreter; `entering`: registers they read that earlier ones or nobody here fills."""
+    """Steps [start, stop) of an interpreter; `entering`: registers they read that earlier ones or nobody here fills;
+    `weights`: keys of the parameters whose bytes they read, of those that were asked about."""
 
     start: int
     stop: int
     entering: tuple[int, ...]
+    weights: frozenset[str] = frozenset()
 
 
-def segments(interpreter: Interpreter) -> tuple[Segment, ...]:
-    """One per block. What stands out of order, such as a mask that all blocks read, belongs to the block around it."""
+def segments(interpreter: Interpreter, weights: Mapping[str, Collection[str]] = _NONE) -> tuple[Segment, ...]:
+    """One per block. What stands out of order, such as a mask that all blocks read, belongs to the block around it.
+    `weights`: value -> keys of the parameters that it is or may share memory with."""
     found: list[Segment] = []
     start = 0
     highest = -1
     for position, step in enumerate(interpreter.steps):
         if step.node.block > highest:
             if position > start:
-                found.append(_segment(interpreter, start, position))
+                found.append(_segment(interpreter, start, position, weights))
                 start = position
             highest = step.node.block
     if start < len(interpreter.steps):
-        found.append(_segment(interpreter, start, len(interpreter.steps)))
+        found.append(_segment(interpreter, start, len(interpreter.steps), weights))
     return tuple(found)
+
+
+def free(_part: Segment) -> None:
+    """Parameters that are there whatever is read."""
 
 
 def run_in_segments(
@@ -56,13 +68,20 @@ def run_in_segments(
     inputs: Mapping[str, Any],
     params: Mapping[str, Any],
     precision: Callable[[], AbstractContextManager[object]],
+    enter: Callable[[Segment], None] = free,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """`Interpreter.run`, keeping for backward what enters each of `parts`. `precision`: what the caller runs this in,
-    entered again when a segment is; nothing that holds the outputs, see `program`. Neither inputs nor parameters may be
-    overwritten before backward."""
+    entered again when a segment is; nothing that holds the outputs, see `program`, nor may `enter`, which is called
+    whenever a segment's parameters are about to be read, in backward too. Neither inputs nor parameters may get other
+    values before backward."""
     registers = interpreter.start(context, inputs, params)
     for part in parts:
-        kept = _Kept(_Again(interpreter, part, context, [registers[place] for place in part.entering], precision))
+        enter(part)
+        if not context.training:
+            interpreter.advance(registers, part.start, part.stop)
+            continue
+        entering = [registers[place] for place in part.entering]
+        kept = _Kept(_Again(interpreter, part, context, entering, precision), partial(enter, part))
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             interpreter.advance(registers, part.start, part.stop)
     return interpreter.results(registers)
@@ -93,8 +112,9 @@ class _Again:
 class _Kept:
     """What one segment of one microbatch saves for backward: numbers, until backward asks for the tensors."""
 
-    def __init__(self, again: _Again) -> None:
+    def __init__(self, again: _Again, enter: Callable[[], None]) -> None:
         self._again = again
+        self._enter = enter
         self._count = 0
         self._made: dict[int, torch.Tensor] = {}
 
@@ -103,6 +123,8 @@ class _Kept:
         return self._count - 1
 
     def unpack(self, number: int) -> torch.Tensor:
+        # Also where it is made already: it may be a parameter, and another segment's may have taken its place.
+        self._enter()
         if number not in self._made:
             self._made = self._make()
         # Given away: it lives as long as backward needs it.
@@ -125,16 +147,18 @@ class _Kept:
         return made
 
 
-def _segment(interpreter: Interpreter, start: int, stop: int) -> Segment:
+def _segment(interpreter: Interpreter, start: int, stop: int, weights: Mapping[str, Collection[str]]) -> Segment:
     filled: set[int] = set()
     entering: dict[int, None] = {}
+    keys: set[str] = set()
     for step in interpreter.steps[start:stop]:
         for name in reads(step.node):
             register = interpreter.values[name]
             if register not in filled:
                 entering[register] = None
+            keys.update(weights.get(name, ()))
         filled.update(interpreter.values[name] for name in step.node.outputs)
-    return Segment(start, stop, tuple(entering))
+    return Segment(start, stop, tuple(entering), frozenset(keys))
 
 
 def _nothing(_saved: None) -> torch.Tensor:
