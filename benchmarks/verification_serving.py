@@ -42,7 +42,7 @@ from fusionai.ir.serving import serving_graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.types import Guard
 from fusionai.serving import progress
-from fusionai.serving.inspection import Neighbours, Words, largest, limits, marks_of, opinion
+from fusionai.serving.inspection import Measured, Neighbours, Words, limits, marks_of, measured, opinion
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire import messages as wire
@@ -150,7 +150,8 @@ def _shown(row: dict[str, Any]) -> str:
     who = f"{'/'.join(row['formats'])}, {row['pair'][0]} read by {row['pair'][1]}"
     if "left_out" in row:
         return f"{who}: left out, {row['left_out']}"
-    return f"{who}: {row['tasks']} tasks, {row['wronged']} wronged; {row['largest']:.1e} of {row['limit']:.1e}"
+    margins = ", ".join(f"{what} {row['largest'][what]:.1e} of {most:.1e}" for what, most in row["limits"].items())
+    return f"{who}: {row['tasks']} tasks, {row['wronged']} wronged; {margins}"
 
 
 async def _compared(
@@ -161,16 +162,18 @@ async def _compared(
     other = stage.program(referee, options)
     apart = limits(options, chooses=False)
     compute = ComputeThread()
-    done, wronged, most, least = 0, 0, 0.0, np.inf
+    done, wronged, seen, least_text = 0, 0, Measured(0.0, 0.0, 0.0), np.inf
     try:
         while done < tasks:
             texts = _texts(stage, one, options, worker, first=1 + done, lie=lie)
             for session, (rows, said) in texts.items():
-                again = await _again(stage, other, options, compute, referee, session, rows)
-                found = opinion(said, again, apart, Neighbours(before="before", after="after"), selected=False)
+                again, moved = await _again(stage, other, options, compute, referee, session, rows)
+                around = Neighbours(before="before", after="after")
+                found = opinion(said, again, apart.of(moved), around, selected=False)
                 wronged += bool(found.own or found.inputs or found.links or found.void)
-                far = largest(said, again)
-                most, least = max(most, far), min(least, far)
+                far = measured(said, again)
+                seen = Measured(max(seen.row, far.row), max(seen.text, far.text / moved), max(seen.gain, far.gain))
+                least_text = min(least_text, far.text / moved)
             done += TOGETHER * (1 + TEXT - PROMPT)
     finally:
         compute.close()
@@ -180,9 +183,9 @@ async def _compared(
         "tasks": done,
         "texts": TOGETHER * (done // (TOGETHER * (1 + TEXT - PROMPT))),
         "wronged": wronged,
-        "largest": most,
-        "smallest": least,
-        "limit": apart.row,
+        "largest": {"row": seen.row, "text": seen.text, "gain": seen.gain},
+        "least_text": least_text,
+        "limits": {"row": apart.row, "text": apart.text, "gain": apart.gain},
     }
 
 
@@ -238,7 +241,8 @@ async def _again(
     kind: str,
     session: int,
     rows: dict[str, HostTensor],
-) -> Words:
+) -> tuple[Words, float]:
+    """And how far the stage moves rows."""
     threads(kind)
     order = wire.ReadAgain(
         fence=FENCE,
@@ -254,8 +258,8 @@ async def _again(
     )
     told = await referee.compute(wire.ShownRows(fence=FENCE, stage=0, number=1, start=0), rows)
     assert told is not None
-    words = {name: marks_of(told[name], TEXT) for name in ("got", "gave", "seen")}
-    return Words(**{name: marks for name, marks in words.items() if marks is not None})
+    words = {name: marks_of(told.marks[name], TEXT) for name in ("got", "gave", "seen")}
+    return Words(**{name: marks for name, marks in words.items() if marks is not None}), told.moved
 
 
 def apart() -> list[dict[str, Any]]:
@@ -269,7 +273,8 @@ def apart() -> list[dict[str, Any]]:
                 row = asyncio.run(_compared(stage, weights, cache, "torch 1", "torch 1", tasks=1, lie=lie))
                 rows.append({"lie": lie, **row})
                 found = f"{row['wronged']} of {row['texts']} texts found"
-                print(f"{weights}/{cache}, {lie}: {found}; rows up to {row['largest']:.1e} apart", flush=True)
+                far = f"{row['least_text']:.1e} to {row['largest']['text']:.1e}"
+                print(f"{weights}/{cache}, {lie}: {found}; texts {far} of what the stage adds apart", flush=True)
     return rows
 
 

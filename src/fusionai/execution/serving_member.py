@@ -525,8 +525,14 @@ class ServingMember:
             told = await referee.compute(rows, tensors)
             if told is not None:
                 self._referees.pop(order.number, None)
-                answer = wire.ReadText(fence=order.reply, stage=order.stage, number=order.number, tensors=headers(told))
-                self.testimony(self.owner, answer, told)
+                answer = wire.ReadText(
+                    fence=order.reply,
+                    stage=order.stage,
+                    number=order.number,
+                    moved=told.moved,
+                    tensors=headers(told.marks),
+                )
+                self.testimony(self.owner, answer, told.marks)
         except Exception as error:  # whatever was received: the check has no outcome, all else goes on
             if not isinstance(error, FusionError):
                 log.exception("a text of %s could not be read again", self.job)

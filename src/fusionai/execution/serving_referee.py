@@ -10,22 +10,30 @@ a guard took exception to; `execution.serving_marks` makes marks; `serving.check
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
 from fusionai.backends.serving import ServingProgram
+from fusionai.backends.tolerance import numbers
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.serving_boundary import ServingBoundary
 from fusionai.execution.serving_marks import Marks, Projection
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Segment, ServeOptions
 
-Told = Mapping[str, HostTensor]
-"""The tensors of a `ReadText`."""
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a `ReadText` tells."""
+
+    marks: Mapping[str, HostTensor]
+    moved: float
 
 
 class TextReferee:
@@ -61,8 +69,11 @@ class TextReferee:
         self._gave = Projection(boundary.sends, order.keys[0])
         self._seen = Projection(boundary.sends, order.keys[1])
         self._parts: list[tuple[Marks, Marks, Marks]] = []
+        self._stream = _stream(boundary, self._made)
+        self._squares = [0.0, 0.0]
+        """Of what the stage adds to rows, and of what it gives."""
 
-    async def compute(self, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> Told | None:
+    async def compute(self, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> Reading | None:
         """The next rows; the marks of all of them once the last are there. Raises `ExecutionError` for rows that are
         none of this text's, and what the program raises."""
         length = self._checked(rows, tensors)
@@ -74,10 +85,13 @@ class TextReferee:
             return None
         await self.end()
         whole = (np.concatenate(part) for part in zip(*self._parts, strict=True))
-        return {
+        marks = {
             name: host_tensor("float32", part.shape, part.tobytes())
             for name, part in zip(("got", "gave", "seen"), whole, strict=True)
         }
+        added, given = self._squares
+        moved = min(1.0, (added / given) ** 0.5) if 0 < given < inf and added < inf else 1.0
+        return Reading(marks, moved)
 
     async def end(self) -> None:
         """Nothing more is computed of it."""
@@ -108,4 +122,19 @@ class TextReferee:
         made = self._program.run((segment,), inputs, wanted=self._made) if self._made else {}
         gone = [spec.name for spec in self._boundary.sends]
         sent = {name: made[name] if name in made else tensors[name] for name in gone}
+        if self._stream is not None:
+            came, gave = (numbers(one).astype(np.float64) for one in (tensors[self._stream[0]], sent[self._stream[1]]))
+            with np.errstate(invalid="ignore", over="ignore"):
+                self._squares[0] += float(np.sum((gave - came) ** 2))
+                self._squares[1] += float(np.sum(gave**2))
         return self._got.marks(tensors), self._gave.marks(sent), self._seen.marks(sent)
+
+
+def _stream(boundary: ServingBoundary, made: tuple[str, ...]) -> tuple[str, str] | None:
+    """The value that the stage gets and the one that it makes of it by adding to it, by their rows; None without."""
+    widest = sorted((spec for spec in boundary.sends if spec.name in made), key=lambda spec: -spec.row_bytes)
+    for gives in widest:
+        for gets in boundary.receives:
+            if gets.row == gives.row and gives.row and {gets.dtype, gives.dtype} <= FLOAT_DTYPES:
+                return gets.name, gives.name
+    return None

@@ -68,6 +68,7 @@ class _Open:
     heard_s: float
     said: dict[str, Marks] = field(default_factory=dict[str, Marks])
     again: dict[str, Marks] = field(default_factory=dict[str, Marks])
+    moved: float = 1.0
     referee: TextReferee | None = None
     """Here."""
 
@@ -202,7 +203,7 @@ class Checking:
                     self._take_word(found, stage, tensors)
             case wire.ReadText():
                 if found.check.referee == peer:
-                    self._take_reading(found, tensors)
+                    self._take_reading(found, tensors, message.moved)
             case wire.ShownRows():
                 if found.referee is not None and found.check.referee == self._host.peer:
                     self._start(self._compute(found, found.referee, message, tensors))
@@ -218,7 +219,8 @@ class Checking:
             found.said["seen"] = got
         self._conclude(found)
 
-    def _take_reading(self, found: _Open, tensors: Mapping[str, HostTensor]) -> None:
+    def _take_reading(self, found: _Open, tensors: Mapping[str, HostTensor], moved: float) -> None:
+        found.moved = moved
         for name in ("got", "gave", "seen"):
             marks = marks_of(tensors.get(name), found.length)
             if marks is None:
@@ -234,7 +236,13 @@ class Checking:
         neighbours = Neighbours(
             before=found.places[stage - 1] if stage else self._host.peer, after=found.places[stage + 1]
         )
-        result = opinion(Words(**found.said), Words(**found.again), found.limits, neighbours, selected=found.selected)
+        result = opinion(
+            Words(**found.said),
+            Words(**found.again),
+            found.limits.of(found.moved),
+            neighbours,
+            selected=found.selected,
+        )
         self._end(found, result)
 
     def _give_up(self, found: _Open, reason: str) -> None:
@@ -318,4 +326,4 @@ class Checking:
             return
         found.heard_s = self._host.clock.now_s()
         if told is not None:
-            self._take_reading(found, told)
+            self._take_reading(found, told.marks, told.moved)

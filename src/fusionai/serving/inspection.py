@@ -11,8 +11,9 @@ Neighbours: `serving.checking` brings the words; `execution.serving_marks` and `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,22 +27,42 @@ from fusionai.wire.messages import ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`row`: how far the marks of a row may be apart, relative to those they are held against. `odd_rows`: part of a
-    text's rows that may be farther apart: where rounding decides which expert computes a row, it is another row."""
+    """How far marks may be from those they are held against, relative to these. `row`: of one row. `text`: of all rows
+    of a text together, their squares added. `gain`: by how much all rows together may be longer or shorter: rounding
+    has no direction, so this is known far better than rows are. `odd_rows`: part of a text's rows that are left out of
+    it: where rounding decides which expert computes a row, it is another row."""
 
     row: float
+    text: float
+    gain: float = inf
     odd_rows: float = 0.0
 
+    def of(self, moved: float) -> Limits:
+        """For a stage that moves rows by so much of their size: what it rounds is what it adds."""
+        return replace(self, text=max(LEAST, self.text * moved))
 
-ROW: Final[Mapping[str, float]] = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2, "int8": 1e-3, "int4": 1e-3}
-"""By the format of weights. With packed weights products are of float32 as without."""
-CACHE_ROW: Final[Mapping[str, float]] = {"fp32": 0.0, "bf16": 1e-2, "fp16": 2e-3}
+
+LEAST: Final = 1e-3
+"""No less is ever held against anybody."""
+WEIGHTS: Final[Mapping[str, Limits]] = {
+    "fp32": Limits(1e-3, 1e-3),
+    "fp16": Limits(2e-2, 4e-3, 5e-3),
+    "bf16": Limits(0.15, 5e-2, 5e-3),
+    "int8": Limits(0.15, 5e-2, 5e-3),
+    "int4": Limits(0.15, 5e-2, 5e-3),
+}
+"""By the format of weights; products with packed ones round what they multiply."""
+CACHE_ROW: Final[Mapping[str, float]] = {"fp32": 0.0, "fp16": 1e-3, "bf16": 3e-3}
 """By the format of keys and values: a number on the border between two falls to either side."""
 ODD_ROWS: Final = 0.05
+FEW: Final = 16
+"""Of fewer rows the gain is not known well."""
 
 
 def limits(options: ServeOptions, *, chooses: bool) -> Limits:
-    return Limits(max(ROW[options.weights], CACHE_ROW[options.cache]), ODD_ROWS if chooses else 0.0)
+    """`chooses`: numbers decide what is computed. Found by `benchmarks/verification.py --part serving`."""
+    known, row = WEIGHTS[options.weights], CACHE_ROW[options.cache]
+    return Limits(max(known.row, row), max(known.text, row), known.gain, ODD_ROWS if chooses else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,28 +105,49 @@ def opinion(said: Words, again: Words, limits: Limits, neighbours: Neighbours, *
     return Opinion(own="; ".join(own), links=frozenset({neighbours.after}) if links else frozenset())
 
 
-def largest(said: Words, again: Words) -> float:
-    """How far any row that both have a word of is apart: for measurements."""
-    apart = [_apart(one, two)[~(_silent(one) | _silent(two))] for one, two in _pairs(said, again)]
-    return float(max((part.max() for part in apart if part.size), default=0.0))
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """As `Limits` has them: the farthest row, all rows together, and how much larger they are."""
+
+    row: float
+    text: float
+    gain: float
 
 
-def _pairs(said: Words, again: Words) -> tuple[tuple[Marks, Marks], ...]:
-    return ((said.got, again.got), (said.gave, again.gave), (said.seen, again.seen))
+def measured(said: Words, again: Words) -> Measured:
+    """Of what the stage gave, as it said itself; of rows that are there and numbers. For measurements."""
+    there = np.isfinite(said.gave).all(axis=1) & np.isfinite(again.gave).all(axis=1)
+    one, two = said.gave[there].astype(np.float64), again.gave[there].astype(np.float64)
+    length = float(np.sum(two * two))
+    together = (float(np.sum((one - two) ** 2)) / length) ** 0.5
+    return Measured(float(_apart(one, two).max()), together, abs(float(np.sum(one * two)) / length - 1))
 
 
 def _off(found: Marks, expected: Marks, limits: Limits) -> str:
-    """In words, where more rows differ than may; else empty."""
+    """In words, where they are farther apart than may be; else empty."""
     apart = _apart(found, expected)
-    off = apart > limits.row
-    if int(off.sum()) <= limits.odd_rows * len(apart):
+    spared = np.argsort(apart)[len(apart) - int(limits.odd_rows * len(apart)) :]
+    kept = np.ones(len(apart), bool)
+    kept[spared] = False
+    off = kept & (apart > limits.row)
+    if off.any():
+        most = apart[off].max()
+        by = f"differ by up to {most:.2g} of their size" if np.isfinite(most) else "are not there or no numbers"
+        return f"{int(off.sum())} of {len(apart)} positions {by}"
+    one, two = (part[kept & np.isfinite(expected).all(axis=1)].astype(np.float64) for part in (found, expected))
+    length = float(np.sum(two * two))
+    if not length:
         return ""
-    most = apart[off].max()
-    by = f"differ by up to {most:.2g} of their size" if np.isfinite(most) else "are not there or no numbers"
-    return f"{int(off.sum())} of {len(apart)} positions {by}"
+    together = (float(np.sum((one - two) ** 2)) / length) ** 0.5
+    if together > limits.text:
+        return f"{len(one)} positions together differ by {together:.2g} of their size"
+    gain = float(np.sum(one * two)) / length - 1
+    if len(one) >= FEW and abs(gain) > limits.gain:
+        return f"{len(one)} positions together are {1 + gain:.4g} times as large"
+    return ""
 
 
-def _apart(found: Marks, expected: Marks) -> npt.NDArray[np.float64]:
+def _apart(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Of each row, the distance of two marks by the length of the second. What is no number in both is equal."""
     one, two = found.astype(np.float64), expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):

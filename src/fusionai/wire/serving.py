@@ -316,6 +316,8 @@ class ReadText(WireMessage, frozen=True, kw_only=True, tag="read_text"):
     fence: Fence
     stage: Count
     number: Count
+    moved: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """How far the stage moves rows, by their size: rounding and worse is of what it adds, not of what it passes on."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=3)] = ()
 
 

@@ -10,11 +10,11 @@ import pytest
 from fusionai.coordination.verification import Opinion
 from fusionai.execution.marks import SIZE
 from fusionai.primitives.tensors import host_tensor
-from fusionai.serving.inspection import Limits, Neighbours, Words, largest, limits, marks_of, opinion
+from fusionai.serving.inspection import Limits, Neighbours, Words, limits, marks_of, measured, opinion
 from fusionai.wire.messages import ServeOptions
 
 AROUND = Neighbours(before="a", after="c")
-LIMITS = Limits(1e-3)
+LIMITS = Limits(1e-3, 1e-3)
 OPTIONS = ServeOptions(pages=4, sessions=2, pass_tokens=8)
 
 
@@ -38,7 +38,13 @@ def judged(said: Words, again: Words = HONEST, *, selected: bool = False, within
 def test_rounding_is_nobodys_fault():
     near = Words(got=off(HONEST.got, 1e-5), gave=off(HONEST.gave, 5e-4), seen=off(HONEST.seen, 5e-4))
     assert judged(near) == Opinion()
-    assert 4e-4 < largest(near, HONEST) < 6e-4
+    far = measured(near, HONEST)
+    assert (
+        far.row
+        == pytest.approx(far.text, rel=1e-2)
+        == pytest.approx(far.gain, rel=1e-2)
+        == pytest.approx(5e-4, rel=1e-2)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
@@ -98,14 +104,32 @@ def test_what_is_no_number_for_both_is_the_same():
 def test_where_rounding_chooses_a_few_rows_may_be_others():
     some = replace(HONEST, gave=off(HONEST.gave, 0.5, 1), seen=off(HONEST.seen, 0.5, 1))
     assert judged(some).own
-    assert judged(some, within=Limits(1e-3, odd_rows=0.05)) == Opinion()
+    assert judged(some, within=Limits(1e-3, 1e-3, odd_rows=0.05)) == Opinion()
 
 
-def test_limits_follow_the_formats():
-    assert limits(OPTIONS, chooses=False) == Limits(1e-3)
-    rough = ServeOptions(pages=4, sessions=2, pass_tokens=8, weights="bf16", cache="bf16")
-    assert limits(rough, chooses=True).row > 1e-3
-    assert limits(rough, chooses=True).odd_rows > 0
+def test_what_no_row_tells_all_rows_together_may():
+    rough = Limits(0.15, 5e-2, 5e-3)
+    draw = np.random.default_rng(9)
+    rounded, packed = (
+        (HONEST.gave * (1 + by * draw.standard_normal(HONEST.gave.shape))).astype(np.float32) for by in (1e-2, 8e-2)
+    )
+    assert judged(replace(HONEST, gave=rounded), within=rough) == Opinion()
+    assert "20 positions together differ by 0.0" in judged(replace(HONEST, gave=packed), within=rough).own
+    longer = judged(replace(HONEST, gave=off(rounded, 0.01)), within=rough).own
+    assert "20 positions together are 1.0" in longer
+    few = {"got": HONEST.got[:9], "seen": HONEST.seen[:9]}
+    said = Words(**few, gave=off(HONEST.gave[:9], 0.01))
+    assert judged(said, Words(**few, gave=HONEST.gave[:9]), within=rough) == Opinion()
+
+
+def test_limits_follow_the_formats_and_how_far_a_stage_moves_rows():
+    assert limits(OPTIONS, chooses=False) == Limits(1e-3, 1e-3)
+    rough = limits(ServeOptions(pages=4, sessions=2, pass_tokens=8, weights="bf16", cache="bf16"), chooses=True)
+    assert rough.row > 1e-2
+    assert rough.odd_rows > 0
+    assert rough.of(0.5).text == rough.text / 2
+    assert rough.of(0.0).text == limits(OPTIONS, chooses=False).of(0.1).text == 1e-3
+    assert limits(ServeOptions(pages=4, sessions=2, pass_tokens=8, cache="bf16"), chooses=False).row < 1e-2
 
 
 def test_marks_are_as_many_as_positions():
