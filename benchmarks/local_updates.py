@@ -1,15 +1,16 @@
 """What it costs to agree only now and then: replicas with local updates against gradients summed at every step.
 
-    python benchmarks/local_updates.py [--steps 2000] [--every 50] [--replicas 2] [--codecs int4,int4+5] [--seeds 1]
-        [--json FILE]
+    python benchmarks/local_updates.py [--steps 1000] [--every 50] [--rows 64] [--replicas 2] [--codecs int2,int4]
+        [--seeds 1] [--json FILE]
 
-A Llama type of 1.3M parameters on the source text of this Python's library; shipped `fusion join` processes on
-loopback. `int4+5`: in int4, and five steps go on while an exchange travels. The base is one job whose batch is all
-replicas' together: bit for bit what replicas do that sum gradients at every step. Both take the same tokens; within a
-seed everything begins with the same weights. Quoted: the loss on held-out text at the end and the mean over the last
-tenth of the steps, as ratios to the base; bytes exchanged among replicas, and how many times more gradients at every
-step would have been (sent and received, float32). Rows are written
-as soon as they are known; what FILE has already is not run again.
+A Llama type of 0.2M parameters on the source text of this Python's library; shipped `fusion join` processes on
+loopback. A replica's step takes `--rows` sequences of 128 tokens: with few of them a gradient is mostly noise, which
+summing at every step halves and going alone does not. `int4+5`: in int4, and five steps go on while an exchange
+travels. The base is one job whose batch is all replicas' together: bit for bit what replicas do that sum gradients at
+every step. Both take the same tokens; within a seed everything begins with the same weights. Quoted: the loss on
+held-out text at the end and the mean over the last tenth of the steps, as ratios to the base; bytes exchanged among
+replicas, and how many times more gradients at every step would have been (sent and received, float32). Rows are
+written as soon as they are known; what FILE has already is not run again.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from fusionai.training.progress import Evaluated
 from fusionai.transport.event_loop import run
 from fusionai.wire.codecs import Exchanged
 
-WIDTH: Final = 128
-ROWS, LENGTH, MICROBATCHES = 8, 128, 1
+WIDTH, LAYERS, VOCABULARY = 64, 3, 512
+LENGTH, MICROBATCHES = 128, 1
 """Of one replica's step."""
 CORPUS_BYTES: Final = 12_000_000
 BASE: Final = "every step"
 KINDS: Final = get_args(Exchanged)
-SAME: Final = ("steps", "every", "replicas")
+SAME: Final = ("steps", "every", "replicas", "rows")
 
 
 def main() -> None:
@@ -46,8 +47,8 @@ def main() -> None:
     setting = {name: getattr(arguments, name) for name in SAME}
     known: list[dict[str, Any]] = []
     if arguments.json is not None and arguments.json.exists():
-        rows = json.loads(arguments.json.read_text())["runs"]
-        known = [row for row in rows if {name: row[name] for name in SAME} == setting]
+        written = json.loads(arguments.json.read_text())["runs"]
+        known = [row for row in written if {name: row.get(name) for name in SAME} == setting]
     for seed in range(1, arguments.seeds + 1):
         for kind in (BASE, *arguments.codecs):
             if not any((row["seed"], row["kind"]) == (seed, kind) for row in known):
@@ -60,7 +61,7 @@ def main() -> None:
         print(f"{kind}: held-out loss {ratios['held_out']:.4f} x, last steps {ratios['last_steps']:.4f} x")
 
 
-def _trained(kind: str, seed: int, *, steps: int, every: int, replicas: int) -> dict[str, Any]:
+def _trained(kind: str, seed: int, *, steps: int, every: int, replicas: int, rows: int) -> dict[str, Any]:
     held_out: list[float] = []
 
     def seen(event: RunEvent) -> None:
@@ -75,7 +76,7 @@ def _trained(kind: str, seed: int, *, steps: int, every: int, replicas: int) -> 
         peers = [LocalPeer(name=f"peer-{number}") for number in range(replicas)]
         async with LocalPool(directory, peers) as local:
             options = TrainOptions(home=directory / "owner", invitation=local.invitation, threads=1)
-            recipe = _recipe(directory, kind, seed, steps, every, replicas)
+            recipe = _recipe(directory, kind, seed, steps, every, replicas, rows)
             if recipe.replicas is None:
                 return list((await train(recipe, options, on_event=seen, stop=asyncio.Event())).losses), 0, 0
             all_of_them = await train_replicas(
@@ -94,6 +95,7 @@ def _trained(kind: str, seed: int, *, steps: int, every: int, replicas: int) -> 
         "steps": steps,
         "every": every,
         "replicas": replicas,
+        "rows": rows,
         "held_out": held_out[-1],
         "last_steps": statistics.mean(losses[-max(1, steps // 10) :]),
         "exchanged_bytes": exchanged_bytes,
@@ -129,7 +131,7 @@ def _shown(row: dict[str, Any]) -> str:
     )
 
 
-def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, replicas: int) -> Recipe:
+def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, replicas: int, rows: int) -> Recipe:
     together = replicas if kind == BASE else 1
     table: dict[str, Any] = {
         "job": {"name": "bench", "steps": steps, "seed": seed, "directory": str(directory / "job")},
@@ -137,9 +139,9 @@ def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, repli
             "config": {
                 "model_type": "llama",
                 "hidden_size": WIDTH,
-                "intermediate_size": 384,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
+                "intermediate_size": 176,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 2,
                 "max_position_embeddings": LENGTH,
                 "tie_word_embeddings": False,
             }
@@ -149,18 +151,18 @@ def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, repli
             "format": "text",
             "sequence_length": LENGTH,
             "evaluation_fraction": 0.05,
-            "tokenizer": {"train": 2048},
+            "tokenizer": {"train": VOCABULARY},
         },
         "train": {
-            "batch_size": together * ROWS,
+            "batch_size": together * rows,
             "microbatches": together * MICROBATCHES,
-            "learning_rate": 1e-3,
+            "learning_rate": 4e-3,
             "schedule": "cosine",
             "warmup_steps": min(100, steps),
             "clip_norm": 1.0,
             "optimizer": {"kind": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1},
         },
-        "evaluation": {"batches": 32},
+        "evaluation": {"batches": 10},
         "privacy": {"level": "encrypted"},
         "placement": {"stages": together},
         "output": {"tensorboard": False, "report": False},
@@ -181,11 +183,12 @@ def _arguments() -> argparse.Namespace:
         return names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=64, help="sequences of each replica's step")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--codecs", type=codecs, default=["int4", "int4+5"])
+    parser.add_argument("--codecs", type=codecs, default=["int2", "int4"])
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from fusionai.corpus.outer_step import outer_step
 from fusionai.corpus.strict import convert, nearest, show
 from fusionai.corpus.tables import (
+    EVERY,
     Adapter,
     ChatData,
     ConfigModel,
@@ -459,7 +461,9 @@ class _Checker:
         if table is None or table.gradients == "summed":
             return None
         written = {name: value for name in Replicas.__struct_fields__ if (value := getattr(table, name)) is not None}
-        replicas = Replicas(**written)
+        every = EVERY if table.every is None else table.every
+        usual = outer_step(max(1, tables.job.steps // every))
+        replicas = Replicas(**usual._asdict() | written)
         if tables.faults.checks == "spot":
             raise self.fail(
                 "faults",

@@ -323,6 +323,8 @@ class Faults(_Table, frozen=True, kw_only=True):
         return "tolerant" if self.takeover == "tolerant" else "exact"
 
 
+EVERY: Final = 50
+"""Steps between exchanges, unless told."""
 Count = Annotated[int, Meta(ge=2, le=MOST_REPLICAS)] | Literal["auto"]
 
 
@@ -344,14 +346,14 @@ class ReplicasTable(_Table, frozen=True, kw_only=True):
 class Replicas(_Table, frozen=True, kw_only=True):
     """Several pipelines train one model, each on `train.batch_size` sequences of its own at a time, and agree every
     `every` steps (DiLoCo, arXiv 2311.08105). `codec`: how differences and agreements are packed; `learning_rate` and
-    `momentum` are the outer step's. Nobody waits longer than `deadline_s` for the others. `overlap`: steps that go on
-    while what was found out travels (arXiv 2501.18512)."""
+    `momentum` are the outer step's, where nothing is told those of `outer_step`. Nobody waits longer than `deadline_s`
+    for the others. `overlap`: steps that go on while what was found out travels (arXiv 2501.18512)."""
 
     count: Count
-    every: Positive = 50
+    every: Positive = EVERY
     codec: Exchanged = "int4"
-    learning_rate: PositiveFloat = 0.7
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    learning_rate: PositiveFloat
+    momentum: Annotated[float, Meta(ge=0, lt=1)]
     deadline_s: PositiveFloat = 60.0
     overlap: NotNegative = 0
 

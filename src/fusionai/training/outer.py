@@ -41,7 +41,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterRules:
-    """`learning_rate`, `momentum`: of the outer step. 0.7 and 0.9 are the paper's."""
+    """`learning_rate`, `momentum`: of the outer step. 0.7 and 0.9 are the paper's, for many rounds."""
 
     codec: Exchanged
     learning_rate: float = 0.7

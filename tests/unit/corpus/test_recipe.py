@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fusionai.corpus.outer_step import outer_step
 from fusionai.corpus.recipe import known_input, load_recipe, recipe_from_table
 from fusionai.corpus.resume import check_resumable, differences, encode_recipe
 from fusionai.corpus.tables import (
@@ -93,7 +94,11 @@ def test_replicas() -> None:
     assert not alone.optimizer.anchored
     recipe = recipe_from_table(changed(replicas={"count": 3, "every": 5, "codec": "int2"}), FILE)
     assert recipe.replicas is not None
-    assert (recipe.replicas.count, recipe.replicas.every, recipe.replicas.learning_rate) == (3, 5, 0.7)
+    assert (recipe.replicas.count, recipe.replicas.every) == (3, 5)
+    assert (recipe.replicas.learning_rate, recipe.replicas.momentum) == outer_step(20 // 5)
+    told = recipe_from_table(changed(replicas={"count": 3, "every": 5, "momentum": 0.25}), FILE).replicas
+    assert told is not None
+    assert (told.learning_rate, told.momentum) == (recipe.replicas.learning_rate, 0.25)
     assert recipe.optimizer.anchored
     assert not recipe.train.optimizer.anchored
     assert recipe.replicas.most == 3
