@@ -19,14 +19,17 @@ from fusionai.capture.source import ConfigSource
 from fusionai.scheduling.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Generation, Sampling
+from fusionai.wire.messages import ServeOptions
+from harness.backend_kinds import Kinds
 from harness.pool import OWNER, peer_id
 from harness.serving_liars import SERVING_LIES, LyingServer, ServingLie
 from harness.serving_pool import Served, served, tokens_of
 
 pytestmark = pytest.mark.slow
+LONG = pytest.mark.long
 
 VOCABULARY = 61
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -37,6 +40,19 @@ LLAMA = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
     "initializer_range": 0.6,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba": {
+        "model_type": "mamba",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "state_size": 4,
+        "num_hidden_layers": 3,
+        "initializer_range": 0.6,
+    },
 }
 THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 """Embedding; a layer each; norm and head."""
@@ -79,7 +95,7 @@ def serving(llama: Captured, directory: Path, machines: dict[int, Backend] | Non
         return (machines or {}).get(next(made)) or TorchBackend(device="cpu", threads=1)
 
     fields: dict[str, Any] = {"guards": GUARDS, "spares": 3, "vocabulary": VOCABULARY, "secret": SECRET}
-    return served(llama, directory, THREE_PEERS, backends=backend, **fields | changes)
+    return served(llama, directory, THREE_PEERS, **{"backends": backend, **fields, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +127,7 @@ def test_honest_machines_are_checked_and_no_token_changes(
     assert figures["checked_tasks"] == figures["checkable_tasks"] > 0
 
 
-@pytest.mark.parametrize("lie", SERVING_LIES)
+@pytest.mark.parametrize("lie", [pytest.param(lie, marks=() if lie == "scales" else LONG) for lie in SERVING_LIES])
 def test_a_liar_is_found_named_and_left_out(
     lie: ServingLie, llama: Captured, undisturbed: list[list[int]], tmp_path: Path
 ):
@@ -132,3 +148,82 @@ def test_a_liar_is_found_named_and_left_out(
 
     assert asyncio.run(story()) == undisturbed
     assert liar.lied
+
+
+def test_a_guard_that_accuses_the_honest_is_the_one_to_go(
+    llama: Captured, undisturbed: list[list[int]], tmp_path: Path
+):
+    guard = LyingServer("scales", part=1.0)
+
+    async def story() -> list[list[int]]:
+        async with serving(llama, tmp_path, {4: guard}) as job:
+            await until(lambda: guarded(job))
+            said = await answers(job)
+            await until(lambda: bool(job.replanner.distrusted))
+            assert list(job.replanner.distrusted) == [peer_id(4)]
+            (note,) = job.engine.status.faults
+            assert "its word against another peer did not hold" in note.text
+            assert {stage.peer for stage in job.engine.plan.stages} == {OWNER, *map(peer_id, range(3))}
+            return said
+
+    assert asyncio.run(story()) == undisturbed
+    assert guard.lied
+
+
+@LONG
+def test_without_checks_nobody_notices(llama: Captured, tmp_path: Path):
+    """The positive control: the same machine goes on."""
+    liar = LyingServer("skips", part=0.5)
+
+    async def story() -> None:
+        async with serving(llama, tmp_path, {1: liar}, secret=b"") as job:
+            await until(lambda: guarded(job))
+            await answers(job)
+            await answers(job)
+            assert not checked(job)
+            assert not job.engine.status.faults
+            assert not job.replanner.distrusted
+
+    asyncio.run(story())
+    assert liar.lied
+
+
+def test_answers_under_way_go_on_from_what_was_given_out(llama: Captured, tmp_path: Path):
+    """A long answer is being given when another's check finds the liar: its tokens stay, what follows is right."""
+    liar = LyingServer("scales")
+
+    def asked(prompt: tuple[int, ...], count: int) -> Generation:
+        return Generation(prompt=prompt, max_tokens=count, sampling=Sampling(temperature=0))
+
+    async def story() -> None:
+        async with serving(llama, tmp_path, {1: liar}) as job:
+            await until(lambda: guarded(job))
+            long = asyncio.create_task(tokens_of(job.engine, asked(PROMPTS[0], 100)))
+            while not job.replanner.distrusted:
+                await answers(job, count=4)
+                assert not long.done()
+            said = await long
+            assert len(said) == 100
+            assert said[-5:] == await tokens_of(job.engine, asked((*PROMPTS[0], *said[:-5]), 5))
+
+    asyncio.run(story())
+
+
+@LONG
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_no_family_of_models_makes_an_honest_machine_a_liar(kind: str, tmp_path: Path):
+    """Stages and their guards on unlike frameworks; windows, experts, texts that are computed as a whole."""
+    captured = capture(ConfigSource(MODELS[kind]), batch=(1, 4), sequence=(1, 128), train=False)
+    options = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32, whole=kind == "mamba")
+
+    async def story() -> list[progress.Checked]:
+        backends = Kinds(("jax", "torch", "onnxruntime", "torch", "jax", "torch"))
+        unlike: dict[str, Any] = {"options": options, "backends": backends, "prefix_cache": kind != "gemma2"}
+        async with serving(captured, tmp_path, **unlike) as job:
+            await until(lambda: guarded(job))
+            await answers(job)
+            await until(lambda: len(checked(job)) >= 9)
+            assert not job.engine.status.faults
+            return checked(job)
+
+    assert {one.outcome for one in asyncio.run(story())} == {"valid"}
