@@ -1,13 +1,18 @@
 """A model that needs three times the memory a machine lends, trained within that, and the limit held from outside.
 
-    python benchmarks/memory.py [--times 3] [--rounds 2] [--steps 6] [--json FILE]
+    python benchmarks/memory.py [--times 3] [--adapter RANK] [--rounds 2] [--steps 6] [--json FILE]
 
 One `fusion join` on this machine, alone with a model. Plain: it lends plenty, nothing is saved; the plan says what
 that takes. Limited: it lends a `--times`th of that, the plan chooses what to save; the process is put into a memory
 cgroup (version 1, as root) with exactly so much for whatever it allocates from then on, so that the kernel would kill
 it if it took more. Both in turn, the same steps. Quoted: the limited job's step over the plain one's, beside what the
-plans say of it; losses, which must be equal to the bit; the most memory that the kernel saw. Refused: it lends a tenth,
-and the job is to be refused with the bytes that are missing.
+plans say of it; losses, which must be equal to the bit; the most memory that the kernel saw, pages of files included,
+and the most that was the process's own, looked at every few milliseconds. Refused: it lends a tenth, and the job is to
+be refused with the bytes that are missing.
+
+At three times less, activations made again and state in a file suffice; at four times less, weights have to come and
+go too. With `--adapter` a wider model's weights are frozen and an adapter of that rank is trained: weights are then
+most of what there is, and seven times less suffices.
 """
 
 from __future__ import annotations
@@ -38,7 +43,20 @@ from fusionai.transport.event_loop import run
 CGROUPS: Final = Path("/sys/fs/cgroup/memory")
 PLENTY_BYTES: Final = 12 * 10**9
 WARM_UP_STEPS: Final = 1
-WIDTH, LAYERS, LENGTH, ROWS, MICROBATCHES = 384, 8, 256, 6, 2
+LOOK_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the model and of a microbatch. `rank`: of the adapter that is trained in the model's place."""
+
+    width: int = 384
+    inner: int = 1024
+    layers: int = 8
+    rows: int = 6
+    length: int = 256
+    microbatches: int = 2
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +67,28 @@ class Run:
     losses: tuple[float, ...]
     saved: tuple[str, ...]
     peak_bytes: int | None
-    """Of what the process allocated for the job, where a cgroup counts it."""
+    """Of what the process allocated for the job, where a cgroup counts it, and of files' pages."""
+    resident_bytes: int
+    """Of that, the process's own, at most."""
 
 
 def main() -> None:
     options = _arguments()
     if not os.access(CGROUPS, os.W_OK):
         raise SystemExit(f"{CGROUPS} can't be written: this needs root, and memory cgroups of version 1.")
+    sizes = Sizes() if options.adapter is None else Sizes(768, 2048, 12, rows=2, rank=options.adapter)
     plain: list[Run] = []
     limited: list[Run] = []
     for number in range(options.rounds):
-        plain.append(_trained(PLENTY_BYTES, options.steps, saving="never"))
+        plain.append(_trained(PLENTY_BYTES, options.steps, sizes, saving="never"))
         limit_bytes = int(plain[0].planned_bytes / options.times)
-        limited.append(_trained(limit_bytes, options.steps, saving="auto", held=True))
+        limited.append(_trained(limit_bytes, options.steps, sizes, saving="auto", held=True))
         if limited[-1].losses != plain[-1].losses:
             raise SystemExit(f"round {number}: the losses differ: {plain[-1].losses} and {limited[-1].losses}")
         print(_told(number, plain[-1], limited[-1], limit_bytes), flush=True)
     observed = statistics.median(small.step_s / large.step_s for small, large in zip(limited, plain, strict=True))
     predicted = limited[0].planned_s / plain[0].planned_s
-    refused = _refused(plain[0].planned_bytes // 10)
+    refused = _refused(plain[0].planned_bytes // 10, sizes)
     print(f"slower by {observed:.3f} x, planned {predicted:.3f} x ({predicted / observed - 1:+.1%})")
     print(f"a tenth is refused: {refused}")
     if options.json is not None:
@@ -76,10 +97,13 @@ def main() -> None:
             "times": options.times,
             "limit_bytes": int(plain[0].planned_bytes / options.times),
             "plain_bytes": plain[0].planned_bytes,
+            "limited_bytes": limited[0].planned_bytes,
             "observed": observed,
             "predicted": predicted,
             "saved": limited[0].saved,
+            "rank": sizes.rank,
             "peak_bytes": [one.peak_bytes for one in limited],
+            "resident_bytes": [one.resident_bytes for one in limited],
             "refused": refused,
             "steps_s": {"plain": [one.step_s for one in plain], "limited": [one.step_s for one in limited]},
         }
@@ -90,12 +114,12 @@ def _told(number: int, plain: Run, limited: Run, limit_bytes: int) -> str:
     assert limited.peak_bytes is not None
     return (
         f"round {number}: plain needs {format_bytes(plain.planned_bytes)}, {plain.step_s:.2f} s a step; within "
-        f"{format_bytes(limit_bytes)} {limited.step_s:.2f} s, {format_bytes(limited.peak_bytes)} at most; "
-        f"the same losses. {' '.join(limited.saved)}"
+        f"{format_bytes(limit_bytes)} {limited.step_s:.2f} s, {format_bytes(limited.peak_bytes)} at most, "
+        f"{format_bytes(limited.resident_bytes)} its own; the same losses. {' '.join(limited.saved)}"
     )
 
 
-def _trained(memory_bytes: int, steps: int, *, saving: str, held: bool = False) -> Run:
+def _trained(memory_bytes: int, steps: int, sizes: Sizes, *, saving: str, held: bool = False) -> Run:
     planned: list[Planned] = []
     done: list[StepDone] = []
     faults: list[str] = []
@@ -115,11 +139,15 @@ def _trained(memory_bytes: int, steps: int, *, saving: str, held: bool = False) 
         async with LocalPool(directory, [LocalPeer(name="small", memory_bytes=memory_bytes)]) as local:
             with _cgroup(local.pid("small"), memory_bytes if held else None) as group:
                 options = TrainOptions(home=directory / "owner", invitation=local.invitation, device="cpu", threads=1)
-                result = await train(_recipe(directory, steps, saving), options, on_event=see, stop=asyncio.Event())
+                looking = asyncio.create_task(_watched(group, resident))
+                recipe = _recipe(directory, steps, saving, sizes)
+                result = await train(recipe, options, on_event=see, stop=asyncio.Event())
+                looking.cancel()
                 peaks.append(None if group is None else int((group / "memory.max_usage_in_bytes").read_text()))
                 return result.losses
 
     peaks: list[int | None] = []
+    resident = [0]
     with tempfile.TemporaryDirectory(prefix="fusion-memory-") as place:
         losses = run(job(Path(place)))
     if faults or len(done) != steps:
@@ -132,17 +160,27 @@ def _trained(memory_bytes: int, steps: int, *, saving: str, held: bool = False) 
         losses=losses,
         saved=tuple(savings(plan)),
         peak_bytes=peaks[0],
+        resident_bytes=max(resident),
     )
 
 
-def _refused(memory_bytes: int) -> str:
+async def _watched(group: Path | None, resident: list[int]) -> None:
+    """What the group's processes have of their own, every so often, until cancelled."""
+    while group is not None:
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        resident.append(int(fields["rss"]))
+        await asyncio.sleep(LOOK_S)
+
+
+def _refused(memory_bytes: int, sizes: Sizes) -> str:
     """What the job says that does not fit."""
 
     async def job(directory: Path) -> str:
         async with LocalPool(directory, [LocalPeer(name="small", memory_bytes=memory_bytes)]) as local:
             options = TrainOptions(home=directory / "owner", invitation=local.invitation, device="cpu", threads=1)
             try:
-                await train(_recipe(directory, 2, "auto"), options, on_event=lambda _event: None, stop=asyncio.Event())
+                recipe = _recipe(directory, 2, "auto", sizes)
+                await train(recipe, options, on_event=lambda _event: None, stop=asyncio.Event())
             except PlanError as error:
                 assert local.lives("small")
                 return error.message
@@ -175,33 +213,36 @@ def _emptied(group: Path) -> None:
     group.rmdir()
 
 
-def _recipe(directory: Path, steps: int, saving: str) -> Recipe:
+def _recipe(directory: Path, steps: int, saving: str, sizes: Sizes) -> Recipe:
+    adapter = {} if sizes.rank is None else {"adapter": {"rank": sizes.rank, "alpha": 2.0 * sizes.rank}}
     return recipe_from_table(
         {
+            **adapter,
             "job": {"name": "memory", "steps": steps, "directory": str(directory / "job")},
             "model": {
                 "config": {
                     "model_type": "llama",
-                    "hidden_size": WIDTH,
-                    "intermediate_size": 1024,
-                    "num_hidden_layers": LAYERS,
+                    "hidden_size": sizes.width,
+                    "intermediate_size": sizes.inner,
+                    "num_hidden_layers": sizes.layers,
                     "num_attention_heads": 6,
-                    "max_position_embeddings": LENGTH,
+                    "max_position_embeddings": sizes.length,
                     "tie_word_embeddings": False,
                 }
             },
             "data": {
                 "files": [str(path) for path in python_library.select(1_000_000).files],
                 "format": "text",
-                "sequence_length": LENGTH,
+                "sequence_length": sizes.length,
                 "tokenizer": {"train": 1024},
             },
             "train": {
-                "batch_size": ROWS * MICROBATCHES,
-                "microbatches": MICROBATCHES,
+                "batch_size": sizes.rows * sizes.microbatches,
+                "microbatches": sizes.microbatches,
                 "learning_rate": 1e-3,
                 "recompute": saving,
                 "offload": saving,
+                "offload_weights": saving,
             },
             "placement": {"loss": "pool"},
             "output": {"tensorboard": False, "report": False},
@@ -213,6 +254,7 @@ def _recipe(directory: Path, steps: int, saving: str) -> Recipe:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=float, default=3.0, help="the plain job's need over the limit")
+    parser.add_argument("--adapter", type=int, metavar="RANK", help="train an adapter of a wider, frozen model")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -1,7 +1,8 @@
-"""How fast a stage's file of optimizer state is read and written here, measured. Decides how much is tried, no more.
+"""How fast a stage's file of optimizer state or weights is read and written here, measured. Decides how much is tried.
 
-As stages do it: pieces, plain writes and reads. But here the disk is waited for: who puts state into a file is short of
-memory, and the system will not keep much of the file there.
+As stages do it: pieces, plain writes and reads. But here the disk is waited for, and read from where the system can be
+told to forget what it has of a file: who puts state or weights into one is short of memory, and the system will not
+keep much of the file there.
 
 Neighbours: backends' probes call this; `scheduling.levers` plans with it.
 """
@@ -29,6 +30,8 @@ def scratch_bytes_per_s(directory: Path | None = None) -> float:
             for _ in range(TRIED_BYTES // PIECE_BYTES):
                 file.write(piece)
             os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             while file.read(PIECE_BYTES):
                 pass
