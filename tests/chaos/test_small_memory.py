@@ -24,7 +24,9 @@ pytestmark = [
 ]
 
 LENT = "170MB"
+LITTLE = "122MB"
 TOO_LITTLE = "90MB"
+LENDERS = {"roomy": LENT, "narrow": LITTLE, "cramped": TOO_LITTLE}
 BESIDES_BYTES = 48 * 2**20
 MODEL = {
     "model_type": "llama",
@@ -42,7 +44,7 @@ _SIZE = r"(\d+(?:\.\d+)?) ?([kMG]?B)"
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePool]:
     directory = tmp_path_factory.mktemp("pool")
     with LivePool(directory) as opened:
-        for name, lent in (("roomy", LENT), ("cramped", TOO_LITTLE)):
+        for name, lent in LENDERS.items():
             opened.members[name] = Process(
                 *("join", opened.invite(), "--home", directory / name, "--host", "127.0.0.1"),
                 *("--threads", "1", "--name", name, "--max-memory", lent),
@@ -63,7 +65,8 @@ def limit(process: Process, more_bytes: int) -> None:
     resource.prlimit(process.process.pid, resource.RLIMIT_DATA, (allowed, allowed))
 
 
-def recipe(directory: Path, **changes: object) -> Path:
+def recipe(directory: Path, lender: str = "roomy", **changes: object) -> Path:
+    """Of a job that only `lender` may run."""
     write_text(directory / "text.txt", lines=3000)
     return write_recipe(
         directory / "r.toml",
@@ -72,7 +75,8 @@ def recipe(directory: Path, **changes: object) -> Path:
         train__batch_size=8,
         train__microbatches=2,
         job__steps=4,
-        **{"placement": {"loss": "pool", "excluded": ["cramped"]}, **changes},
+        placement={"loss": "pool", "excluded": [name for name in LENDERS if name != lender]},
+        **changes,
     )
 
 
@@ -104,9 +108,30 @@ def test_a_third_of_the_memory_is_enough_and_the_limit_holds(pool: LivePool, tmp
     assert pool.members["roomy"].lives
 
 
+def test_where_state_in_a_file_is_not_enough_weights_come_and_go_and_the_limit_holds(
+    pool: LivePool, tmp_path: Path
+) -> None:
+    without = fusion(
+        *("train", recipe(tmp_path, "narrow", train__offload_weights="never"), "--home", pool.owner),
+        *("--threads", 1),
+    )
+    assert without.code != 0
+    assert re.search(rf"{_SIZE} are missing", without.err), without.err
+    figures = tmp_path / "figures.json"
+    done = fusion("train", recipe(tmp_path, "narrow"), "--home", pool.owner, "--threads", 1, "--json", figures)
+    assert done.code == 0, done.err + done.out
+    told = json.loads(figures.read_text())
+    assert told["steps"] == 4
+    assert told["losses"][-1] < told["losses"][0]
+    (stage,) = told["plan"]["stages"]
+    assert (stage["recompute"], stage["offload"], stage["offload_weights"]) == (True, True, True)
+    assert "has its weights away until a block needs them" in done.out
+    assert pool.members["narrow"].lives
+
+
 def test_below_that_it_is_refused_with_the_missing_bytes(pool: LivePool, tmp_path: Path) -> None:
     refused = fusion(
-        *("train", recipe(tmp_path, placement={"loss": "pool", "excluded": ["roomy"]}), "--home", pool.owner),
+        *("train", recipe(tmp_path, "cramped"), "--home", pool.owner),
         *("--threads", 1),
     )
     assert refused.code != 0

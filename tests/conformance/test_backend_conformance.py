@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import numpy as np
 import pytest
 
-from fusionai.backends.interface import Backend, Call, StageProgram
+from fusionai.backends.interface import Backend, Call, Speeds, StageProgram
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.wire.messages import OptimizerSpec, StageOptions
+from fusionai.wire.messages import OptimizerSpec, Saving, StageOptions
 
 WIDTH, ROWS = 8, 5
 OPTIONS = StageOptions(seed=7, optimizer=OptimizerSpec(weight_decay=0.1), microbatches=2, in_flight=2)
@@ -127,6 +129,17 @@ def train(program: StageProgram, step: int = 0, microbatch: int = 0) -> dict[str
 def state(program: StageProgram) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     exported = program.export_state(["model", "optimizer"])
     return {name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in exported}
+
+
+def test_a_backend_says_how_it_saves_memory_and_refuses_what_it_can_not(backend: Backend) -> None:
+    report = backend.probe(Speeds(flops_per_s=1e9, memory_bandwidth_bytes_per_s=1e9))
+    for saving in get_args(Saving):
+        options = msgspec.structs.replace(OPTIONS, **{"recompute": True, saving: True})
+        if saving in report.savings:
+            load(backend, options)
+        else:
+            with pytest.raises(ExecutionError, match=r"machines with backend torch|can't be put elsewhere"):
+                load(backend, options)
 
 
 # ------------------------------------------------------------------------------------------------------------ forward

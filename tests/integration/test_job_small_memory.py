@@ -42,8 +42,11 @@ def llama() -> Captured:
     return capture(ConfigSource(LLAMA), batch=(1, 2), sequence=(1, 16))
 
 
-def run(directory: Path, captured: Captured, *, victim: int | None = None, **changes: object) -> Run:
-    """With `victim`, that stage dies at its first backward of step 4."""
+def run(
+    directory: Path, captured: Captured, *, victim: int | None = None, cut_after: int | None = None, **changes: object
+) -> Run:
+    """With `victim`, that stage dies at its first backward of step 4. With `cut_after`, driver and machines die once
+    that step is official, and all begin again."""
 
     async def body() -> Run:
         async with MemoryPool(5, lambda: TorchBackend(device="cpu", threads=1)) as pool:
@@ -68,7 +71,9 @@ def run(directory: Path, captured: Captured, *, victim: int | None = None, **cha
                     pool.kill(peer_id(message.producer))
 
             pool.on_message = see
-            return await job.run()
+            if cut_after is not None:
+                await job.run(kill_after=cut_after)
+            return await job.run(power_cut=cut_after is not None)
 
     done = asyncio.run(body())
     assert done.end is not None
@@ -103,6 +108,16 @@ def test_a_takeover_with_state_in_8_bits_keeps_every_bit(
     struck = run(tmp_path / "struck", llama, optimizer=EIGHT_BIT, victim=1, **levers)
     assert [event for event in struck.events if isinstance(event, progress.Restored)]
     same(struck, calm)
+
+
+def test_a_job_whose_weights_come_and_go_goes_on_from_its_checkpoint(llama: Captured, tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", llama, optimizer=PLAIN)
+    resumed = run(tmp_path / "cut", llama, optimizer=PLAIN, cut_after=4, **AWAY)
+    assert 0 < resumed.base < STEPS
+    assert resumed.losses == plain.losses[resumed.base :]
+    weights, others = resumed.weights(STEPS), plain.weights(STEPS)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(value, others[name], err_msg=name)
 
 
 def test_state_in_8_bits_loses_little(llama: Captured, tmp_path: Path) -> None:

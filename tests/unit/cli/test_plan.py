@@ -390,6 +390,15 @@ def test_serving_has_no_compression(files: Path, capsys: pytest.CaptureFixture[s
     assert "--compression is for --task train" in capsys.readouterr().err
 
 
+def test_weights_away_are_for_training_and_ask_for_activations_made_again(
+    files: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert planned(files, "--task", "serve", "--offload-weights", "never") == 2
+    assert "--offload-weights is for --task train" in capsys.readouterr().err
+    assert planned(files, "--recompute", "never", "--offload-weights", "always") == 2
+    assert "--offload-weights always asks for activations made again" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_model_too_large_says_what_is_missing_and_what_would_fit(
     graph: None, files: Path, capsys: pytest.CaptureFixture[str]
