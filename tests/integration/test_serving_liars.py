@@ -16,9 +16,12 @@ from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
+from fusionai.execution.serving_stage import ServingStage
+from fusionai.primitives.errors import ExecutionError
 from fusionai.scheduling.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Generation, Sampling
+from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds
 from harness.pool import OWNER, peer_id
@@ -227,3 +230,53 @@ def test_no_family_of_models_makes_an_honest_machine_a_liar(kind: str, tmp_path:
             return checked(job)
 
     assert {one.outcome for one in asyncio.run(story())} == {"valid"}
+
+
+def test_answers_that_are_broken_off_disturb_nobody(llama: Captured, tmp_path: Path):
+    """A text may be read again while the last pass of it is still under way."""
+
+    async def broken_off(job: Served, number: int) -> None:
+        asked = Generation(prompt=PROMPTS[number % 4], max_tokens=40, sampling=Sampling(temperature=0))
+        stream, seen = job.engine.submit(asked), 0
+        async for _ in stream:
+            seen += 1
+            if seen > 3 + number % 7:
+                await stream.aclose()
+                return
+
+    async def story() -> None:
+        async with serving(llama, tmp_path, speculate=3) as job:
+            await until(lambda: guarded(job))
+            for _ in range(3):
+                await asyncio.gather(*(broken_off(job, number) for number in range(12)))
+            await until(lambda: len(checked(job)) >= 20)
+            assert not job.engine.status.faults
+            assert {one.outcome for one in checked(job)} <= {"valid", "void"}
+            assert sum(one.outcome == "valid" for one in checked(job)) >= 10
+
+    asyncio.run(story())
+
+
+def test_who_says_nothing_of_what_it_did_is_not_believed(llama: Captured, tmp_path: Path):
+    """A member that answers no question about its texts, whatever it computed."""
+    silent: list[str] = []
+
+    def refuse(stage: ServingStage, order: wire.TellMarks) -> Any:
+        if stage.stage == 2:
+            silent.append("asked")
+            raise ExecutionError("I don't tell.")
+        return told(stage, order)
+
+    told = ServingStage.told
+
+    async def story() -> None:
+        async with serving(llama, tmp_path) as job:
+            await until(lambda: guarded(job))
+            await answers(job)
+            await until(lambda: bool(job.replanner.distrusted))
+            assert list(job.replanner.distrusted) == [peer_id(1)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServingStage, "told", refuse)
+        asyncio.run(story())
+    assert silent

@@ -113,6 +113,8 @@ class Batcher:
     prompt_tokens: int = 0
     """Read so far, with those from the prefix cache; and those alone."""
     prefix_tokens: int = 0
+    computed_positions: int = 0
+    """Of all texts so far, as often as they were computed."""
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -194,6 +196,7 @@ class Batcher:
             pages=pages,
             adapter=session.spec.adapter,
             passes=session.passes,
+            over_at=self.computed_positions,
         )
         self._held[text.number] = text
         self._over.append(text)
@@ -492,6 +495,7 @@ class Batcher:
 
     def _advance(self, part: Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
         session, spec = part.session, part.session.spec
+        self.computed_positions += part.end - part.start + len(part.proposals)
         reads_on = part.end < len(session.tokens)
         if (reads_on and emitted) or (not reads_on and spec.max_tokens and not emitted and not finished):
             raise ValueError(f"expected tokens after the last position of session {spec.number} and only there")

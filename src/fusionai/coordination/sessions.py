@@ -47,6 +47,8 @@ class Text:
     adapter: int
     passes: int
     """That crossed each stage."""
+    over_at: int
+    """How many positions all texts together had had computed when it was over."""
 
 
 @dataclass(slots=True, eq=False)

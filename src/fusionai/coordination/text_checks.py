@@ -53,6 +53,9 @@ class TextChecks:
             text = self._waiting.popleft()
             if not batcher.is_held(text.number):
                 continue
+            if batcher.computed_positions - text.over_at > batcher.limits.pages * batcher.limits.page_tokens:
+                batcher.let_go(text.number)  # so long ago that marks of it may have gone
+                continue
             first, self._tasks = self._tasks, self._tasks + text.passes
             self.texts += 1
             if checks := self.inspector.due(places, guards, first, self._tasks):

@@ -498,6 +498,9 @@ class ServingMember:
                 case wire.ReadAgain(fence=fence, number=number):
                     self._referees[number] = stage.referee(order)
                     self.to_driver(wire.Reading(fence=fence, stage=order.stage, number=number))
+        except TransportError as error:
+            # No word is no refusal: the driver hears of the link, and of this after a while.
+            log.info("what a check of stage %d of %s needs can't be sent: %s", order.stage, self.job, error)
         except FusionError as error:
             self._not_checked(order, str(error))
 

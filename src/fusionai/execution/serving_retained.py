@@ -65,7 +65,7 @@ class Retained:
             self.place(segment)
             done = 0
             while done < segment.length:
-                page, offset = self._at(segment.session, segment.start + done)
+                page, offset = self._at(segment.session, self._tables[segment.session], segment.start + done)
                 count = min(self._page_tokens - offset, segment.length - done)
                 if page not in self._pages:
                     self._pages[page] = tuple(
@@ -78,14 +78,15 @@ class Retained:
                 done += count
                 taken += count
 
-    def rows(self, segments: Sequence[Segment]) -> dict[str, HostTensor]:
-        """The segments' positions one behind the other, as they were sent. Raises `ExecutionError` for what is not (any
-        longer) here."""
+    def rows(self, segments: Sequence[Segment], pages: Sequence[int] | None = None) -> dict[str, HostTensor]:
+        """The segments' positions one behind the other, as they were sent. `pages`: the table they are looked up in,
+        where that is not the session's own. Raises `ExecutionError` for what is not (any longer) here."""
         parts: list[list[Bytes]] = [[] for _ in self._specs]
         for segment in segments:
+            table = self._tables.get(segment.session, []) if pages is None else pages
             done = 0
             while done < segment.length:
-                page, offset = self._at(segment.session, segment.start + done)
+                page, offset = self._at(segment.session, table, segment.start + done)
                 count = min(self._page_tokens - offset, segment.length - done)
                 if self._filled.get(page, 0) < offset + count:
                     raise ExecutionError(
@@ -100,8 +101,7 @@ class Retained:
             for spec, part in zip(self._specs, parts, strict=True)
         }
 
-    def _at(self, session: int, position: int) -> tuple[int, int]:
-        table = self._tables.get(session, [])
+    def _at(self, session: int, table: Sequence[int], position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._page_tokens)
         if index >= len(table):
             raise ExecutionError(f"session {session} has no page for position {position} here.")

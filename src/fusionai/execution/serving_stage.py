@@ -156,7 +156,8 @@ class ServingStage:
         nothing. What was marked under the same secret stays."""
         if self._book is not None and self._book.secret == secret:
             return
-        capacity = 2 * self._options.pages * self._options.page_tokens
+        # All that live, all that wait to be checked, and as much that came after these.
+        capacity = 3 * self._options.pages * self._options.page_tokens
         sends = self._boundary.sends if gives else ()
         self._book = MarkBook(secret, self._boundary.receives, sends, capacity) if secret else None
 
@@ -346,12 +347,9 @@ class ServingStage:
         for what is not retained (any more)."""
         if self._retained is None:
             raise ExecutionError(f"stage {self.stage} retains nothing.")
-        self._retained.place(order.segment)
-        try:
-            for segments in packed([order.segment], self._options.pass_tokens):
-                yield segments[0].start, self._retained.rows(segments)
-        finally:
-            self._retained.forget((order.segment.session,))
+        for segments in packed([order.segment], self._options.pass_tokens):
+            # A pass of the text may still be under way: its own table stays as it is.
+            yield segments[0].start, self._retained.rows(segments, order.segment.pages)
 
     def referee(self, order: wire.ReadAgain) -> TextReferee:
         """For work of whoever runs the stage, where this one stands by. Raises `ExecutionError`."""

@@ -23,7 +23,7 @@ import numpy as np
 from fusionai.coordination.serving_commands import BeginCheck
 from fusionai.coordination.verification import Check, Opinion
 from fusionai.execution.host import Host
-from fusionai.execution.marks import KEY_BYTES
+from fusionai.execution.marks import KEY_BYTES, SIZE
 from fusionai.execution.serving_loading import prepare_stage
 from fusionai.execution.serving_marks import Marks, text_key
 from fusionai.execution.serving_member import ServingMember, Testimony
@@ -177,7 +177,10 @@ class Checking:
         for one in list(self._open.values()):
             patience_s = CHECK_S + CHECK_TOKEN_S * one.length
             if now_s - one.heard_s > patience_s:
-                self._give_up(one, f"there was no word for {patience_s:.0f} s")
+                if len(one.again) == 3 and one.said.keys() == {"seen"}:
+                    self._is_silent(one)
+                else:
+                    self._give_up(one, f"there was no word for {patience_s:.0f} s")
 
     # ------------------------------------------------------------------------------------------------- what arrives
 
@@ -189,8 +192,19 @@ class Checking:
 
     def failed(self, peer: PeerId, message: wire.CheckFailed) -> None:
         found = self._open.get(message.number)
-        if found is not None and peer in (found.check.referee, *found.places.values()):
+        if found is None or peer not in (found.check.referee, *found.places.values()):
+            return
+        check = found.check
+        if (message.stage, peer) == (check.stage, check.peer) and "got" not in found.said:
+            self._is_silent(found)
+        else:
             self._give_up(found, message.reason)
+
+    def _is_silent(self, found: _Open) -> None:
+        """Whoever is checked says nothing of what it did: that must not be a way out."""
+        nothing = np.full((found.length - found.origin, SIZE), np.nan, np.float32)
+        found.said |= {"got": nothing, "gave": nothing}
+        self._conclude(found)
 
     def heard(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
         found = self._open.get(message.number)
@@ -211,10 +225,13 @@ class Checking:
     def _take_word(self, found: _Open, stage: int, tensors: Mapping[str, HostTensor]) -> None:
         length = found.length - found.origin
         got, gave = (marks_of(tensors.get(name), length) for name in ("got", "gave"))
-        if got is None or gave is None:
-            self._give_up(found, f"stage {stage} told no marks")
-        elif stage == found.check.stage:
+        if stage == found.check.stage:
+            if got is None or gave is None:
+                self._is_silent(found)
+                return
             found.said |= {"got": got, "gave": gave}
+        elif got is None:
+            self._give_up(found, f"stage {stage} told no marks")
         else:
             found.said["seen"] = got
         self._conclude(found)

@@ -76,6 +76,19 @@ def test_no_more_wait_than_may():
     assert [batcher.is_held(number) for number in (1, MOST_WAITING, MOST_WAITING + 1)] == [True, True, False]
 
 
+def test_a_text_that_waited_while_much_was_computed_is_not_checked():
+    """Stages have marks of so much, and no more: none of them is to be taken for silent."""
+    batcher, checks = stand(pages=40)
+    over(batcher, 1, 2, 3)
+    due = checks.due(batcher, PLACES, GUARDS)
+    batcher.computed_positions += 40 * 4 + 1
+    for one in due:
+        checks.answered(batcher, one, FINE)
+    assert checks.due(batcher, PLACES, GUARDS) == ()
+    assert not batcher.is_held(2)
+    assert not batcher.is_held(3)
+
+
 def test_what_is_said_of_a_text_whose_pages_are_gone_says_nothing():
     batcher, checks = stand()
     over(batcher, 1)

@@ -67,3 +67,14 @@ def test_positions_without_a_page_are_refused():
 
 def test_the_most_that_is_kept_is_known_beforehand():
     assert Retained.capacity_bytes([SPEC, RowSpec("ids", "int64")], pages=3, page_tokens=4) == 3 * 4 * (8 + 8)
+
+
+def test_a_text_that_is_over_is_given_back_by_its_pages_while_a_pass_of_it_is_under_way():
+    retained = Retained([SPEC], page_tokens=2)
+    retained.keep([Segment(1, 0, 3, 0, (5, 7))], rows(1, 2, 3))
+    assert array(retained.rows([Segment(1, 0, 3, 0)], (5, 7))["h"])[0, :, 0].tolist() == [1, 2, 3]
+    retained.keep([Segment(1, 3, 2, 2, (8,))], rows(4, 5))
+    retained.forget([1])
+    assert array(retained.rows([Segment(1, 1, 4, 0)], (5, 7, 8))["h"])[0, :, 0].tolist() == [2, 3, 4, 5]
+    with pytest.raises(ExecutionError, match="not retained"):
+        retained.rows([Segment(1, 0, 2, 0)], (6,))
