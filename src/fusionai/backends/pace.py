@@ -29,6 +29,8 @@ SMALL: Final = (32, 8, 1)
 NARROW: Final = {"cpu": (128, 256, 1), "mps": (256, 512, 8), "cuda": (512, 1024, 16)}
 LARGE: Final = {"cpu": (512, 128, 1), "mps": (1024, 512, 1), "cuda": (2048, 1024, 1)}
 HEADS: Final = 8
+LEAST_PER_S: Final = 1e-9
+"""Of operations, calls or bytes: fewer are none, and a figure for each would be past all floats."""
 Seconds = Callable[[Callable[[], object]], float]
 
 
@@ -80,7 +82,7 @@ def fitted(samples: Sequence[Sample]) -> Pace | None:
     where noise would make calls or bytes a gain, they cost nothing. None if operations take no time even then."""
     counted = np.array([(sample.flops, sample.calls, sample.moved_bytes) for sample in samples], dtype=np.float64)
     relative = counted / np.array([[sample.took_s] for sample in samples])
-    sizes = np.maximum(relative.max(axis=0), np.finfo(np.float64).tiny)  # operations are many and short
+    sizes = np.maximum(relative.max(axis=0), LEAST_PER_S)  # operations are many and short
     relative /= sizes
     found: list[tuple[float, Pace]] = []
     for kept in ([0, 1, 2], [0, 1], [0, 2], [0]):

@@ -71,6 +71,12 @@ def test_whatever_was_measured_no_figure_is_below_zero(samples: list[Sample]):
         assert 0 <= pace.byte_s < math.inf
 
 
+def test_hardly_any_bytes_are_none():
+    pace = fitted([Sample(1000.0, 0, 0.0, 2.0), Sample(1000.0, 0, 2.225073858507e-311, 1.0)])
+    assert pace is not None
+    assert math.isfinite(pace.byte_s)
+
+
 def test_a_block_that_noise_made_too_short_takes_no_figure_below_zero():
     """The narrow one would have bytes that give time back."""
     samples = [Sample(1e4, 100, 1e5, 3e-3), Sample(1e9, 100, 1e8, 9e-3), Sample(5e9, 100, 2e8, 53e-3)]
