@@ -98,7 +98,7 @@ def serving(llama: Captured, directory: Path, machines: dict[int, Backend] | Non
         return (machines or {}).get(next(made)) or TorchBackend(device="cpu", threads=1)
 
     fields: dict[str, Any] = {"guards": GUARDS, "spares": 3, "vocabulary": VOCABULARY, "secret": SECRET}
-    return served(llama, directory, THREE_PEERS, **{"backends": backend, **fields, **changes})
+    return served(llama, directory, **{"ranges": THREE_PEERS, "backends": backend, **fields, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +255,25 @@ def test_answers_that_are_broken_off_disturb_nobody(llama: Captured, tmp_path: P
             assert sum(one.outcome == "valid" for one in checked(job)) >= 10
 
     asyncio.run(story())
+
+
+@LONG
+def test_with_the_ends_in_the_pool_the_first_stage_is_checked_and_the_last_is_not(llama: Captured, tmp_path: Path):
+    liar = LyingServer("skips", part=0.5)
+    guards = (Guard(stage=0, peer=peer_id(3)), Guard(stage=2, peer=peer_id(4)))
+
+    async def story() -> None:
+        pool: dict[str, Any] = {"peers": tuple(map(peer_id, range(3))), "guards": guards, "spares": 2}
+        async with serving(llama, tmp_path, {0: liar}, ranges=((0, 2), (2, 3), (3, 5)), **pool) as job:
+            await until(lambda: sum(isinstance(one, progress.StageLoaded) and one.standby for one in job.told) == 2)
+            assert job.engine.checkable == {0, 1}
+            while not job.replanner.distrusted:
+                await answers(job)
+            assert list(job.replanner.distrusted) == [peer_id(0)]
+            assert {one.stage for one in checked(job)} == {0}
+
+    asyncio.run(story())
+    assert liar.lied
 
 
 def test_who_says_nothing_of_what_it_did_is_not_believed(llama: Captured, tmp_path: Path):
