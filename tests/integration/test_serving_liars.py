@@ -19,7 +19,7 @@ from fusionai.capture.source import ConfigSource
 from fusionai.execution.serving_stage import ServingStage
 from fusionai.primitives.errors import ExecutionError
 from fusionai.scheduling.types import Guard
-from fusionai.serving import progress
+from fusionai.serving import checking, progress
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
@@ -230,6 +230,26 @@ def test_no_family_of_models_makes_an_honest_machine_a_liar(kind: str, tmp_path:
             return checked(job)
 
     assert {one.outcome for one in asyncio.run(story())} == {"valid"}
+
+
+def test_where_the_owner_has_no_room_an_accusation_ends_in_doubt(
+    llama: Captured, undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def no_room(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(checking, "prepare_stage", no_room)
+
+    async def story() -> list[list[int]]:
+        async with serving(llama, tmp_path, {4: LyingServer("scales", part=1.0)}) as job:
+            await until(lambda: guarded(job))
+            said = await answers(job)
+            await until(lambda: [one.stage for one in checked(job) if one.outcome == "void"].count(2) >= 2)
+            assert not job.engine.status.faults
+            assert not job.replanner.distrusted
+            return said
+
+    assert asyncio.run(story()) == undisturbed
 
 
 def test_answers_that_are_broken_off_disturb_nobody(llama: Captured, tmp_path: Path):

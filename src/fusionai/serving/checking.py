@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import psutil
 
 from fusionai.coordination.serving_commands import BeginCheck
 from fusionai.coordination.verification import Check, Opinion
@@ -321,15 +322,15 @@ class Checking:
                 load,
                 {"graph": graph},
                 postman=self._member,
-                memory_limit_bytes=self._host.memory_limit_bytes,
+                memory_limit_bytes=self._host.memory_limit_bytes or psutil.virtual_memory().available // 2,
             )
             for spec in load.weights:
                 await self._host.compute.run(
                     lambda spec=spec: program.import_weights([(spec.key, self._job.weights.read(spec))])
                 )
             found.referee = stage.referee(order)
-        except (FusionError, MemoryError) as error:
-            self._give_up(found, str(error) or "there is no room for the stage")
+        except Exception as error:  # noqa: BLE001 - whatever this machine lacks, it serves on
+            self._fails_here(found, error)
             return
         self._have_shown(found)
 
@@ -338,9 +339,14 @@ class Checking:
     ) -> None:
         try:
             told = await referee.compute(rows, tensors)
-        except (FusionError, MemoryError) as error:
-            self._give_up(found, str(error) or "there is no room for the text")
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fails_here(found, error)
             return
         found.heard_s = self._host.clock.now_s()
         if told is not None:
             self._take_reading(found, told.marks, told.moved)
+
+    def _fails_here(self, found: _Open, error: Exception) -> None:
+        if not isinstance(error, FusionError):
+            log.error("stage %d could not be read again", found.check.stage, exc_info=error)
+        self._give_up(found, str(error) or f"there is no room here ({type(error).__name__})")
