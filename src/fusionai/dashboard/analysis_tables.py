@@ -307,8 +307,9 @@ def effects() -> Table:
         rows=tuple(rows),
         right=(1, 3),
         notes=(
-            "Small models, briefly trained: the noise between two runs of these is about as large as what is seen. "
-            "Nothing here says what the same levers cost a model a thousand times larger.",
+            "Small models, briefly trained: the noise between two runs is about as large as what is seen of "
+            "boundaries; what is seen of local updates, whose bytes are those of an exchange, is more. Nothing here "
+            "says what the same levers cost a model a thousand times larger.",
         ),
     )
 

@@ -62,4 +62,11 @@ EFFECTS: Final[tuple[Effect, ...]] = (
         how=_BOUNDARIES,
         command="benchmarks/compression.py",
     ),
+    Effect(
+        lever="local updates",
+        part=exchange_part("int4"),
+        losses=(0.0187,),
+        how="Llama type, 0.2M parameters, source text, 1,000 steps of 2 replicas x 64 x 128 tokens, agreeing every 50",
+        command="benchmarks/local_updates.py",
+    ),
 )

@@ -253,8 +253,8 @@ def test_levers_have_the_bytes_of_the_codecs_they_stand_for():
     assert boundary_part("int8") == pytest.approx((64 + 2) / 64 / 2)
     assert boundary_part("uneven") == pytest.approx((88 + 34) / 2 / 256 / 2)
     assert exchange_part("int4") == pytest.approx((32 + 2) / 64 / 2)
-    assert {effect.lever.split("-")[0] for effect in EFFECTS} == {"8", "2"}
-    shown = {levers.boundary_part for levers in analysis_cases.TRAINING_LEVERS.values()}
+    assert {effect.lever.split("-")[0] for effect in EFFECTS} == {"8", "2", "local updates"}
+    shown = {levers.boundary_part for levers in analysis_cases.TRAINING_LEVERS.values()} | {exchange_part("int4")}
     assert {effect.part for effect in EFFECTS} <= shown
 
 
