@@ -145,7 +145,9 @@ def test_a_weight_tied_across_frameworks_is_kept_once_and_the_job_goes_on_from_i
     assert_close([*mixed.losses, *resumed.losses][:STEPS], pure.losses)
 
 
-@pytest.mark.parametrize(("victim", "spare"), [(0, "jax"), pytest.param(1, "torch", marks=LONG)])
+@pytest.mark.parametrize(
+    ("victim", "spare"), [pytest.param(0, "jax", marks=LONG), pytest.param(1, "torch", marks=LONG)]
+)
 def test_a_stage_moves_to_another_framework_in_the_middle_of_training(victim: int, spare: str, tmp_path: Path) -> None:
     """A peer dies; the one that guarded its stage has the other framework."""
     struck: list[int] = []

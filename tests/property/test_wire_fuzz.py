@@ -16,7 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import psutil
@@ -110,9 +110,12 @@ def valid_frames() -> list[bytes]:
         if "tensors" in message.__struct_fields__ and not isinstance(
             message, messages.Probe | messages.Pong | messages.WeightPieces
         ):
-            full = msgspec.structs.replace(message, tensors=headers)
-            head = encode_frame_head(full, tensors, STREAM_LIMITS["control"])
-            frames.append(head + b"".join(tensor.data for tensor in tensors))
+            (meta,) = get_type_hints(type(message), include_extras=True)["tensors"].__metadata__
+            for first in range(0, len(tensors), most := min(meta.max_length, len(tensors))):
+                some = tensors[first : first + most]
+                full = msgspec.structs.replace(message, tensors=headers[first : first + most])
+                head = encode_frame_head(full, some, STREAM_LIMITS["control"])
+                frames.append(head + b"".join(tensor.data for tensor in some))
     return frames
 
 
