@@ -15,7 +15,7 @@ from harness.serving_pool import model_weights
 
 VOCABULARY = 61
 LAYERS = 3
-SMALL_LLAMA = {
+SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
     "hidden_size": 16,

@@ -20,22 +20,11 @@ from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation,
 from fusionai.wire import messages as wire
 from harness.pool import OWNER, peer_id
 from harness.serving_pool import model_weights, served, tokens_of
+from harness.small_llama import SMALL_LLAMA as LLAMA
+from harness.small_llama import VOCABULARY
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY = 61
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.6,
-}
 THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 """Embedding; a layer each; norm and head."""
 GREEDY = Sampling(temperature=0)

@@ -20,25 +20,14 @@ from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds
 from harness.pool import peer_id
 from harness.serving_pool import model_weights, served, tokens_of
+from harness.small_llama import SMALL_LLAMA as LLAMA
+from harness.small_llama import VOCABULARY
 
 pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
 pytest.importorskip("onnxruntime", reason="the extra fusionai[onnxruntime] is not installed")
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
 
-VOCABULARY = 61
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.6,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
