@@ -21,12 +21,10 @@ from fusionai.wire import messages as wire
 from harness.pool import OWNER, peer_id
 from harness.serving_pool import model_weights, served, tokens_of
 from harness.small_llama import SMALL_LLAMA as LLAMA
-from harness.small_llama import VOCABULARY
+from harness.small_llama import THREE_PEERS, VOCABULARY
 
 pytestmark = pytest.mark.slow
 
-THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
-"""Embedding; a layer each; norm and head."""
 GREEDY = Sampling(temperature=0)
 
 
