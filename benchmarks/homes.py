@@ -27,6 +27,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ from fusionai.scheduling.planner import plan
 from fusionai.scheduling.replica_groups import Group, fastest
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.step import Rules, simulate_steps
+from fusionai.storage.atomic import write_atomic
 from fusionai.training.outer import RoundDone
 from fusionai.training.progress import StepDone
 from fusionai.wire.codecs import Compression, Exchanged, bytes_on_link
@@ -66,12 +68,12 @@ SIMULATED_MODELS: Final = ("1.3B", "8B")
 _, PEAK_FLOPS, CARD_BYTES, CARD_BANDWIDTH = DEVICES[1]
 
 
-def real(rounds: int, steps: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def real(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+    number = 0
     for bandwidth in BANDWIDTHS_MBIT_PER_S:
         for latency_s in LATENCIES_S:
             case = truth.Case(
-                number=len(rows),
+                number=number,
                 shares=SHARES,
                 bandwidth_bytes_per_s=bandwidth * 1e6 / 8,
                 latency_s=latency_s,
@@ -96,14 +98,14 @@ def real(rounds: int, steps: int) -> list[dict[str, Any]]:
                 "speed_to_none": statistics.median(one["tokens_per_s"] / plain["tokens_per_s"] for plain, one in local),
                 "runs": runs[LOCAL],
             }
-            rows.append(row)
+            number += 1
             told = ", ".join(
                 f"{codec} x{one['speed_to_none']:.2f} (simulated {one['simulated_to_real'] - 1:+.1%})"
                 for codec, one in row["codecs"].items()
             )
             told += f", {LOCAL} x{row[LOCAL]['speed_to_none']:.2f} with {runs[LOCAL][-1]['replicas']} replicas"
             print(f"real, {bandwidth:5} Mbit/s, {latency_s * 1000:.0f} ms: {told}", flush=True)
-    return rows
+            yield row
 
 
 def _run(case: truth.Case, codec: Compression, steps: int) -> dict[str, Any]:
@@ -273,7 +275,7 @@ def main() -> None:
         "simulator": truth.simulator_hash(),
         "case": {"shares": SHARES, "microbatches": MICROBATCHES},
         "simulated": None if options.part == "real" else simulated(),
-        "real": None if options.part == "simulated" else real(options.rounds, options.steps),
+        "real": None if options.part == "simulated" else [],
         "loss_to_none": None if options.loss is None else losses(options.loss),
         "loss_to_every_step": None if options.local_loss is None else losses(options.local_loss),
     }
@@ -283,7 +285,16 @@ def main() -> None:
         told = (f"{LOCAL} in {codec}: x{ratio:.4f}" for codec, ratio in report["loss_to_every_step"].items())
         print(", ".join(told))
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        _write(options.json, report)
+    if options.part != "simulated":
+        for row in real(options.rounds, options.steps):
+            report["real"].append(row)
+            if options.json is not None:
+                _write(options.json, report)
+
+
+def _write(file: Path, report: dict[str, Any]) -> None:
+    write_atomic(file, json.dumps(report, indent=2).encode() + b"\n")
 
 
 if __name__ == "__main__":

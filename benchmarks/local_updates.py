@@ -1,7 +1,7 @@
 """What it costs to agree only now and then: replicas with local updates against gradients summed at every step.
 
     python benchmarks/local_updates.py [--steps 1000] [--every 50] [--rows 64] [--replicas 2] [--codecs int2,int4]
-        [--seeds 1] [--json FILE]
+        [--learning-rate 0.004] [--seeds 1] [--json FILE]
 
 A Llama type of 0.2M parameters on the source text of this Python's library; shipped `fusion join` processes on
 loopback. A replica's step takes `--rows` sequences of 128 tokens: with few of them a gradient is mostly noise, which
@@ -39,7 +39,7 @@ LENGTH, MICROBATCHES = 128, 1
 CORPUS_BYTES: Final = 12_000_000
 BASE: Final = "every step"
 KINDS: Final = get_args(Exchanged)
-SAME: Final = ("steps", "every", "replicas", "rows")
+SAME: Final = ("steps", "every", "replicas", "rows", "learning_rate")
 
 
 def main() -> None:
@@ -61,7 +61,9 @@ def main() -> None:
         print(f"{kind}: held-out loss {ratios['held_out']:.4f} x, last steps {ratios['last_steps']:.4f} x")
 
 
-def _trained(kind: str, seed: int, *, steps: int, every: int, replicas: int, rows: int) -> dict[str, Any]:
+def _trained(
+    kind: str, seed: int, *, steps: int, every: int, replicas: int, rows: int, learning_rate: float
+) -> dict[str, Any]:
     held_out: list[float] = []
 
     def seen(event: RunEvent) -> None:
@@ -76,7 +78,7 @@ def _trained(kind: str, seed: int, *, steps: int, every: int, replicas: int, row
         peers = [LocalPeer(name=f"peer-{number}") for number in range(replicas)]
         async with LocalPool(directory, peers) as local:
             options = TrainOptions(home=directory / "owner", invitation=local.invitation, threads=1)
-            recipe = _recipe(directory, kind, seed, steps, every, replicas, rows)
+            recipe = _recipe(directory, kind, seed, steps, every, replicas, rows, learning_rate)
             if recipe.replicas is None:
                 return list((await train(recipe, options, on_event=seen, stop=asyncio.Event())).losses), 0, 0
             all_of_them = await train_replicas(
@@ -96,6 +98,7 @@ def _trained(kind: str, seed: int, *, steps: int, every: int, replicas: int, row
         "every": every,
         "replicas": replicas,
         "rows": rows,
+        "learning_rate": learning_rate,
         "held_out": held_out[-1],
         "last_steps": statistics.mean(losses[-max(1, steps // 10) :]),
         "exchanged_bytes": exchanged_bytes,
@@ -131,7 +134,9 @@ def _shown(row: dict[str, Any]) -> str:
     )
 
 
-def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, replicas: int, rows: int) -> Recipe:
+def _recipe(
+    directory: Path, kind: str, seed: int, steps: int, every: int, replicas: int, rows: int, learning_rate: float
+) -> Recipe:
     together = replicas if kind == BASE else 1
     table: dict[str, Any] = {
         "job": {"name": "bench", "steps": steps, "seed": seed, "directory": str(directory / "job")},
@@ -156,7 +161,7 @@ def _recipe(directory: Path, kind: str, seed: int, steps: int, every: int, repli
         "train": {
             "batch_size": together * rows,
             "microbatches": together * MICROBATCHES,
-            "learning_rate": 4e-3,
+            "learning_rate": learning_rate,
             "schedule": "cosine",
             "warmup_steps": min(100, steps),
             "clip_norm": 1.0,
@@ -187,6 +192,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rows", type=int, default=64, help="sequences of each replica's step")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="of the base and of the replicas alike")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--codecs", type=codecs, default=["int2", "int4"])
     parser.add_argument("--json", type=Path)

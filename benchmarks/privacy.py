@@ -1,6 +1,6 @@
 """What the privacy levels `encrypted` and `split` cost against `open`: training and serving, interleaved, on loopback.
 
-    python benchmarks/privacy.py [--rounds 4] [--steps 20] [--tokens 96] [--json FILE]
+    python benchmarks/privacy.py [--width 512] [--rounds 4] [--steps 20] [--tokens 96] [--json FILE]
 
 One pool of two peers, one thread each, a broker and the job owner's process with one thread, all on this machine over
 mutual TLS. In each round every level trains the same model on the same text and answers the same prompt, in an order
@@ -46,19 +46,25 @@ from fusionai.transport.event_loop import run
 
 LEVELS: Final[tuple[PrivacyLevel, ...]] = ("open", "encrypted", "split")
 VOCABULARY, LENGTH, ROWS, MICROBATCHES = 2048, 128, 8, 8
-CONFIG: Final = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
+HEAD_WIDTH: Final = 64
+
+
+def _config(width: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 6,
+        "num_attention_heads": width // HEAD_WIDTH,
+        "num_key_value_heads": width // HEAD_WIDTH,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+
+
 WARM_UP_STEPS: Final = 2
 WARM_UP_TOKENS: Final = 8
 GOAL: Final = 0.05
@@ -68,30 +74,31 @@ def main() -> None:
     options = _arguments()
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as place:
-        run(_measured(Path(place), options.rounds, options.steps, options.tokens, rounds, options.json))
+        run(_measured(Path(place), options, rounds))
     print(_verdict(_summary(rounds)), flush=True)
 
 
-async def _measured(
-    directory: Path, count: int, steps: int, tokens: int, rounds: list[dict[str, Any]], file: Path | None
-) -> None:
-    model = _model(directory / "model")
+async def _measured(directory: Path, options: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+    config = _config(options.width)
+    model = _model(directory / "model", config)
     peers = [LocalPeer(name=f"peer-{index}", memory_bytes=2 * 10**9) for index in range(2)]
     async with LocalPool(directory, peers) as pool:
-        for number in range(count):
+        for number in range(options.rounds):
             found: dict[str, Any] = {}
             for level in (*LEVELS[number % 3 :], *LEVELS[: number % 3]):
-                step = await _step(directory, pool, level, number, steps)
-                token_s = await _token_s(directory, model, level, tokens)
+                recipe = _recipe(directory, config, level, number, options.steps)
+                step = await _step(directory, pool, recipe)
+                token_s = await _token_s(directory, model, level, options.tokens)
                 found[level] = {**step, "token_s": token_s}
             rounds.append(found | {"load_1_minute": os.getloadavg()[0]})
             print(f"round {number}: {_shown(found)}", flush=True)
-            if file is not None:
-                whole = {"schema": "fusionai.privacy/1", "rounds": rounds, "over_open": _summary(rounds), "goal": GOAL}
-                write_atomic(file, json.dumps(whole, indent=2).encode() + b"\n")
+            if options.json is not None:
+                whole = {"schema": "fusionai.privacy/1", "width": options.width, "goal": GOAL}
+                whole |= {"rounds": rounds, "over_open": _summary(rounds)}
+                write_atomic(options.json, json.dumps(whole, indent=2).encode() + b"\n")
 
 
-async def _step(directory: Path, pool: LocalPool, level: PrivacyLevel, number: int, steps: int) -> dict[str, Any]:
+async def _step(directory: Path, pool: LocalPool, recipe: Recipe) -> dict[str, Any]:
     seconds: list[float] = []
     processors_s: list[float] = []
     planned: list[Planned] = []
@@ -109,7 +116,7 @@ async def _step(directory: Path, pool: LocalPool, level: PrivacyLevel, number: i
                 pass
 
     options = TrainOptions(home=directory / "owner", invitation=pool.invitation, device="cpu", threads=1)
-    await train(_recipe(directory, level, number, steps), options, on_event=seen, stop=asyncio.Event())
+    await train(recipe, options, on_event=seen, stop=asyncio.Event())
     part = owners_part(planned[0].plan)
     return {
         "step_s": statistics.median(seconds[WARM_UP_STEPS:]),
@@ -147,22 +154,22 @@ async def _token_s(directory: Path, model: Path, level: PrivacyLevel, tokens: in
     return statistics.median(gaps[WARM_UP_TOKENS:])
 
 
-def _model(directory: Path) -> Path:
+def _model(directory: Path, config: dict[str, Any]) -> Path:
     torch.manual_seed(0)
-    fields = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    fields = {key: value for key, value in config.items() if key != "model_type"}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields)).save_pretrained(directory)
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     words.save(str(directory / "tokenizer.json"))
     return directory
 
 
-def _recipe(directory: Path, level: PrivacyLevel, number: int, steps: int) -> Recipe:
+def _recipe(directory: Path, config: dict[str, Any], level: PrivacyLevel, number: int, steps: int) -> Recipe:
     files = [str(path) for path in python_library.select(400_000).files]
     name = f"{level}-{number}"
     return recipe_from_table(
         {
             "job": {"name": name, "steps": steps, "directory": str(directory / name)},
-            "model": {"config": CONFIG},
+            "model": {"config": config},
             "data": {"files": files, "format": "text", "sequence_length": LENGTH, "tokenizer": {"train": VOCABULARY}},
             "train": {"batch_size": ROWS, "microbatches": MICROBATCHES, "learning_rate": 3e-4, "clip_norm": 1.0},
             "placement": {"stages": 2, "loss": "owner" if keeps_ends(level) else "pool"},
@@ -197,6 +204,7 @@ def _verdict(summary: dict[str, Any]) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256, help=f"of the model, a multiple of {HEAD_WIDTH}")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=96)

@@ -1,14 +1,16 @@
 """What a step takes between homes against what its plan says: four machines in four homes, real lines, real routers.
 
-    python benchmarks/step_time.py [--bandwidth 20] [--latency 0.04] [--rounds 2] [--steps 16] [--json FILE]
+    python benchmarks/step_time.py [--bandwidth 20] [--latency 0.04] [--share 0.35] [--rounds 2]
+        [--steps 16] [--json FILE]
 
 Needs root. Each machine is in a network namespace behind a router of its own that translates addresses (user space,
 tests/harness/router.py) and has a line of `--bandwidth` Mbit/s with half the latency, each way; broker and job owner
 are in the public place, where lines end. By default the routers forward the machines' port, so that links go by TCP;
 with `--router preserving` they go by QUIC, with `symmetric` over the broker's relay. What is run is what people run:
 `fusion broker`, `fusion join --share`, `fusion train`. Machines measure their own lines and speeds, as they always do;
-nobody is told how the lines are shaped. Quoted: the plan's step over the median of those measured, less one, for
-boundaries unpacked and in int8 in turn.
+nobody is told how the lines are shaped. Machines, their routers, broker and owner share this machine's cores: with a
+`--share` that leaves some for the others, a machine computes as fast as when it measured itself. Quoted: the plan's
+step over the median of those measured, less one, for boundaries unpacked and in int8 in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from harness.homes import PUBLIC, Homes, why_not  # noqa: E402
 
 MACHINES: Final = ("a", "b", "c", "d")
-SHARE: Final = 0.35
 CODECS: Final = ("none", "int8")
 WIDTH, LENGTH, ROWS, MICROBATCHES = 128, 256, 16, 8
 PORT: Final = 4800
@@ -49,7 +50,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for number in range(options.rounds):
         for codec in CODECS:
-            run = _run(codec, options.router, options.bandwidth, options.latency, options.steps)
+            run = _run(codec, options.router, options.bandwidth, options.latency, options.steps, options.share)
             runs.append(run | {"round": number})
             print(_shown(runs[-1]), flush=True)
     errors = [abs(one["error"]) for one in runs]
@@ -59,7 +60,7 @@ def main() -> None:
         write_atomic(options.json, json.dumps(found, indent=2).encode() + b"\n")
 
 
-def _run(codec: str, router: str, megabits: float, latency_s: float, steps: int) -> dict[str, Any]:
+def _run(codec: str, router: str, megabits: float, latency_s: float, steps: int, share: float) -> dict[str, Any]:
     kinds, machines = dict.fromkeys(MACHINES, router), dict.fromkeys(MACHINES, 1)
     with (
         tempfile.TemporaryDirectory(prefix="fusion-bench-") as place,
@@ -70,7 +71,7 @@ def _run(codec: str, router: str, megabits: float, latency_s: float, steps: int)
         broker = homes.run("public", *_fusion("broker", "--home", directory / "broker", "--host", PUBLIC))
         invitation = _heard(broker, "fusion1-")
         for name in MACHINES:
-            limits = ("--share", SHARE, "--threads", 1, "--max-memory", "2GB", "--port", PORT)
+            limits = ("--share", share, "--threads", 1, "--max-memory", "2GB", "--port", PORT)
             peer = homes.run(
                 f"{name}1", *_fusion("join", invitation, "--home", directory / name, "--name", name, *limits)
             )
@@ -95,6 +96,7 @@ def _run(codec: str, router: str, megabits: float, latency_s: float, steps: int)
         "router": router,
         "bandwidth_mbit_per_s": megabits,
         "latency_s": latency_s,
+        "share": share,
         "predicted_s": observed["predicted_step_s"],
         "measured_s": observed["measured_step_s"],
         "error": observed["predicted_step_s"] / observed["measured_step_s"] - 1,
@@ -203,6 +205,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=20.0, help="Mbit/s of every home's line, each way")
     parser.add_argument("--latency", type=float, default=0.04, help="seconds between any two homes, one way")
     parser.add_argument("--router", choices=("preserving", "forwarding", "symmetric"), default="forwarding")
+    parser.add_argument("--share", type=float, default=0.35, help="of a core that each machine may use")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--json", type=Path)
