@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -63,14 +63,14 @@ class Process:
 
     started: ClassVar[list[Process]] = []
 
-    def __init__(self, *arguments: object) -> None:
-        """`python -m fusionai`, by a fork where nobody looks at what the process has loaded."""
+    def __init__(self, *arguments: object, program: Sequence[object] = ()) -> None:
+        """`python -m fusionai`, by a fork where nobody looks at what the process has loaded; or another program."""
         command = [str(argument) for argument in arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.process: Child | subprocess.Popen[str]
-        if {"jax", "onnxruntime"} & set(command):
+        if program or {"jax", "onnxruntime"} & set(command):
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fusionai", *command],
+                [sys.executable, *map(str, program or ("-m", "fusionai")), *command],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -189,11 +189,12 @@ class LivePool:
         assert said.code == 0, said.err
         return re.findall(r"fusion1-\S+", said.out)[0]
 
-    def start(self, name: str, *more: object) -> Process:
+    def start(self, name: str, *more: object, program: Sequence[object] = ()) -> Process:
         """`fusion join` in the background; without an invitation, as who it was before."""
         self.members[name] = Process(
             *("join", *more, "--home", self.directory / name, "--host", "127.0.0.1"),
             *("--threads", "1", "--name", name, "--max-memory", "1GB"),
+            program=program,
         )
         return self.members[name]
 
