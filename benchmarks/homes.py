@@ -15,7 +15,8 @@ steps together, `adaptive` within; each 50 steps all of them send and are sent e
 owner's line, which is like everybody's, one after the other and beside nothing else.
 
 What a codec costs in loss is measured by `compression`, what local updates cost by `local_updates`; with `--loss` and
-`--local-loss` their results stand in the same table.
+`--local-loss` their results stand in the same table. Real rows, of some minutes each, are written as soon as they are
+known; those that FILE has already are not run again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,10 +69,15 @@ SIMULATED_MODELS: Final = ("1.3B", "8B")
 _, PEAK_FLOPS, CARD_BYTES, CARD_BANDWIDTH = DEVICES[1]
 
 
-def real(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    number = 0
+def real(rounds: int, steps: int, known: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows that are not `known`."""
+    there = {(row["mbit_per_s"], row["one_way_s"]) for row in known}
+    number = -1
     for bandwidth in BANDWIDTHS_MBIT_PER_S:
         for latency_s in LATENCIES_S:
+            number += 1
+            if (bandwidth, latency_s) in there:
+                continue
             case = truth.Case(
                 number=number,
                 shares=SHARES,
@@ -98,7 +104,6 @@ def real(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
                 "speed_to_none": statistics.median(one["tokens_per_s"] / plain["tokens_per_s"] for plain, one in local),
                 "runs": runs[LOCAL],
             }
-            number += 1
             told = ", ".join(
                 f"{codec} x{one['speed_to_none']:.2f} (simulated {one['simulated_to_real'] - 1:+.1%})"
                 for codec, one in row["codecs"].items()
@@ -275,7 +280,7 @@ def main() -> None:
         "simulator": truth.simulator_hash(),
         "case": {"shares": SHARES, "microbatches": MICROBATCHES},
         "simulated": None if options.part == "real" else simulated(),
-        "real": None if options.part == "simulated" else [],
+        "real": None if options.part == "simulated" else _known(options.json),
         "loss_to_none": None if options.loss is None else losses(options.loss),
         "loss_to_every_step": None if options.local_loss is None else losses(options.local_loss),
     }
@@ -287,10 +292,16 @@ def main() -> None:
     if options.json is not None:
         _write(options.json, report)
     if options.part != "simulated":
-        for row in real(options.rounds, options.steps):
+        for row in real(options.rounds, options.steps, tuple(report["real"])):
             report["real"].append(row)
             if options.json is not None:
                 _write(options.json, report)
+
+
+def _known(file: Path | None) -> list[dict[str, Any]]:
+    if file is None or not file.exists():
+        return []
+    return json.loads(file.read_text(encoding="utf-8"))["real"] or []
 
 
 def _write(file: Path, report: dict[str, Any]) -> None:

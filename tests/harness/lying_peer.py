@@ -1,4 +1,4 @@
-"""`fusion join` of a machine that gives wrong results, as a process of its own; run by path: LIE PART, then the command.
+"""`fusion join` of a machine that gives wrong results, a process of its own; by path: LIE PART, then the command.
 
 The shipped program but for its backend (`harness.liars`). Neighbour: `tests/integration/test_cli_liars.py`.
 """

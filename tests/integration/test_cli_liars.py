@@ -11,7 +11,7 @@ import pytest
 
 from harness import lying_peer
 from harness.liars import LIES, Lie
-from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
+from harness.live_pool import LivePool, fusion, write_recipe, write_text
 
 pytestmark = pytest.mark.slow
 
