@@ -19,6 +19,7 @@ Neighbours: `harness.killer` strikes processes, this strikes what lies between t
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import struct
 import threading
@@ -33,6 +34,7 @@ from types import TracebackType
 from typing import Final, Literal, TypeVar
 
 LOOPBACK: Final = "127.0.0.1"
+_LISTENED: Final = (20_000, 32_000)
 CHUNK_BYTES: Final = 64 * 1024
 UNDER_WAY_BYTES: Final = 4 * 1024 * 1024
 """A direction takes no more than this (and a chunk) from its sender before it passes something on."""
@@ -396,10 +398,14 @@ class _Lane:
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment: a peer behind the proxy must be told its port beforehand."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on at this moment: a peer behind the proxy must be told its port beforehand. It lies below
+    those that the system gives to connections (32768 and above on Linux), or one of them may have it until the peer
+    listens."""
+    while True:
+        port = random.randrange(*_LISTENED)  # noqa: S311
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
