@@ -402,7 +402,7 @@ def free_port() -> int:
     those that the system gives to connections (32768 and above on Linux), or one of them may have it until the peer
     listens."""
     while True:
-        port = random.randrange(*_LISTENED)  # noqa: S311
+        port = random.SystemRandom().randrange(*_LISTENED)
         with socket.socket() as probe, suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
