@@ -1,6 +1,7 @@
 """What home links leave of training: tokens per second by bandwidth, latency and codec, and with local updates.
 
     python benchmarks/homes.py [--part both|real|simulated] [--rounds 2] [--steps 8] [--loss FILE] [--json FILE]
+        [--page FILE]
 
 Real: four `fusion join` on this machine, a part of a core each, with `--upload-limit` and `--download-limit`, behind
 the proxies of `truth` that make the latency, the same job with each codec in turn; speeds as ratios to `none` of the
@@ -66,6 +67,21 @@ SHARES: Final = (0.35, 0.35, 0.35, 0.35)
 MICROBATCHES: Final = 8
 HOMES: Final = 50
 SIMULATED_MODELS: Final = ("1.3B", "8B")
+PAGE_TOP: Final = """# What home links leave of training
+
+`python benchmarks/homes.py --json homes.json --page docs/homes.md` writes this page. What a codec and local updates
+cost in loss is in [analysis.md](analysis.md#what-the-levers-cost-in-loss), where the same levers are applied to larger
+pools.
+"""
+REAL_WORDS: Final = f"""\
+Four `fusion join` on two cores, {SHARES[0]:g} of a core each, behind proxies that make the latency, with
+`--upload-limit` and `--download-limit`. Tokens per second over those of the same machines, line and round with nothing packed. Local
+updates: the same machines as `[replicas] count = "auto"` divides them, exchanging every {EVERY} steps in {EXCHANGED} (a
+real job would take 50). Last column: with `none`, `int8`, `adaptive`, from the stages' measured work."""
+SIMULATED_WORDS: Final = f"""\
+Tokens per second of the planner's plan, by the discrete-event simulator, and machines it uses. Local updates: groups
+that train apart with `adaptive` within, and exchange every {SIMULATED_EVERY} steps in {EXCHANGED} over the job owner's
+line."""
 _, PEAK_FLOPS, CARD_BYTES, CARD_BANDWIDTH = DEVICES[1]
 
 
@@ -273,14 +289,16 @@ def main() -> None:
     parser.add_argument("--loss", type=Path, metavar="FILE", help="what `compression` wrote")
     parser.add_argument("--local-loss", type=Path, metavar="FILE", help="what `local_updates` wrote")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="for the tables in Markdown")
     options = parser.parse_args()
+    known = _known(options.json)
     report: dict[str, Any] = {
         "schema": "fusionai.benchmark.homes/1",
         "cores": os.cpu_count(),
         "simulator": truth.simulator_hash(),
         "case": {"shares": SHARES, "microbatches": MICROBATCHES},
-        "simulated": None if options.part == "real" else simulated(),
-        "real": None if options.part == "simulated" else _known(options.json),
+        "simulated": known.get("simulated") or (None if options.part == "real" else simulated()),
+        "real": known.get("real") or [],
         "loss_to_none": None if options.loss is None else losses(options.loss),
         "loss_to_every_step": None if options.local_loss is None else losses(options.local_loss),
     }
@@ -298,10 +316,49 @@ def main() -> None:
                 _write(options.json, report)
 
 
-def _known(file: Path | None) -> list[dict[str, Any]]:
-    if file is None or not file.exists():
-        return []
-    return json.loads(file.read_text(encoding="utf-8"))["real"] or []
+def _known(file: Path | None) -> dict[str, Any]:
+    return {} if file is None or not file.exists() else json.loads(file.read_text(encoding="utf-8"))
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The tables in Markdown."""
+    lines = [PAGE_TOP]
+    if report["real"]:
+        lines += [
+            "## Four machines, for real",
+            "",
+            REAL_WORDS,
+            "",
+            "| line | from home to home | none | int8 | adaptive | local updates | simulated over real step |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for row in report["real"]:
+            cells = [f"{codec['speed_to_none']:.2f}" for codec in row["codecs"].values()]
+            chosen = sorted({name for run in row["codecs"]["adaptive"]["runs"] for name in run["codecs"]})
+            cells[-1] += f" ({', '.join(chosen) or 'none'})"
+            local = row[LOCAL]
+            cells.append(f"{local['speed_to_none']:.2f} ({local['runs'][-1]['replicas']} replicas)")
+            cells.append(", ".join(f"{codec['simulated_to_real']:.2f}" for codec in row["codecs"].values()))
+            lines.append(_row(row, cells))
+        lines.append("")
+    if report["simulated"]:
+        lines += ["## Fifty RTX 3080, simulated", "", SIMULATED_WORDS, ""]
+        lines += ["| model | line | from home to home | none | int8 | adaptive | local updates |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+        for row in report["simulated"]:
+            cells = [
+                f"{one['tokens_per_s']:,.0f} on {one['machines']}" if one else "does not fit"
+                for one in row["codecs"].values()
+            ]
+            local = row[LOCAL]
+            cells.append(f"{local['tokens_per_s']:,.0f}, {local['replicas']} groups" if local else "does not fit")
+            lines.append(f"| {row['model']} {_row(row, cells)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(row: Mapping[str, Any], cells: Sequence[str]) -> str:
+    return f"| {row['mbit_per_s']} Mbit/s | {row['one_way_s'] * 1000:.0f} ms | {' | '.join(cells)} |"
 
 
 def _write(file: Path, report: dict[str, Any]) -> None:
