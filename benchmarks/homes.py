@@ -75,9 +75,9 @@ pools.
 """
 REAL_WORDS: Final = f"""\
 Four `fusion join` on two cores, {SHARES[0]:g} of a core each, behind proxies that make the latency, with
-`--upload-limit` and `--download-limit`. Tokens per second over those of the same machines, line and round with nothing packed. Local
-updates: the same machines as `[replicas] count = "auto"` divides them, exchanging every {EVERY} steps in {EXCHANGED} (a
-real job would take 50). Last column: with `none`, `int8`, `adaptive`, from the stages' measured work."""
+`--upload-limit` and `--download-limit`. Tokens per second over those of the same machines, line and round with nothing
+packed. Local updates: the same machines as `[replicas] count = "auto"` divides them, exchanging every {EVERY} steps in
+{EXCHANGED} (a real job would take 50). Last column: with `none`, `int8`, `adaptive`, from the stages' measured work."""
 SIMULATED_WORDS: Final = f"""\
 Tokens per second of the planner's plan, by the discrete-event simulator, and machines it uses. Local updates: groups
 that train apart with `adaptive` within, and exchange every {SIMULATED_EVERY} steps in {EXCHANGED} over the job owner's
