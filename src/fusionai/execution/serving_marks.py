@@ -5,6 +5,9 @@ from the text's key and the value's name, 64 bytes in float32. For a difference 
 their marks by the length of one is about |D| / |X|, within a factor of two and a half but for one case in ten thousand.
 Each text has a key of its own: telling one gives no other away.
 
+A token at a time, making marks would cost as much as a good part of the pass: rows wait until there are `TOGETHER` of
+their text, or somebody asks.
+
 Texts are kept in the order in which they were last added to, and the longest forgotten goes when there are too many
 positions. A position that is computed again replaces what was known from there on.
 
@@ -37,6 +40,10 @@ Rows = npt.NDArray[np.float32]
 """[rows, numbers of a row]."""
 ROW_BYTES: Final = 2 * 4 * SIZE
 """Of a position in a book: got and gave."""
+TOGETHER: Final = 16
+"""Rows of a text that are marked in one product."""
+MOST_WAITING: Final = 256
+"""Rows of all texts: they are held whole, and an ended text's would wait for ever."""
 
 
 def text_key(secret: bytes, session: int) -> bytes:
@@ -52,12 +59,12 @@ class Projection:
 
     def marks(self, tensors: Mapping[str, HostTensor]) -> Marks:
         """Of tensors [1, rows, ...] of all values."""
-        return self.of({name: _rows(tensors[name]) for name in self._signs}, slice(None))
+        return self.of({name: _rows(tensors[name]) for name in self._signs})
 
-    def of(self, rows: Mapping[str, Rows], which: slice) -> Marks:
+    def of(self, rows: Mapping[str, Rows]) -> Marks:
         """Of these rows of all values."""
         with np.errstate(invalid="ignore", over="ignore"):
-            first, *others = (rows[name][which] @ drawn for name, drawn in self._signs.items())
+            first, *others = (rows[name] @ drawn for name, drawn in self._signs.items())
             for part in others:
                 first += part
         return first
@@ -90,12 +97,35 @@ class _Run:
         return _Run(self.start, got, gave, kept)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a segment, of all values; `at`: which of its positions they are."""
+
+    rows: Mapping[str, Rows]
+    at: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """`length` positions from `start` on, not marked yet."""
+
+    start: int
+    length: int
+    got: _Part | None
+    gave: _Part | None
+
+
 @dataclass(slots=True)
 class _Text:
     got: Projection | None
     gave: Projection | None
     runs: list[_Run] = field(default_factory=list[_Run])
     positions: int = 0
+    waiting: list[_Waiting] = field(default_factory=list[_Waiting])
+
+    @property
+    def waiting_rows(self) -> int:
+        return sum(one.length for one in self.waiting)
 
 
 class MarkBook:
@@ -109,10 +139,11 @@ class MarkBook:
         self._capacity = capacity
         self._texts: OrderedDict[int, _Text] = OrderedDict()
         self._positions = 0
+        self._waiting_rows = 0
 
     def clear(self) -> None:
         self._texts.clear()
-        self._positions = 0
+        self._positions = self._waiting_rows = 0
 
     def add(
         self,
@@ -130,8 +161,18 @@ class MarkBook:
             text, end = self._of(segment.session), first + segment.length
             until = bisect_left(wanted, end, chosen)
             share = _Share(first, segment.length, chosen, tuple(row - first for row in wanted[chosen:until]))
-            self._note(segment, text, share.marks(text.got, came), share.marks(text.gave, went))
+            waits = segment.length < TOGETHER
+            got = None if text.got is None else share.part(came, own=waits)
+            gave = None if text.gave is None else share.part(went, own=waits)
+            text.waiting.append(_Waiting(segment.start, segment.length, got, gave))
+            self._waiting_rows += segment.length
+            if text.waiting_rows >= TOGETHER:
+                self._settle(text)
             first, chosen = end, until
+        self._forget()
+        if self._waiting_rows > MOST_WAITING:
+            for text in tuple(self._texts.values()):
+                self._settle(text)
 
     def _of(self, session: int) -> _Text:
         text = self._texts.get(session)
@@ -144,25 +185,43 @@ class MarkBook:
         self._texts.move_to_end(session)
         return text
 
-    def _note(self, segment: Segment, text: _Text, got: Marks | None, gave: Marks | None) -> None:
+    def _settle(self, text: _Text) -> None:
+        """Marks what waits."""
+        waiting, text.waiting = text.waiting, []
+        got = _marked(text.got, [(one.length, one.got) for one in waiting])
+        gave = _marked(text.gave, [(one.length, one.gave) for one in waiting])
+        first = 0
+        for one in waiting:
+            self._waiting_rows -= one.length
+            share = slice(first, first + one.length)
+            own = (None if marks is None else marks[share] for marks in (got, gave))
+            self._note(text, _Run(one.start, *own, one.length))
+            first += one.length
+
+    def _note(self, text: _Text, run: _Run) -> None:
         before = text.positions
-        while text.runs and text.runs[-1].start + text.runs[-1].length > segment.start:
+        while text.runs and text.runs[-1].start + text.runs[-1].length > run.start:
             last = text.runs.pop()
             text.positions -= last.length
-            if last.start < segment.start:
-                text.runs.append(last.before(segment.start))
+            if last.start < run.start:
+                text.runs.append(last.before(run.start))
                 text.positions += text.runs[-1].length
-        text.runs.append(_Run(segment.start, got, gave, segment.length))
-        text.positions += segment.length
+        text.runs.append(run)
+        text.positions += run.length
         self._positions += text.positions - before
-        while self._positions > self._capacity and len(self._texts) > 1:
+
+    def _forget(self) -> None:
+        while self._positions + self._waiting_rows > self._capacity and len(self._texts) > 1:
             _, gone = self._texts.popitem(last=False)
             self._positions -= gone.positions
+            self._waiting_rows -= gone.waiting_rows
 
     def told(self, session: int, start: int, length: int) -> tuple[Marks, Marks]:
         """(got, gave) of these positions; not numbers where nothing is known."""
         got, gave = (np.full((length, SIZE), np.nan, np.float32) for _ in range(2))
         text = self._texts.get(session)
+        if text is not None:
+            self._settle(text)
         for run in () if text is None else text.runs:
             begin, end = max(start, run.start), min(start + length, run.start + run.length)
             if begin >= end:
@@ -198,13 +257,33 @@ class _Share:
     chosen: int
     rows: tuple[int, ...]
 
-    def marks(self, projection: Projection | None, packed: _Packed | None) -> Marks | None:
-        if projection is None or packed is None:
+    def part(self, packed: _Packed | None, *, own: bool) -> _Part | None:
+        """Of what a pass had; `own`: in memory of its own."""
+        if packed is None or not (packed.whole or self.rows):
             return None
-        if packed.whole:
-            return projection.of(packed.rows, slice(self.first, self.first + self.length))
-        if not self.rows:
-            return None
-        marks = np.full((self.length, SIZE), np.nan, np.float32)
-        marks[list(self.rows)] = projection.of(packed.rows, slice(self.chosen, self.chosen + len(self.rows)))
-        return marks
+        which = slice(self.first, self.first + self.length)
+        if not packed.whole:
+            which = slice(self.chosen, self.chosen + len(self.rows))
+        rows = {name: values[which].copy() if own else values[which] for name, values in packed.rows.items()}
+        return _Part(rows, range(self.length) if packed.whole else self.rows)
+
+
+def _marked(projection: Projection | None, parts: Sequence[tuple[int, _Part | None]]) -> Marks | None:
+    """Of (length of a segment, rows of it), one after the other; not numbers where there are none."""
+    there = [part for _, part in parts if part is not None]
+    if projection is None or not there:
+        return None
+    made = projection.of({name: np.concatenate([part.rows[name] for part in there]) for name in there[0].rows})
+    marks = np.full((sum(length for length, _ in parts), SIZE), np.nan, np.float32)
+    marks[_places(parts)] = made
+    return marks
+
+
+def _places(parts: Sequence[tuple[int, _Part | None]]) -> list[int]:
+    """Where the rows belong among all positions."""
+    places: list[int] = []
+    first = 0
+    for length, part in parts:
+        places += () if part is None else (first + at for at in part.at)
+        first += length
+    return places

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.execution.marks import SIZE
 from fusionai.execution.serving_boundary import RowSpec
-from fusionai.execution.serving_marks import MarkBook, Projection, text_key
+from fusionai.execution.serving_marks import MOST_WAITING, MarkBook, Projection, text_key
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
 
@@ -114,3 +114,30 @@ def test_no_number_is_a_mark_that_is_none():
     rows = np.full((1, 1, WIDTH), np.inf, np.float32)
     only = Projection(SPECS[:1], text_key(SECRET, 1))
     assert not np.isfinite(only.marks({"h": tensor(rows)})).any()
+
+
+def test_a_text_that_grows_by_a_token_has_the_marks_of_its_rows():
+    """Rows wait for others of their text; whoever asks in between, or computes some again, sees none of that."""
+    of, whole = book(), values(50)
+    for row in range(50):
+        of.add(
+            [Segment(1, row, 1), Segment(2, row, 1)], [], part(whole, [row, row]), part({"h": whole["h"]}, [row] * 2)
+        )
+        if row in (0, 7, 40):
+            assert np.allclose(of.told(1, 0, row + 1)[0], marks(part(whole, list(range(row + 1)))), rtol=1e-4)
+    only = Projection(SPECS[:1], text_key(SECRET, 2))
+    assert np.allclose(of.told(2, 0, 50)[0], marks(whole, 2), rtol=1e-4, atol=1e-4)
+    assert np.allclose(of.told(2, 0, 50)[1], only.marks({"h": whole["h"]}), rtol=1e-4, atol=1e-4)
+    again = values(3, seed=9)
+    for row in range(3):
+        of.add([Segment(2, 48 + row, 1)], [], part(again, [row]), {})
+    assert np.allclose(of.told(2, 48, 3)[0], marks(again, 2), rtol=1e-4, atol=1e-4)
+    assert np.isnan(of.told(2, 48, 3)[1]).all()
+
+
+def test_of_many_short_texts_each_is_known():
+    of = book(capacity=2 * MOST_WAITING)
+    for session in range(MOST_WAITING + 5):
+        of.add([Segment(session, 0, 1)], [], values(1, seed=session), {})
+    for session in (0, 7, MOST_WAITING + 4):
+        assert np.allclose(of.told(session, 0, 1)[0], marks(values(1, seed=session), session), rtol=1e-4)
