@@ -5,8 +5,8 @@ from the text's key and the value's name, 64 bytes in float32. For a difference 
 their marks by the length of one is about |D| / |X|, within a factor of two and a half but for one case in ten thousand.
 Each text has a key of its own: telling one gives no other away.
 
-A token at a time, making marks would cost as much as a good part of the pass: rows wait until there are `TOGETHER` of
-their text, or somebody asks.
+A token at a time, making marks would cost as much as a good part of the pass: passes wait until they have `TOGETHER`
+rows, or somebody asks; then all rows of a text are marked in one product.
 
 Texts are kept in the order in which they were last added to, and the longest forgotten goes when there are too many
 positions. A position that is computed again replaces what was known from there on.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,10 +40,8 @@ Rows = npt.NDArray[np.float32]
 """[rows, numbers of a row]."""
 ROW_BYTES: Final = 2 * 4 * SIZE
 """Of a position in a book: got and gave."""
-TOGETHER: Final = 16
-"""Rows of a text that are marked in one product."""
-MOST_WAITING: Final = 256
-"""Rows of all texts: they are held whole, and an ended text's would wait for ever."""
+TOGETHER: Final = 128
+"""Rows that wait, at most; they are held whole."""
 
 
 def text_key(secret: bytes, session: int) -> bytes:
@@ -77,9 +75,9 @@ def _signs_of(spec: RowSpec, key: bytes) -> npt.NDArray[np.float32]:
     return signs(generator, width * SIZE).reshape(width, SIZE).astype(np.float32)
 
 
-def _rows(tensor: HostTensor) -> Rows:
+def _rows(tensor: HostTensor, *, own: bool = False) -> Rows:
     values = as_array(tensor) if tensor.dtype in FLOAT_DTYPES else np.frombuffer(tensor.data, tensor.dtype)
-    return values.reshape(tensor.shape[1], -1).astype(np.float32, copy=False)
+    return values.reshape(tensor.shape[1], -1).astype(np.float32, copy=own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +91,11 @@ class _Run:
 
     def before(self, position: int) -> _Run:
         kept = position - self.start
-        got, gave = (None if one is None else one[:kept] for one in (self.got, self.gave))
-        return _Run(self.start, got, gave, kept)
+        return _Run(self.start, _part(self.got, slice(kept)), _part(self.gave, slice(kept)), kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of a segment, of all values; `at`: which of its positions they are."""
-
-    rows: Mapping[str, Rows]
-    at: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """`length` positions from `start` on, not marked yet."""
-
-    start: int
-    length: int
-    got: _Part | None
-    gave: _Part | None
+def _part(marks: Marks | None, which: slice) -> Marks | None:
+    return None if marks is None else marks[which]
 
 
 @dataclass(slots=True)
@@ -121,11 +104,6 @@ class _Text:
     gave: Projection | None
     runs: list[_Run] = field(default_factory=list[_Run])
     positions: int = 0
-    waiting: list[_Waiting] = field(default_factory=list[_Waiting])
-
-    @property
-    def waiting_rows(self) -> int:
-        return sum(one.length for one in self.waiting)
 
 
 class MarkBook:
@@ -139,10 +117,12 @@ class MarkBook:
         self._capacity = capacity
         self._texts: OrderedDict[int, _Text] = OrderedDict()
         self._positions = 0
+        self._waiting: list[_Passed] = []
         self._waiting_rows = 0
 
     def clear(self) -> None:
         self._texts.clear()
+        self._waiting.clear()
         self._positions = self._waiting_rows = 0
 
     def add(
@@ -155,24 +135,13 @@ class MarkBook:
         """A pass went through. Tensors have the rows of all `segments`, or of those that are `wanted` of them; none
         where nothing came or went."""
         total = sum(segment.length for segment in segments)
-        came, went = _Packed.of(self._received, got, total), _Packed.of(self._sent, gave, total)
-        first = chosen = 0
-        for segment in segments:
-            text, end = self._of(segment.session), first + segment.length
-            until = bisect_left(wanted, end, chosen)
-            share = _Share(first, segment.length, chosen, tuple(row - first for row in wanted[chosen:until]))
-            waits = segment.length < TOGETHER
-            got = None if text.got is None else share.part(came, own=waits)
-            gave = None if text.gave is None else share.part(went, own=waits)
-            text.waiting.append(_Waiting(segment.start, segment.length, got, gave))
-            self._waiting_rows += segment.length
-            if text.waiting_rows >= TOGETHER:
-                self._settle(text)
-            first, chosen = end, until
-        self._forget()
-        if self._waiting_rows > MOST_WAITING:
-            for text in tuple(self._texts.values()):
-                self._settle(text)
+        self._waiting_rows += total
+        waits = self._waiting_rows < TOGETHER
+        came = _Packed.of(self._received, got, total, own=waits)
+        went = _Packed.of(self._sent, gave, total, own=waits)
+        self._waiting.append(_Passed(tuple(segments), tuple(wanted), came, went))
+        if not waits:
+            self._settle()
 
     def _of(self, session: int) -> _Text:
         text = self._texts.get(session)
@@ -185,18 +154,25 @@ class MarkBook:
         self._texts.move_to_end(session)
         return text
 
-    def _settle(self, text: _Text) -> None:
+    def _settle(self) -> None:
         """Marks what waits."""
-        waiting, text.waiting = text.waiting, []
-        got = _marked(text.got, [(one.length, one.got) for one in waiting])
-        gave = _marked(text.gave, [(one.length, one.gave) for one in waiting])
-        first = 0
-        for one in waiting:
-            self._waiting_rows -= one.length
-            share = slice(first, first + one.length)
-            own = (None if marks is None else marks[share] for marks in (got, gave))
-            self._note(text, _Run(one.start, *own, one.length))
-            first += one.length
+        waiting, self._waiting, self._waiting_rows = self._waiting, [], 0
+        shares: dict[int, list[_Share]] = {}
+        for passed in waiting:
+            for session, share in passed.shares():
+                # Last is the text that was last added to.
+                shares[session] = [*shares.pop(session, ()), share]
+        for session, parts in shares.items():
+            text = self._of(session)
+            got = _marked(text.got, parts, [share.came for share in parts])
+            gave = _marked(text.gave, parts, [share.went for share in parts])
+            first = 0
+            for share in parts:
+                which = slice(first, first + share.length)
+                run = _Run(share.start, _part(got, which), _part(gave, which), share.length)
+                self._note(text, run)
+                first += share.length
+            self._forget()
 
     def _note(self, text: _Text, run: _Run) -> None:
         before = text.positions
@@ -211,17 +187,15 @@ class MarkBook:
         self._positions += text.positions - before
 
     def _forget(self) -> None:
-        while self._positions + self._waiting_rows > self._capacity and len(self._texts) > 1:
+        while self._positions > self._capacity and len(self._texts) > 1:
             _, gone = self._texts.popitem(last=False)
             self._positions -= gone.positions
-            self._waiting_rows -= gone.waiting_rows
 
     def told(self, session: int, start: int, length: int) -> tuple[Marks, Marks]:
         """(got, gave) of these positions; not numbers where nothing is known."""
         got, gave = (np.full((length, SIZE), np.nan, np.float32) for _ in range(2))
+        self._settle()
         text = self._texts.get(session)
-        if text is not None:
-            self._settle(text)
         for run in () if text is None else text.runs:
             begin, end = max(start, run.start), min(start + length, run.start + run.length)
             if begin >= end:
@@ -240,50 +214,75 @@ class _Packed:
     whole: bool
 
     @classmethod
-    def of(cls, specs: Sequence[RowSpec], tensors: Mapping[str, HostTensor], total: int) -> _Packed | None:
+    def of(
+        cls, specs: Sequence[RowSpec], tensors: Mapping[str, HostTensor], total: int, *, own: bool
+    ) -> _Packed | None:
+        """`own`: in memory of its own."""
         if not specs or not tensors:
             return None
-        rows = {spec.name: _rows(tensors[spec.name]) for spec in specs}
+        rows = {spec.name: _rows(tensors[spec.name], own=own) for spec in specs}
         return cls(rows, len(next(iter(rows.values()))) == total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A pass whose rows are not marked yet."""
+
+    segments: tuple[Segment, ...]
+    wanted: tuple[int, ...]
+    came: _Packed | None
+    went: _Packed | None
+
+    def shares(self) -> Iterator[tuple[int, _Share]]:
+        """With the session each belongs to."""
+        first = chosen = 0
+        for segment in self.segments:
+            end = first + segment.length
+            until = bisect_left(self.wanted, end, chosen)
+            rows = tuple(row - first for row in self.wanted[chosen:until])
+            yield segment.session, _Share(segment.start, first, segment.length, chosen, rows, self.came, self.went)
+            first, chosen = end, until
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
     """A segment's part of a pass: `length` positions from `first` on; of what was wanted its `rows`, from the
-    `chosen`th on."""
+    `chosen`th on. `start`: its first position in its text."""
 
+    start: int
     first: int
     length: int
     chosen: int
     rows: tuple[int, ...]
+    came: _Packed | None
+    went: _Packed | None
 
-    def part(self, packed: _Packed | None, *, own: bool) -> _Part | None:
-        """Of what a pass had; `own`: in memory of its own."""
-        if packed is None or not (packed.whole or self.rows):
-            return None
-        which = slice(self.first, self.first + self.length)
-        if not packed.whole:
-            which = slice(self.chosen, self.chosen + len(self.rows))
-        rows = {name: values[which].copy() if own else values[which] for name, values in packed.rows.items()}
-        return _Part(rows, range(self.length) if packed.whole else self.rows)
+    def of(self, packed: _Packed) -> tuple[slice, Sequence[int]]:
+        """Its rows there, and which of its positions they are."""
+        if packed.whole:
+            return slice(self.first, self.first + self.length), range(self.length)
+        return slice(self.chosen, self.chosen + len(self.rows)), self.rows
 
 
-def _marked(projection: Projection | None, parts: Sequence[tuple[int, _Part | None]]) -> Marks | None:
-    """Of (length of a segment, rows of it), one after the other; not numbers where there are none."""
-    there = [part for _, part in parts if part is not None]
-    if projection is None or not there:
-        return None
-    made = projection.of({name: np.concatenate([part.rows[name] for part in there]) for name in there[0].rows})
-    marks = np.full((sum(length for length, _ in parts), SIZE), np.nan, np.float32)
-    marks[_places(parts)] = made
-    return marks
-
-
-def _places(parts: Sequence[tuple[int, _Part | None]]) -> list[int]:
-    """Where the rows belong among all positions."""
+def _marked(projection: Projection | None, shares: Sequence[_Share], packs: Sequence[_Packed | None]) -> Marks | None:
+    """Of these shares' positions, one share after the other; not numbers where there are no rows."""
     places: list[int] = []
+    found: list[tuple[_Packed, slice]] = []
     first = 0
-    for length, part in parts:
-        places += () if part is None else (first + at for at in part.at)
-        first += length
-    return places
+    for share, packed in zip(shares, packs, strict=True):
+        if packed is not None:
+            which, positions = share.of(packed)
+            found.append((packed, which))
+            places += (first + position for position in positions)
+        first += share.length
+    if projection is None or not places:
+        return None
+    names = found[0][0].rows
+    made = projection.of(
+        {name: np.concatenate([packed.rows[name][which] for packed, which in found]) for name in names}
+    )
+    if len(places) == first:
+        return made
+    marks = np.full((first, SIZE), np.nan, np.float32)
+    marks[places] = made
+    return marks

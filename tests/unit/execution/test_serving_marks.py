@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.execution.marks import SIZE
 from fusionai.execution.serving_boundary import RowSpec
-from fusionai.execution.serving_marks import MOST_WAITING, MarkBook, Projection, text_key
+from fusionai.execution.serving_marks import TOGETHER, MarkBook, Projection, text_key
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
 
@@ -136,8 +136,8 @@ def test_a_text_that_grows_by_a_token_has_the_marks_of_its_rows():
 
 
 def test_of_many_short_texts_each_is_known():
-    of = book(capacity=2 * MOST_WAITING)
-    for session in range(MOST_WAITING + 5):
+    of = book(capacity=2 * TOGETHER)
+    for session in range(TOGETHER + 5):
         of.add([Segment(session, 0, 1)], [], values(1, seed=session), {})
-    for session in (0, 7, MOST_WAITING + 4):
+    for session in (0, 7, TOGETHER + 4):
         assert np.allclose(of.told(session, 0, 1)[0], marks(values(1, seed=session), session), rtol=1e-4)
