@@ -314,6 +314,8 @@ def main() -> None:
             report["real"].append(row)
             if options.json is not None:
                 _write(options.json, report)
+    if options.page is not None:
+        write_atomic(options.page, page(report).encode())
 
 
 def _known(file: Path | None) -> dict[str, Any]:
@@ -329,8 +331,8 @@ def page(report: Mapping[str, Any]) -> str:
             "",
             REAL_WORDS,
             "",
-            "| line | from home to home | none | int8 | adaptive | local updates | simulated over real step |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| line | from home to home | none | int8 | adaptive | local updates | simulated over real step | rounds |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for row in report["real"]:
             cells = [f"{codec['speed_to_none']:.2f}" for codec in row["codecs"].values()]
@@ -339,6 +341,7 @@ def page(report: Mapping[str, Any]) -> str:
             local = row[LOCAL]
             cells.append(f"{local['speed_to_none']:.2f} ({local['runs'][-1]['replicas']} replicas)")
             cells.append(", ".join(f"{codec['simulated_to_real']:.2f}" for codec in row["codecs"].values()))
+            cells.append(str(len(local["runs"])))
             lines.append(_row(row, cells))
         lines.append("")
     if report["simulated"]:
