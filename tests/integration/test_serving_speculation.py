@@ -149,13 +149,14 @@ def drafted(directory: Path, captured: Captured, compute: ComputeThread, pages: 
 
 
 def test_a_model_that_is_the_same_guesses_nearly_everything(plain: list[list[int]], tmp_path: Path):
-    """It draws by the same numbers; what it does not know are penalties, which a third of the answers have."""
+    """It draws by the same numbers; what it does not know are penalties, which a third of the answers have. How many of
+    those are guessed depends on the weights and on who is with whom in a pass: all others are half of all and more."""
     compute = ComputeThread()
     draft = drafted(tmp_path, captured_llama(), compute)
     told, figures, _ = answers(tmp_path, 5, ASKED, draft)
     compute.close()
     assert told == plain
-    assert figures["accepted_tokens"] > 0.6 * figures["proposed_tokens"]
+    assert figures["accepted_tokens"] > 0.5 * figures["proposed_tokens"]
 
 
 @pytest.mark.long

@@ -231,9 +231,12 @@ def watching() -> Iterator[InitialisationWatch]:
     # Only `torch.nn.init` itself calls this one, so that every imported `trunc_normal_` goes through it.
     truncate: Callable[..., Any] = getattr(nn.init, _TRUNCATE)
     replaced[id(truncate)] = (truncate, _truncated(watch, truncate))
+    wanted = frozenset(replaced)
     places = [
         (namespace, name, original, stand_in)
         for namespace in _namespaces()
+        # Few modules have one: their names are looked through without a step of the interpreter for each.
+        if not wanted.isdisjoint(map(id, list(namespace.values())))
         for name, value in list(namespace.items())
         if (found := replaced.get(id(value))) is not None
         for original, stand_in in [found]

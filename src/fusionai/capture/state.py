@@ -65,15 +65,15 @@ class StateSource:
             like = parameters[key] if key in parameters else buffers[key]
             yield key, to_host(_read(*stored[key], key, like))
         rest = (wanted & set(parameters)) - set(stored)
-        for group in self.groups:
-            made = sorted(rest & group)
-            if made:
-                for key, tensor in rebuild(self.built, group):
-                    if key in rest:
-                        yield key, to_host(tensor)
-        loose = rest.difference(*self.groups)
-        for key in sorted(loose):
-            yield from ((key, to_host(tensor)) for _, tensor in rebuild(self.built, frozenset({key})))
+        # Those that have a program, too, are asked for where nobody runs programs: always in the same groups, whichever
+        # of them are wanted, since what a module draws for one depends on what it makes beside it.
+        programmed = [key for key in parameters if not any(key in group for group in self.groups)]
+        for made in (*self.groups, *group(programmed, parameters)):
+            if rest.isdisjoint(made):
+                continue
+            for key, tensor in rebuild(self.built, made):
+                if key in rest:
+                    yield key, to_host(tensor)
 
 
 def to_host(tensor: torch.Tensor) -> HostTensor:
