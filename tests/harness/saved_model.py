@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,12 @@ def heard(server: Process, words: str) -> None:
     """Starting five processes takes a busy machine a while."""
     found = server.wait_until(lambda: next((line for line in server.lines if words in line), None), 240.0)
     assert found is not None, f"{words!r} never came; said: {server.text}"
+
+
+def stopped(server: Process) -> None:
+    """Whatever became of it, it and its pool are gone."""
+    if server.lives:
+        server.interrupt()
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(timeout=60)
+    server.end()

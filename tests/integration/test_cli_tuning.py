@@ -6,16 +6,14 @@ Real processes. Neighbours: `test_cli_train` has each setting of a recipe, `test
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.live_pool import WORDS, LivePool, Process, fusion, write_recipe
-from harness.saved_model import asked, greedy, heard, saved_model
+from harness.saved_model import asked, greedy, heard, saved_model, stopped
 
 pytestmark = [
     pytest.mark.long,
@@ -111,8 +109,4 @@ def test_conversations_tune_an_adapter_that_peft_loads_and_a_pool_serves(pool: L
         server.interrupt()
         assert server.ended() == 0
     finally:
-        if server.lives:
-            server.interrupt()
-            with suppress(subprocess.TimeoutExpired):
-                server.process.wait(timeout=60)
-        server.end()
+        stopped(server)
