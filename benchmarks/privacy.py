@@ -5,12 +5,11 @@
 One pool of two peers, one thread each, a broker and the job owner's process with one thread, all on this machine over
 mutual TLS. In each round every level trains the same model on the same text and answers the same prompt, in an order
 that turns from round to round. With `split` embedding and head are the owner's, otherwise the pool's. Quoted are ratios
-within a round: time per step, and per token, over that of a job without the level, less one; of a run the median
+within a round: time per step, and per token, over that of `open`, less one; of a run the median
 counts. Beside them stands the processor time that all these processes together took for a step: other programs change
 it less, and it says what machines of their own would feel where here four processes share the cores. Links are
 encrypted at every level: between `open` and `encrypted` nothing but the word differs, so that their ratio says what the
-machine's other work does to such a comparison, and what `split` costs is told over the mean of the two. What crosses
-grows with a model's width, what is computed with its square.
+machine's other work does to such a comparison. What crosses grows with a model's width, what is computed with its square.
 """
 
 from __future__ import annotations
@@ -182,11 +181,11 @@ def _recipe(directory: Path, config: dict[str, Any], level: PrivacyLevel, number
 
 
 def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each level and figure: how much more than without, per round and in the median."""
+    """Of each level and figure: how much more than `open`, per round and in the median."""
     summary: dict[str, Any] = {}
-    for level, without in (("encrypted", ("open",)), ("split", ("open", "encrypted"))):
+    for level in LEVELS[1:]:
         for figure in ("step_s", "processor_s", "token_s"):
-            over = [one[level][figure] / statistics.fmean(one[base][figure] for base in without) - 1 for one in rounds]
+            over = [one[level][figure] / one["open"][figure] - 1 for one in rounds]
             summary[f"{level} {figure}"] = {"median": statistics.median(over), "rounds": over}
     return summary
 
@@ -200,7 +199,7 @@ def _shown(found: dict[str, Any]) -> str:
 
 def _verdict(summary: dict[str, Any]) -> str:
     each = ", ".join(f"{name} {one['median']:+.1%}" for name, one in summary.items())
-    return f"over a job without, median of rounds: {each} (goal at most {GOAL:.0%})"
+    return f"over open, median of rounds: {each} (goal at most {GOAL:.0%})"
 
 
 def _arguments() -> argparse.Namespace:
