@@ -9,7 +9,8 @@ within a round: time per step, and per token, over that of `open`, less one; of 
 counts. Beside them stands the processor time that all these processes together took for a step: other programs change
 it less, and it says what machines of their own would feel where here four processes share the cores. Links are
 encrypted at every level: between `open` and `encrypted` nothing but the word differs, so that their ratio says what the
-machine's other work does to such a comparison. What crosses grows with a model's width, what is computed with its square.
+machine's other work does to such a comparison. What crosses grows with a model's width, what is computed with its
+square.
 """
 
 from __future__ import annotations
