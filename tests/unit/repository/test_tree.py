@@ -94,3 +94,21 @@ def test_every_decision_is_listed():
     listed = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
     missing = [path.name for path in (ROOT / "docs/decisions").glob("0*.md") if f"({path.name})" not in listed]
     assert not missing
+
+
+def test_nothing_points_out_of_the_tree():
+    """A link made for one machine, say to an environment elsewhere, would dangle in every other clone."""
+    patterns = ignored()
+    folders = [ROOT, *folders_with_files(ROOT, patterns)]
+    links = [
+        child.relative_to(ROOT).as_posix()
+        for folder in folders
+        for child in folder.iterdir()
+        if child.is_symlink() and not any(fnmatch.fnmatch(child.name, pattern) for pattern in patterns)
+    ]
+    assert not links
+
+
+def test_an_environment_is_ignored_whether_a_folder_or_a_link_to_one():
+    """Git takes a pattern that ends with a slash for folders only."""
+    assert ".venv" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
