@@ -5,12 +5,12 @@
 One pool of two peers, one thread each, a broker and the job owner's process with one thread, all on this machine over
 mutual TLS. In each round every level trains the same model on the same text and answers the same prompt, in an order
 that turns from round to round. With `split` embedding and head are the owner's, otherwise the pool's. Quoted are ratios
-within a round: time per step, and per token, over that of `open`, less one; of a run the median
-counts. Beside them stands the processor time that all these processes together took for a step: other programs change
-it less, and it says what machines of their own would feel where here four processes share the cores. Links are
-encrypted at every level: between `open` and `encrypted` nothing but the word differs, so that their ratio says what the
-machine's other work does to such a comparison. What crosses grows with a model's width, what is computed with its
-square.
+within a round: time per step, and per token, over that of `open`, less one; the median of all rounds, and between which
+rounds' figures it lies 95 in 100 times. Beside them stands the processor time that all these processes together took
+for a step: other programs change it less, and it says what machines of their own would feel where here four processes
+share the cores. Links are encrypted at every level: between `open` and `encrypted` nothing but the word differs, so
+that their ratio says what the machine's other work does to such a comparison. What crosses grows with a model's width,
+what is computed with its square.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -88,9 +89,9 @@ async def _measured(directory: Path, options: argparse.Namespace, rounds: list[d
             found: dict[str, Any] = {}
             for level in (*LEVELS[number % 3 :], *LEVELS[: number % 3]):
                 recipe = _recipe(directory, config, level, number, options.steps)
-                step = await _step(directory, pool, recipe)
-                token_s = await _token_s(directory, model, level, options.tokens)
-                found[level] = {**step, "token_s": token_s}
+                found[level] = await _step(directory, pool, recipe)
+                if options.tokens:
+                    found[level]["token_s"] = await _token_s(directory, model, level, options.tokens)
             rounds.append(found | {"load_1_minute": os.getloadavg()[0]})
             print(f"round {number}: {_shown(found)}", flush=True)
             if options.json is not None:
@@ -185,22 +186,37 @@ def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each level and figure: how much more than `open`, per round and in the median."""
     summary: dict[str, Any] = {}
     for level in LEVELS[1:]:
-        for figure in ("step_s", "processor_s", "token_s"):
+        for figure in ("step_s", "processor_s", *(("token_s",) if "token_s" in rounds[0][level] else ())):
             over = [one[level][figure] / one["open"][figure] - 1 for one in rounds]
-            summary[f"{level} {figure}"] = {"median": statistics.median(over), "rounds": over}
+            low, high = _interval(over)
+            summary[f"{level} {figure}"] = {"median": statistics.median(over), "low": low, "high": high, "rounds": over}
     return summary
 
 
+def _interval(values: list[float]) -> tuple[float, float]:
+    """Where the median of many more rounds lies, 95 in 100 times: order statistics, whatever the noise looks like."""
+    ordered, count = sorted(values), len(values)
+    below, left = 0, 0.0
+    while left + math.comb(count, below) / 2**count <= 0.025:
+        left += math.comb(count, below) / 2**count
+        below += 1
+    return ordered[max(0, below - 1)], ordered[min(count - 1, count - below)]
+
+
 def _shown(found: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{level} {found[level]['step_s']:.3f} s a step, {found[level]['token_s'] * 1000:.1f} ms a token"
-        for level in LEVELS
-    )
+    def one(level: str) -> str:
+        token_s = found[level].get("token_s")
+        token = "" if token_s is None else f", {token_s * 1000:.1f} ms a token"
+        return f"{level} {found[level]['step_s']:.3f} s a step{token}"
+
+    return "; ".join(one(level) for level in LEVELS)
 
 
 def _verdict(summary: dict[str, Any]) -> str:
-    each = ", ".join(f"{name} {one['median']:+.1%}" for name, one in summary.items())
-    return f"over open, median of rounds: {each} (goal at most {GOAL:.0%})"
+    each = ", ".join(
+        f"{name} {one['median']:+.1%} ({one['low']:+.1%} to {one['high']:+.1%})" for name, one in summary.items()
+    )
+    return f"over open, median of rounds and its 95% interval: {each} (goal at most {GOAL:.0%})"
 
 
 def _arguments() -> argparse.Namespace:
@@ -208,7 +224,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help=f"of the model, a multiple of {HEAD_WIDTH}")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer; 0: nothing is served")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -70,7 +70,7 @@ from harness.pool import Data, Job, MemoryPool, Run, peer_id, tensor, tokens  # 
 FENCE: Final = Fence(1, 1, 0)
 SECRET: Final = bytes(range(32))
 PARTS: Final = ("honest", "liars", "late", "overhead", "serving")
-SERVING_PARTS: Final = ("honest", "liars", "overhead")
+SERVING_PARTS: Final = ("honest", "liars", "overhead", "pool")
 LLAMA: Final = {
     "model_type": "llama",
     "vocab_size": 64,

@@ -10,6 +10,7 @@ A task is one pass of one text through one stage.
 - *liars*: whole jobs in one process in which one of three stages lies in a fifth of its passes: after how many of its
   passes it is named, and whether answers afterwards are those of honest machines.
 - *overhead*: the same answers without and with checks in turns, in one process on this machine.
+- *pool*: likewise where every machine is a process (`verification_serving_pool`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from harness.backend_kinds import opened
 from harness.pool import peer_id
 from harness.serving_liars import SERVING_LIES, LyingServer, ServingLie
 from harness.serving_pool import Served, model_weights, served, tokens_of
+from verification_serving_pool import pool
 
 FENCE: Final = Fence(1, 1, 0)
 SECRETS: Final = (b"s" * 32, b"t" * 32)
@@ -406,6 +408,8 @@ def serving(parts: tuple[str, ...], *, tasks: int, rounds: int) -> dict[str, Any
             case "liars":
                 found["apart"] = apart()
                 found[part] = liars()
+            case "pool":
+                found[part] = pool(rounds)
             case _:
                 found[part] = overhead(rounds)
     return found

@@ -24,6 +24,7 @@ from fusionai.corpus.tensors import TensorSource
 from fusionai.corpus.tokenizer import Tokenizer
 from fusionai.corpus.tokens import Progress, TokenFile, open_tokens, require_rows
 from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.directory_lock import directory_lock
 
 
 class Source(Protocol):
@@ -68,18 +69,22 @@ class Source(Protocol):
 def open_source(
     recipe: Recipe, directory: Path, progress: Progress | None = None
 ) -> TokenSource | TensorSource | ChatSource:
-    """Open the data of a recipe; what is derived from it is cached in `directory`.
+    """Open the data of a recipe; what is derived from it is cached in `directory`, by one process at a time: whoever
+    comes meanwhile waits and finds it made.
 
     Raises `DataError` for data that can't be read or is too small, `StorageError` for the cache.
     """
     match recipe.data:
         case TextData():
-            tokens = open_tokens(recipe.data, directory, recipe.job.seed, progress)
+            with directory_lock(directory):
+                tokens = open_tokens(recipe.data, directory, recipe.job.seed, progress)
             return TokenSource(recipe, recipe.data, tokens)
         case TensorData():
             return TensorSource(recipe, recipe.data)
         case ChatData():
-            return ChatSource(recipe, recipe.data, open_chat(recipe.data, directory, recipe.job.seed, progress))
+            with directory_lock(directory):
+                chat = open_chat(recipe.data, directory, recipe.job.seed, progress)
+            return ChatSource(recipe, recipe.data, chat)
 
 
 class TokenSource:

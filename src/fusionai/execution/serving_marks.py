@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,14 +57,14 @@ class Projection:
 
     def marks(self, tensors: Mapping[str, HostTensor]) -> Marks:
         """Of tensors [1, rows, ...] of all values."""
-        return self.of({name: _rows(tensors[name]) for name in self._signs})
+        with np.errstate(invalid="ignore", over="ignore"):
+            return self.of({name: _rows(tensors[name]) for name in self._signs})
 
     def of(self, rows: Mapping[str, Rows]) -> Marks:
-        """Of these rows of all values."""
-        with np.errstate(invalid="ignore", over="ignore"):
-            first, *others = (rows[name] @ drawn for name, drawn in self._signs.items())
-            for part in others:
-                first += part
+        """Of these rows of all values. Numpy warns of what is not finite, unless whoever calls has asked it not to."""
+        first, *others = (rows[name] @ drawn for name, drawn in self._signs.items())
+        for part in others:
+            first += part
         return first
 
 
@@ -157,22 +157,20 @@ class MarkBook:
     def _settle(self) -> None:
         """Marks what waits."""
         waiting, self._waiting, self._waiting_rows = self._waiting, [], 0
-        shares: dict[int, list[_Share]] = {}
-        for passed in waiting:
-            for session, share in passed.shares():
-                # Last is the text that was last added to.
-                shares[session] = [*shares.pop(session, ()), share]
-        for session, parts in shares.items():
-            text = self._of(session)
-            got = _marked(text.got, parts, [share.came for share in parts])
-            gave = _marked(text.gave, parts, [share.went for share in parts])
-            first = 0
-            for share in parts:
-                which = slice(first, first + share.length)
-                run = _Run(share.start, _part(got, which), _part(gave, which), share.length)
-                self._note(text, run)
-                first += share.length
-            self._forget()
+        came, went = _joined([passed.came for passed in waiting]), _joined([passed.went for passed in waiting])
+        with np.errstate(invalid="ignore", over="ignore"):
+            for session, part in _by_text(waiting).items():
+                text = self._of(session)
+                got, gave = (
+                    _marked(text.got, came, part.came, part.length),
+                    _marked(text.gave, went, part.went, part.length),
+                )
+                for (start, first), end in zip(
+                    part.runs, [*(one for _, one in part.runs[1:]), part.length], strict=True
+                ):
+                    which = slice(first, end)
+                    self._note(text, _Run(start, _part(got, which), _part(gave, which), end - first))
+                self._forget()
 
     def _note(self, text: _Text, run: _Run) -> None:
         before = text.positions
@@ -211,6 +209,7 @@ class _Packed:
     """Rows of a pass: of all its positions, or of those that were wanted."""
 
     rows: Mapping[str, Rows]
+    count: int
     whole: bool
 
     @classmethod
@@ -221,7 +220,8 @@ class _Packed:
         if not specs or not tensors:
             return None
         rows = {spec.name: _rows(tensors[spec.name], own=own) for spec in specs}
-        return cls(rows, len(next(iter(rows.values()))) == total)
+        count = len(next(iter(rows.values())))
+        return cls(rows, count, count == total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,56 +233,77 @@ class _Passed:
     came: _Packed | None
     went: _Packed | None
 
-    def shares(self) -> Iterator[tuple[int, _Share]]:
-        """With the session each belongs to."""
-        first = chosen = 0
-        for segment in self.segments:
-            end = first + segment.length
-            until = bisect_left(self.wanted, end, chosen)
-            rows = tuple(row - first for row in self.wanted[chosen:until])
-            yield segment.session, _Share(segment.start, first, segment.length, chosen, rows, self.came, self.went)
-            first, chosen = end, until
+
+@dataclass(slots=True)
+class _Found:
+    """A text's rows: where they lie among all that waited, ever farther, and which of its positions they are."""
+
+    rows: list[int] = field(default_factory=list[int])
+    places: list[int] = field(default_factory=list[int])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Share:
-    """A segment's part of a pass: `length` positions from `first` on; of what was wanted its `rows`, from the
-    `chosen`th on. `start`: its first position in its text."""
+    """What a text has of all that waited: `length` positions, in the order in which they passed."""
 
-    start: int
-    first: int
-    length: int
-    chosen: int
-    rows: tuple[int, ...]
-    came: _Packed | None
-    went: _Packed | None
-
-    def of(self, packed: _Packed) -> tuple[slice, Sequence[int]]:
-        """Its rows there, and which of its positions they are."""
-        if packed.whole:
-            return slice(self.first, self.first + self.length), range(self.length)
-        return slice(self.chosen, self.chosen + len(self.rows)), self.rows
+    came: _Found = field(default_factory=_Found)
+    went: _Found = field(default_factory=_Found)
+    runs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Where positions do not follow the one before: (position in the text, place here)."""
+    length: int = 0
+    end: int = -1
+    """The position after the last one."""
 
 
-def _marked(projection: Projection | None, shares: Sequence[_Share], packs: Sequence[_Packed | None]) -> Marks | None:
-    """Of these shares' positions, one share after the other; not numbers where there are no rows."""
-    places: list[int] = []
-    found: list[tuple[_Packed, slice]] = []
-    first = 0
-    for share, packed in zip(shares, packs, strict=True):
-        if packed is not None:
-            which, positions = share.of(packed)
-            found.append((packed, which))
-            places += (first + position for position in positions)
-        first += share.length
-    if projection is None or not places:
+def _by_text(waiting: Sequence[_Passed]) -> dict[int, _Share]:
+    """Last is the text that was last added to. It runs for every position of every text, so it makes few objects."""
+    shares: dict[int, _Share] = {}
+    came_before = went_before = 0
+    for passed in waiting:
+        first = chosen = 0
+        for segment in passed.segments:
+            length, until = segment.length, bisect_left(passed.wanted, first + segment.length, chosen)
+            share = shares.pop(segment.session, None) or _Share()
+            shares[segment.session] = share
+            if segment.start != share.end:
+                share.runs.append((segment.start, share.length))
+            for packed, found, before in (
+                (passed.came, share.came, came_before),
+                (passed.went, share.went, went_before),
+            ):
+                if packed is None:
+                    continue
+                if packed.whole:
+                    found.rows += range(before + first, before + first + length)
+                    found.places += range(share.length, share.length + length)
+                else:
+                    found.rows += range(before + chosen, before + until)
+                    found.places += [share.length + row - first for row in passed.wanted[chosen:until]]
+            share.length += length
+            share.end = segment.start + length
+            first, chosen = first + length, until
+        came_before += 0 if passed.came is None else passed.came.count
+        went_before += 0 if passed.went is None else passed.went.count
+    return shares
+
+
+def _joined(packs: Sequence[_Packed | None]) -> Mapping[str, Rows]:
+    """All rows that waited, one pass after the other."""
+    rows = [packed.rows for packed in packs if packed is not None]
+    if len(rows) < 2:
+        return rows[0] if rows else {}
+    return {name: np.concatenate([one[name] for one in rows]) for name in rows[0]}
+
+
+def _marked(projection: Projection | None, rows: Mapping[str, Rows], found: _Found, length: int) -> Marks | None:
+    """Of a text's positions; not numbers where there is no row."""
+    if projection is None or not found.rows:
         return None
-    names = found[0][0].rows
-    made = projection.of(
-        {name: np.concatenate([packed.rows[name][which] for packed, which in found]) for name in names}
-    )
-    if len(places) == first:
+    first, last = found.rows[0], found.rows[-1]
+    which = slice(first, last + 1) if last - first + 1 == len(found.rows) else found.rows
+    made = projection.of({name: values[which] for name, values in rows.items()})
+    if len(found.places) == length:
         return made
-    marks = np.full((first, SIZE), np.nan, np.float32)
-    marks[places] = made
+    marks = np.full((length, SIZE), np.nan, np.float32)
+    marks[found.places] = made
     return marks

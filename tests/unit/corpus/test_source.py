@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,27 @@ def test_the_cache_is_keyed_by_content_and_settings(tmp_path: Path) -> None:
     assert not list((tmp_path / "tokens").glob("*.partial"))
 
 
+def test_who_comes_while_tokens_are_made_waits_and_finds_them(tmp_path: Path) -> None:
+    """As `fusion data` beside a job that begins."""
+    write_corpus(tmp_path)
+    made_by_second: list[str] = []
+    seconds: list[Thread] = []
+
+    def second() -> None:
+        open_source(recipe(tmp_path), tmp_path / "tokens", lambda what, _: made_by_second.append(what))
+
+    def begin_second(what: str, _pieces: int) -> None:
+        if what == "tokens" and not seconds:
+            seconds.append(Thread(target=second))
+            seconds[0].start()
+
+    source = open_source(recipe(tmp_path), tmp_path / "tokens", begin_second)
+    seconds[0].join()
+    assert made_by_second == []
+    assert isinstance(source, TokenSource)
+    assert text_source(tmp_path).fingerprint == source.fingerprint
+
+
 def test_a_damaged_cache_is_named_and_an_interrupted_one_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +178,7 @@ def test_a_damaged_cache_is_named_and_an_interrupted_one_made_anew(
 
     with monkeypatch.context() as patch:
         text_source(tmp_path)
-        (cache,) = (path for path in tokens.iterdir() if not path.name.startswith("tokenizer"))
+        (cache,) = (path for path in tokens.iterdir() if path.is_dir() and not path.name.startswith("tokenizer"))
         (cache / "train.bin").write_bytes(b"1234")
         with pytest.raises(StorageError, match=r"train\.bin is damaged: expected \d+ bytes, got 4\. Delete"):
             text_source(tmp_path)
