@@ -353,6 +353,7 @@ class Job:
     """With other jobs that train the same model."""
     sync_every: int = 0
     sync_lag: int = 0
+    sync_early: tuple[int, int, int] = (0, 0, 0)
     sync_codec: Codec = "none"
     secret: bytes = b""
     """Of spot checks; empty: there are none."""
@@ -412,6 +413,7 @@ class Job:
                 sync_every=self.sync_every,
                 sync_lag=self.sync_lag,
                 sync_steps=self.steps,
+                sync_early=self.sync_early,
                 sync_codec=self.sync_codec,
                 base_stays=self.base_stays,
             ),

@@ -16,7 +16,9 @@ from harness.live_pool import LivePool, Process, fusion, write_recipe, write_tex
 
 pytestmark = pytest.mark.slow
 
-STEPS, EVERY = 12, 4
+STEPS, EVERY, EARLY = 15, 5, 2
+ROUNDS = 5
+"""Of 1, 1, 3, 5 and 5 steps."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def recipe_in(directory: Path, steps: int = STEPS, count: int = 2, **changes: ob
         directory / "r.toml",
         job__steps=steps,
         train__clip_norm=1.0,
-        replicas={"count": count, "every": EVERY, "codec": "int8"},
+        replicas={"count": count, "every": EVERY, "codec": "int8", "early_steps": EARLY},
         **changes,
     )
 
@@ -79,11 +81,13 @@ def test_two_replicas_agree(undisturbed: dict[str, Any]) -> None:
     assert not machines[0] & machines[1], "each has machines of its own"
     assert first["losses"] != second["losses"], "and data of its own"
     exchange = figures["exchange"]
-    assert exchange["rounds"] == STEPS // EVERY
+    assert exchange["rounds"] == ROUNDS
     trained_bytes = sum(value.nbytes for value in weights(first).values())
-    assert 2 * 2 * 3 * trained_bytes / 4 < exchange["exchanged_bytes"] < 2 * 2 * 3 * trained_bytes / 3
+    assert exchange["every_step_bytes"] == 2 * 2 * STEPS * trained_bytes
+    unpacked_bytes = 2 * 2 * ROUNDS * trained_bytes
+    assert unpacked_bytes / 4 < exchange["exchanged_bytes"] < unpacked_bytes / 3
     assert exchange["times_less"] == pytest.approx(exchange["every_step_bytes"] / exchange["exchanged_bytes"])
-    for words in ("replica 0:", "replica 1:", f"step {STEPS}/{STEPS}", "round 3: 2 replicas agree", "x less"):
+    for words in ("replica 0:", "replica 1:", f"step {STEPS}/{STEPS}", f"round {ROUNDS}: 2 replicas agree", "x less"):
         assert words in figures["said"], words
     for one in (first, second):
         assert (Path(one["directory"]) / "report.html").is_file()
@@ -92,7 +96,7 @@ def test_two_replicas_agree(undisturbed: dict[str, Any]) -> None:
 def test_done_is_done(pool: LivePool, undisturbed: dict[str, Any]) -> None:
     recipe = Path(undisturbed["directory"]).parent / "r.toml"
     again = trained(pool, recipe)
-    assert "all 12 steps are done already" in again["said"]
+    assert f"all {STEPS} steps are done already" in again["said"]
     assert again["checkpoint"] == undisturbed["checkpoint"]
     assert again["losses"] == undisturbed["losses"]
 
@@ -130,7 +134,7 @@ def test_what_can_not_be_changed(pool: LivePool, undisturbed: dict[str, Any]) ->
         directory / "other.toml",
         job__steps=STEPS,
         train__clip_norm=1.0,
-        replicas={"count": 3, "every": EVERY, "codec": "int8"},
+        replicas={"count": 3, "every": EVERY, "codec": "int8", "early_steps": EARLY},
     )
     done = fusion("train", other, "--home", pool.owner)
     assert done.code == 2
@@ -140,7 +144,7 @@ def test_what_can_not_be_changed(pool: LivePool, undisturbed: dict[str, Any]) ->
 
 @pytest.mark.long
 def test_more_replicas_than_machines(pool: LivePool, tmp_path: Path) -> None:
-    figures = trained(pool, recipe_in(tmp_path / "many", steps=4, count=6))
+    figures = trained(pool, recipe_in(tmp_path / "many", steps=5, count=6))
     assert len(figures["replicas"]) == 4
     assert "replica 5 waits for machines: the pool has machines for 4 of 6 replicas" in figures["said"]
 
@@ -162,7 +166,7 @@ def test_a_replica_joins_is_lost_and_returns_and_the_other_never_waits(
             job__steps=100_000,
             job__checkpoint_every=20,
             output={"tensorboard": False},
-            replicas={"count": 2, "every": EVERY, "codec": "int8", "deadline_s": 1.0},
+            replicas={"count": 2, "every": EVERY, "codec": "int8", "deadline_s": 1.0, "early_steps": 1000},
         )
         running = Process(*command(pool, recipe))
         running.wait_for("replica 1 waits for machines: the pool has machines for 1 of 2 replicas")
@@ -182,6 +186,5 @@ def test_a_replica_joins_is_lost_and_returns_and_the_other_never_waits(
         figures = json.loads(recipe.with_suffix(".json").read_text())
         newcomer = figures["replicas"][1]
         assert newcomer["first_step"] > 0
-        assert newcomer["first_step"] % EVERY == 0
         late = newcomer["losses"][0]
         assert late < figures["replicas"][0]["losses"][0], "it begins where the others are, not at the beginning"

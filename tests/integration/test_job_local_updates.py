@@ -7,7 +7,7 @@ Neighbours: `test_job_replicas`, where gradients are summed at every step; `harn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -160,8 +160,9 @@ def assert_all_agree(story: Story) -> None:
             np.testing.assert_array_equal(weights[f"model/{key}"], value, err_msg=key)
 
 
-def plain(rules: OuterRules, lag: int) -> dict[str, list[float]]:
-    """Two models, two AdamW, and torch's SGD with Nesterov's momentum on what is agreed, adopted `lag` steps late."""
+def plain(rules: OuterRules, lag: int, ends: Collection[int]) -> dict[str, list[float]]:
+    """Two models, two AdamW, and torch's SGD with Nesterov's momentum on what is agreed after `ends` steps, adopted
+    `lag` steps late."""
     models = {name: transformers_model() for name in JOBS}
     for model in models.values():
         model.load_state_dict({key: torch.from_numpy(array(value).copy()) for key, value in first_values().items()})
@@ -189,7 +190,7 @@ def plain(rules: OuterRules, lag: int) -> dict[str, list[float]]:
             inner[name].step()
             inner[name].zero_grad()
             losses[name].append(sum(values) / 2)
-        if (step + 1) % EVERY == 0:
+        if step + 1 in ends:
             for place, value in enumerate(agreed):
                 present = [list(model.parameters())[place].detach() for model in models.values()]
                 value.grad = sum(value.detach() - one for one in present) / len(present)
@@ -204,13 +205,21 @@ def plain(rules: OuterRules, lag: int) -> dict[str, list[float]]:
     return losses
 
 
-@pytest.mark.parametrize("lag", [0, LAG])
-def test_it_is_diloco(lag: int, tmp_path: Path) -> None:
-    story = run(tmp_path, sync_lag=lag)
+@pytest.mark.parametrize(
+    ("lag", "early", "ends"),
+    [
+        (0, (0, 0, 0), range(EVERY, STEPS + 1, EVERY)),
+        (LAG, (0, 0, 0), range(EVERY, STEPS + 1, EVERY)),
+        (0, (2, 4, 1), sorted({2, 3, 4, *range(EVERY, STEPS + 1, EVERY)})),
+    ],
+    ids=["at once", "beside", "early"],
+)
+def test_it_is_diloco(lag: int, early: tuple[int, int, int], ends: Collection[int], tmp_path: Path) -> None:
+    story = run(tmp_path, sync_lag=lag, sync_early=early)
     assert_ended(story)
-    assert story.rounds == STEPS // EVERY
+    assert story.rounds == len(ends)
     assert_all_agree(story)
-    for name, losses in plain(PATIENT, lag).items():
+    for name, losses in plain(PATIENT, lag, ends).items():
         np.testing.assert_allclose(story.runs[name][-1].losses, losses, rtol=1e-5)
 
 

@@ -48,7 +48,7 @@ def train_with_replicas(recipe: Recipe, replicas: Replicas, options: TrainOption
         if observed := story.observed():
             console.line(f"replica {number}:")
             show_observation(observed, story.names(), story.shared_cores())
-    exchange = _exchange(result, replicas)
+    exchange = _exchange(result)
     if result.rounds:
         console.line(str(exchange["sentence"]))
     if result.checkpoint is not None:
@@ -102,9 +102,9 @@ def mean_losses(result: ReplicasResult) -> list[float]:
     return [fmean(by_step[step]) for step in sorted(by_step)]
 
 
-def _exchange(result: ReplicasResult, replicas: Replicas) -> dict[str, object]:
+def _exchange(result: ReplicasResult) -> dict[str, object]:
     """What the replicas sent and were sent, and what gradients summed at every step would have been."""
-    every_step = 2 * result.trained_bytes * replicas.every * result.parts  # who was absent would have sent nothing
+    every_step = 2 * result.trained_bytes * result.trained_steps  # who was absent would have sent nothing
     times = every_step / result.exchanged_bytes if result.exchanged_bytes else None
     less = "" if times is None else f", {times:.0f} x less than gradients at every step would be"
     return {

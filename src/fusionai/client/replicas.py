@@ -32,6 +32,8 @@ from fusionai.client.replica import ReplicaPart
 from fusionai.client.replica_crews import Crews, stands_by
 from fusionai.client.replica_directory import Past, ReplicaDirectories
 from fusionai.client.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions, owner_profile, train
+from fusionai.coordination.exchanges import Early, Exchanges
+from fusionai.corpus.early_rounds import early_rounds
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.resume import check_resumable
@@ -74,8 +76,8 @@ class ReplicasResult:
     failed: Mapping[int, str] = field(default_factory=dict[int, str])
     checkpoint: Path | None = None
     rounds: int = 0
-    parts: int = 0
-    """Replicas that took part, summed over rounds."""
+    trained_steps: int = 0
+    """Of all replicas together, in the rounds they took part in."""
     exchanged_bytes: int = 0
     trained_bytes: int = 0
     """Of everything that is trained, as a reduction at every step would send it."""
@@ -189,10 +191,13 @@ class _Replicas:
     _tried: frozenset[str] = frozenset()
     """Machines that were found not to be enough."""
     _rounds: int = 0
-    _parts: int = 0
+    _trained_steps: int = 0
     _exchanged_bytes: int = 0
 
     def __post_init__(self) -> None:
+        steps = self.recipe.job.steps
+        early = Early(*early_rounds(self.replicas, self.recipe.train, steps))
+        self._exchanges = Exchanges(every=self.replicas.every, lag=self.replicas.overlap, steps=steps, early=early)
         rules = OuterRules(
             codec=self.replicas.codec,
             learning_rate=self.replicas.learning_rate,
@@ -242,7 +247,7 @@ class _Replicas:
             checkpoint=some[0].checkpoint if some else None,
             directory=directory.root,
             rounds=self._rounds,
-            parts=self._parts,
+            trained_steps=self._trained_steps,
             exchanged_bytes=self._exchanged_bytes,
             trained_bytes=self._trained_bytes,
         )
@@ -394,7 +399,7 @@ class _Replicas:
     def _steps_over(self) -> int:
         """Steps of the job that a replica can't take any more: whole rounds of whoever is farthest."""
         farthest = max((one.part.first_step + one.steps for one in self._running.values()), default=0)
-        return farthest // self.replicas.every * self.replicas.every
+        return self._exchanges.over(farthest)
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -414,7 +419,9 @@ class _Replicas:
 
     def _round_done(self, event: RoundDone) -> None:
         self._rounds += 1
-        self._parts += len(event.jobs) + len(event.late)
+        first = {_name(number): steps for number, steps in self._first_steps.items()}
+        taken = [self._exchanges.round_steps(first[job] + step) for job, step in event.steps.items()]
+        self._trained_steps += sum(taken) + max(taken) * len(event.late)  # who was late counts like the others
         self._exchanged_bytes += event.nbytes
         self.on_event(event)
 

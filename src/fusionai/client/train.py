@@ -44,6 +44,7 @@ from fusionai.client.replanning import Replanner, is_present
 from fusionai.client.replica import ReplicaPart
 from fusionai.client.reporting import Reporting
 from fusionai.coordination.evaluations import Evaluation, standing
+from fusionai.corpus.early_rounds import early_rounds
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import learning_rate
 from fusionai.execution.compute import ComputeThread
@@ -417,6 +418,8 @@ def _training_job(
             sync_codec="none" if replicas is None else replicas.codec,
             sync_lag=0 if replicas is None else replicas.overlap,
             sync_steps=0 if replicas is None else recipe.job.steps,
+            sync_begun=0 if replicas is None else first_step,
+            sync_early=(0, 0, 0) if replicas is None else early_rounds(replicas, recipe.train, total_steps),
             base_stays=recipe.adapter is not None,
         ),
         steps=recipe.job.steps,

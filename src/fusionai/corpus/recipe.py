@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from fusionai.corpus.early_rounds import TIMES, usual_early_steps
 from fusionai.corpus.outer_step import outer_step
 from fusionai.corpus.strict import convert, nearest, show
 from fusionai.corpus.tables import (
@@ -445,7 +446,7 @@ class _Checker:
         table = tables.replicas
         if table is None or table.gradients == "local":
             return 1
-        for key in ("every", "codec", "learning_rate", "momentum", "deadline_s", "overlap"):
+        for key in ("every", "codec", "learning_rate", "momentum", "deadline_s", "overlap", "early_steps"):
             self.no_effect("replicas", key, getattr(table, key), 'with gradients = "summed"; it belongs to "local"')
         if table.count != "auto" and tables.train.microbatches < table.count:
             raise self.fail(
@@ -463,6 +464,7 @@ class _Checker:
         written = {name: value for name in Replicas.__struct_fields__ if (value := getattr(table, name)) is not None}
         every = EVERY if table.every is None else table.every
         usual = outer_step(max(1, tables.job.steps // every))
+        written.setdefault("early_steps", usual_early_steps(every, tables.job.steps, table.overlap or 0))
         replicas = Replicas(**usual._asdict() | written)
         if tables.faults.checks == "spot":
             raise self.fail(
@@ -482,6 +484,7 @@ class _Checker:
                 f"overlap = {replicas.overlap}: expected fewer steps than there are between two exchanges "
                 f"(every = {replicas.every}).",
             )
+        self._early(replicas)
         if tables.placement.required:
             raise self.fail(
                 "placement",
@@ -490,6 +493,23 @@ class _Checker:
                 hint="Remove it.",
             )
         return replicas
+
+    def _early(self, replicas: Replicas) -> None:
+        if replicas.early_steps == 0:
+            return
+        short, rest = divmod(replicas.every, TIMES)
+        if rest:
+            problem = f"every = {replicas.every} can't be divided into {TIMES} early rounds."
+            hint = f"Take every = {_next_multiple(replicas.every, TIMES)}, or early_steps = 0."
+        elif replicas.overlap >= short:
+            problem = f"overlap = {replicas.overlap}: expected fewer steps than an early round has ({short})."
+            hint = "Lower it, or take early_steps = 0."
+        elif replicas.early_steps % short:
+            problem = f"early_steps = {replicas.early_steps} can't be divided into rounds of {short}."
+            hint = f"Take {_next_multiple(replicas.early_steps, short)}."
+        else:
+            return
+        raise self.fail("replicas", problem, hint=hint)
 
     def privacy(self, tables: RecipeTables) -> Privacy:
         table, loss = tables.privacy, tables.placement.loss
@@ -540,7 +560,8 @@ def _replica_words(replicas: Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
     number = "as many replicas as pay" if replicas.count == "auto" else f"{replicas.count} replicas"
     beside = f", {replicas.overlap} steps beside" if replicas.overlap else ""
-    return f"{number} that exchange every {replicas.every} steps{packed}{beside}"
+    early = f", every {replicas.every // TIMES} in {replicas.early_steps} of the first" if replicas.early_steps else ""
+    return f"{number} that exchange every {replicas.every} steps{early}{packed}{beside}"
 
 
 def _summed_words(count: int | Literal["auto"]) -> str:

@@ -341,13 +341,15 @@ class ReplicasTable(_Table, frozen=True, kw_only=True):
     momentum: Annotated[float, Meta(ge=0, lt=1)] | None = None
     deadline_s: PositiveFloat | None = None
     overlap: NotNegative | None = None
+    early_steps: NotNegative | None = None
 
 
 class Replicas(_Table, frozen=True, kw_only=True):
     """Several pipelines train one model, each on `train.batch_size` sequences of its own at a time, and agree every
     `every` steps (DiLoCo, arXiv 2311.08105). `codec`: how differences and agreements are packed; `learning_rate` and
     `momentum` are the outer step's, where nothing is told those of `outer_step`. Nobody waits longer than `deadline_s`
-    for the others. `overlap`: steps that go on while what was found out travels (arXiv 2501.18512)."""
+    for the others. `overlap`: steps that go on while what was found out travels (arXiv 2501.18512). `early_steps`: so
+    many after the warm-up have five exchanges where there is usually one."""
 
     count: Count
     every: Positive = EVERY
@@ -356,6 +358,7 @@ class Replicas(_Table, frozen=True, kw_only=True):
     momentum: Annotated[float, Meta(ge=0, lt=1)]
     deadline_s: PositiveFloat = 60.0
     overlap: NotNegative = 0
+    early_steps: NotNegative = 0
 
     @property
     def most(self) -> int:

@@ -123,12 +123,13 @@ class OuterDisk(Protocol):
 @dataclass(frozen=True, slots=True)
 class RoundDone:
     """A round is over. `number` counts from 1; `late`: of those that took part, who had missed the round before.
-    `nbytes`: what all of them sent and were sent."""
+    `nbytes`: what all of them sent and were sent. `steps`: of each of `jobs` its own step that ended the round."""
 
     number: int
     jobs: tuple[str, ...]
     late: tuple[str, ...]
     nbytes: int
+    steps: Mapping[str, int]
 
 
 def _ignored(_round: RoundDone) -> None: ...
@@ -315,7 +316,8 @@ class Outer:
             return sent_bytes + len(names) * _carried_bytes(moves) + over.caught_up_bytes
 
         nbytes = await asyncio.to_thread(work)
-        self._on_round(RoundDone(self.round, tuple(names), tuple(late), nbytes))
+        steps = {name: over.steps[name] for name in names}
+        self._on_round(RoundDone(self.round, tuple(names), tuple(late), nbytes, steps))
 
 
 def _carried_bytes(values: Mapping[str, Carried]) -> int:

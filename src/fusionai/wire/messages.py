@@ -374,6 +374,10 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Steps that a stage takes between telling its difference and adopting what was agreed on; below `sync_every`."""
     sync_steps: Count = 0
     """Steps of the job: after the last one nobody trains on."""
+    sync_begun: Count = 0
+    """Steps of the whole job that were over when this one began."""
+    sync_early: tuple[Count, Count, Count] = (0, 0, 0)
+    """From the first of these steps of the whole job until the second exchanges come every third; 0: as ever."""
     base_stays: bool = False
     """The job owner keeps the parameters that are not trained: what is saved of a stage's state is without them."""
 

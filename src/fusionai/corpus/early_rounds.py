@@ -1,0 +1,47 @@
+"""When replicas that train apart exchange more often: for a while after the warm-up, five times in a usual round.
+
+Decides how long where a recipe does not say, and which steps these are. A model that begins from nothing changes most
+when the learning rate is highest and it knows least; replicas then go farther apart in a round than averaging brings
+back, and what is lost so stays lost. Figures: `benchmarks/local_updates.py`, decision 25. Neighbours: `corpus.recipe`
+asks, `coordination.exchanges` counts rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from fusionai.corpus.tables import Replicas, Train
+
+TIMES: Final = 5
+"""Early rounds in a usual one."""
+USUAL_ROUNDS: Final = 3
+"""So many usual rounds' steps are early, unless told."""
+OF_JOB: Final = 4
+"""But no more than such a part of the job: exchanges are what local updates are to spare."""
+LEAST_STEPS: Final = 5
+"""Shorter early rounds are left out unless told: then the usual ones are short enough."""
+
+
+class EarlyRounds(NamedTuple):
+    """From step `first` until step `until` of the job rounds have `every` steps. All 0: there are none such."""
+
+    first: int
+    until: int
+    every: int
+
+
+def usual_early_steps(every: int, steps: int, overlap: int) -> int:
+    """Of a job of so many steps that exchanges every `every` and trains on `overlap` steps meanwhile."""
+    short = every // TIMES
+    if every % TIMES or short < LEAST_STEPS or overlap >= short:
+        return 0
+    return min(USUAL_ROUNDS * every, steps // OF_JOB // short * short)
+
+
+def early_rounds(replicas: Replicas, train: Train, steps: int) -> EarlyRounds:
+    """They begin with the last round that would end in the warm-up. `steps`: of the whole job."""
+    if replicas.early_steps == 0:
+        return EarlyRounds(0, 0, 0)
+    short = replicas.every // TIMES
+    first = min(train.warmup_steps // short * short, steps)
+    return EarlyRounds(first, min(first + replicas.early_steps, steps), short)
