@@ -2,8 +2,10 @@
 
 Decides how long where a recipe does not say, and which steps these are. A model that begins from nothing changes most
 when the learning rate is highest and it knows least; replicas then go farther apart in a round than averaging brings
-back, and what is lost so stays lost. Figures: `benchmarks/local_updates.py`, decision 25. Neighbours: `corpus.recipe`
-asks, `coordination.exchanges` counts rounds.
+back, and what is lost so stays lost. A model that is only tuned has that behind it.
+
+Figures: `benchmarks/local_updates.py`, decision 25. Neighbours: `corpus.recipe` asks, `coordination.exchanges` counts
+rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class EarlyRounds(NamedTuple):
 
 
 def usual_early_steps(every: int, steps: int, overlap: int) -> int:
-    """Of a job of so many steps that exchanges every `every` and trains on `overlap` steps meanwhile."""
+    """Of a job of so many steps whose model begins from nothing. `overlap`: steps that go on during an exchange."""
     short = every // TIMES
     if every % TIMES or short < LEAST_STEPS or overlap >= short:
         return 0

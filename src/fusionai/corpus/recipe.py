@@ -464,7 +464,8 @@ class _Checker:
         written = {name: value for name in Replicas.__struct_fields__ if (value := getattr(table, name)) is not None}
         every = EVERY if table.every is None else table.every
         usual = outer_step(max(1, tables.job.steps // every))
-        written.setdefault("early_steps", usual_early_steps(every, tables.job.steps, table.overlap or 0))
+        if tables.model.path is None and tables.model.hub is None:
+            written.setdefault("early_steps", usual_early_steps(every, tables.job.steps, table.overlap or 0))
         replicas = Replicas(**usual._asdict() | written)
         if tables.faults.checks == "spot":
             raise self.fail(

@@ -12,10 +12,10 @@ from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.primitives.errors import RecipeError
 
 
-def recipe(steps: int = 1000, warmup: int = 100, **replicas: object) -> Recipe:
+def recipe(steps: int = 1000, warmup: int = 100, model: str = "", **replicas: object) -> Recipe:
     table: dict[str, Any] = {
         "job": {"name": "t", "steps": steps},
-        "model": {"config": {"model_type": "llama"}},
+        "model": {"hub": model} if model else {"config": {"model_type": "llama"}},
         "data": {"files": ["*.txt"], "sequence_length": 16, "tokenizer": {"train": 400}},
         "train": {"batch_size": 4, "learning_rate": 0.1, "warmup_steps": warmup},
         "replicas": {"count": 2, **replicas},
@@ -48,6 +48,8 @@ def test_unless_told(every: int, steps: int, overlap: int, expected: int):
         (recipe(warmup=37), (30, 180, 10)),
         (recipe(warmup=1000), (1000, 1000, 10)),
         (recipe(early_steps=0), (0, 0, 0)),
+        (recipe(model="some/model"), (0, 0, 0)),
+        (recipe(model="some/model", early_steps=50), (100, 150, 10)),
         (recipe(early_steps=20, every=10), (100, 120, 2)),
     ],
 )
