@@ -1,11 +1,12 @@
 """What it costs to agree only now and then: replicas with local updates against gradients summed at every step.
 
     python benchmarks/local_updates.py [--steps 1000] [--every 50] [--rows 64] [--replicas 2] [--codecs int2,int4]
-        [--learning-rate 0.004] [--seeds 1] [--json FILE]
+        [--learning-rate 0.004] [--early-steps 170] [--seed 1] [--seeds 1] [--json FILE]
 
 A Llama type of 0.2M parameters on the source text of this Python's library; shipped `fusion join` processes on
 loopback. A replica's step takes `--rows` sequences of 128 tokens: with few of them a gradient is mostly noise, which
-summing at every step halves and going alone does not. `int4+5`: in int4, and five steps go on while an exchange
+summing at every step halves and going alone does not. In `--early-steps` after the warm-up there are five exchanges
+where there is usually one. `int4+5`: in int4, and five steps go on while an exchange
 travels. The base is one job whose batch is all replicas' together: bit for bit what replicas do that sum gradients at
 every step. Both take the same tokens; within a seed everything begins with the same weights. Quoted: the loss on
 held-out text at the end and the mean over the last tenth of the steps, as ratios to the base; bytes exchanged among
@@ -39,7 +40,7 @@ LENGTH, MICROBATCHES = 128, 1
 CORPUS_BYTES: Final = 12_000_000
 BASE: Final = "every step"
 KINDS: Final = get_args(Exchanged)
-SAME: Final = ("steps", "every", "replicas", "rows", "learning_rate")
+SAME: Final = ("steps", "every", "early_steps", "replicas", "rows", "learning_rate")
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
     if arguments.json is not None and arguments.json.exists():
         written = json.loads(arguments.json.read_text())["runs"]
         known = [row for row in written if {name: row.get(name) for name in SAME} == setting]
-    for seed in range(1, arguments.seeds + 1):
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         for kind in (BASE, *arguments.codecs):
             if not any((row["seed"], row["kind"]) == (seed, kind) for row in known):
                 known.append(_trained(kind, seed, **setting))
@@ -62,7 +63,15 @@ def main() -> None:
 
 
 def _trained(
-    kind: str, seed: int, *, steps: int, every: int, replicas: int, rows: int, learning_rate: float
+    kind: str,
+    seed: int,
+    *,
+    steps: int,
+    every: int,
+    early_steps: int,
+    replicas: int,
+    rows: int,
+    learning_rate: float,
 ) -> dict[str, Any]:
     held_out: list[float] = []
 
@@ -78,7 +87,7 @@ def _trained(
         peers = [LocalPeer(name=f"peer-{number}") for number in range(replicas)]
         async with LocalPool(directory, peers) as local:
             options = TrainOptions(home=directory / "owner", invitation=local.invitation, threads=1)
-            recipe = _recipe(directory, kind, seed, steps, every, replicas, rows, learning_rate)
+            recipe = _recipe(directory, kind, seed, steps, (every, early_steps), replicas, rows, learning_rate)
             if recipe.replicas is None:
                 return list((await train(recipe, options, on_event=seen, stop=asyncio.Event())).losses), 0, 0
             all_of_them = await train_replicas(
@@ -96,6 +105,7 @@ def _trained(
         "seed": seed,
         "steps": steps,
         "every": every,
+        "early_steps": early_steps,
         "replicas": replicas,
         "rows": rows,
         "learning_rate": learning_rate,
@@ -135,8 +145,16 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def _recipe(
-    directory: Path, kind: str, seed: int, steps: int, every: int, replicas: int, rows: int, learning_rate: float
+    directory: Path,
+    kind: str,
+    seed: int,
+    steps: int,
+    every: tuple[int, int],
+    replicas: int,
+    rows: int,
+    learning_rate: float,
 ) -> Recipe:
+    """`every`: steps between exchanges, and steps of early rounds."""
     together = replicas if kind == BASE else 1
     table: dict[str, Any] = {
         "job": {"name": "bench", "steps": steps, "seed": seed, "directory": str(directory / "job")},
@@ -174,7 +192,9 @@ def _recipe(
     }
     if kind != BASE:
         codec, overlap = _parted(kind)
-        table["replicas"] = {"count": replicas, "every": every, "codec": codec, "overlap": overlap}
+        usual, early = every
+        table["replicas"] = {"count": replicas, "every": usual, "early_steps": early, "codec": codec}
+        table["replicas"] |= {"overlap": overlap}
     return recipe_from_table(table, directory / "bench.toml")
 
 
@@ -193,7 +213,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rows", type=int, default=64, help="sequences of each replica's step")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="of the base and of the replicas alike")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--early-steps", type=int, default=170, help="after the warm-up, with five times the exchanges")
+    parser.add_argument("--seed", type=int, default=1, help="the first one")
+    parser.add_argument("--seeds", type=int, default=1, help="so many")
     parser.add_argument("--codecs", type=codecs, default=["int2", "int4"])
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
