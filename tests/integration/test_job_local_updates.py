@@ -312,8 +312,36 @@ def test_a_stage_dies_beside_an_exchange_and_no_bit_changes(
     strike_a_stage(DIES_BESIDE[at], victim, guarded, undisturbed_beside, tmp_path, lag=LAG)
 
 
+EARLY = (2, 6, 1)
+"""Rounds of 2, 1, 1, 1, 1 and 3 steps: in between, every step ends in an exchange."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed_early(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    rules = OuterRules(codec="int8", deadline_s=60.0)
+    story = run(tmp_path_factory.mktemp("early"), rules=rules, sync_early=EARLY)
+    assert_ended(story)
+    assert story.rounds == 6
+    return story
+
+
+@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=LONG)], ids=["guarded", "unguarded"])
+@pytest.mark.parametrize("at", ["the end of its difference", "that it has adopted it"])
+def test_a_stage_dies_in_an_early_round_and_no_bit_changes(
+    at: str, guarded: bool, undisturbed_early: Story, tmp_path: Path
+) -> None:
+    strike_a_stage(DIES[at], 1, guarded, undisturbed_early, tmp_path, lag=0, early=EARLY)
+
+
 def strike_a_stage(
-    due: Callable[[wire.Message], bool], victim: int, guarded: bool, undisturbed: Story, directory: Path, *, lag: int
+    due: Callable[[wire.Message], bool],
+    victim: int,
+    guarded: bool,
+    undisturbed: Story,
+    directory: Path,
+    *,
+    lag: int,
+    early: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
     struck: list[wire.Message] = []
     returned: list[asyncio.Task[None]] = []
@@ -336,6 +364,7 @@ def strike_a_stage(
         guards={0: 2, 1: 3} if guarded else {},
         checkpoint_every=4,
         sync_lag=lag,
+        sync_early=early,
     )
     assert struck
     assert any(isinstance(event, progress.FaultSeen) for event in story.runs["b"][-1].events)
