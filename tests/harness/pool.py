@@ -355,6 +355,8 @@ class Job:
     sync_lag: int = 0
     sync_early: tuple[int, int, int] = (0, 0, 0)
     sync_codec: Codec = "none"
+    sync_rate: float = 1.0
+    sync_momentum: float = 0.0
     secret: bytes = b""
     """Of spot checks; empty: there are none."""
     version: int = 1
@@ -415,6 +417,8 @@ class Job:
                 sync_steps=self.steps,
                 sync_early=self.sync_early,
                 sync_codec=self.sync_codec,
+                sync_rate=self.sync_rate,
+                sync_momentum=self.sync_momentum,
                 base_stays=self.base_stays,
             ),
             steps=self.steps,

@@ -107,6 +107,8 @@ def run(
                 "replans": True,
                 "sync_every": EVERY,
                 "sync_codec": rules.codec,
+                "sync_rate": rules.learning_rate,
+                "sync_momentum": rules.momentum,
                 "seed": SEED,
                 **changes,
             }
@@ -429,9 +431,9 @@ def test_nobody_waits_beyond_the_deadline_and_whoever_was_late_goes_on_from_the_
     story = run(tmp_path, watch, rules=rules, on_end={"a": ended.set})
     assert_ended(story)
     assert [len(runs) for runs in story.runs.values()] == [1, 1]
-    kinds = [agreement.moves for agreement in story.told["b"]]
-    assert kinds[0] is False, "it missed three rounds"
-    assert kinds[1:] == [True, True]
+    kinds = [agreement.told for agreement in story.told["b"]]
+    assert kinds[0] == "all", "it missed three rounds"
+    assert kinds[1:] == ["other", "mean"], "its late difference is the other one; then it is alone"
     assert story.rounds == 2 * STEPS // EVERY - 1
     weights = story.runs["b"][-1].weights(STEPS)
     for key, value in story.agreed.items():

@@ -24,13 +24,17 @@ EIGHT_BIT_BLOCK: Final = 256
 SMALLEST_EIGHT_BIT: Final = 4096
 """Parameters of fewer elements (norms, biases) keep their state in their own precision: it is worth nothing there."""
 ANCHOR: Final = "anchor"
-"""The slot of what was agreed on last; no optimizer touches it, nor the next two."""
+"""The slot of what was agreed on last; no optimizer touches it, nor the next three."""
+OUTER_MOMENTUM: Final = "outer_momentum"
+"""The slot of the outer step's momentum."""
 RESIDUAL: Final = "residual"
 """The slot of what packing the last difference lost."""
 TOLD: Final = "told"
 """The slot of what the last difference was taken of, where stages train on while it travels."""
-ASIDE: Final = frozenset({ANCHOR, RESIDUAL, TOLD})
+ASIDE: Final = frozenset({ANCHOR, OUTER_MOMENTUM, RESIDUAL, TOLD})
 """Slots that are an exchange's, not the optimizer's."""
+OWN_FLOAT32: Final = frozenset({OUTER_MOMENTUM, RESIDUAL})
+"""Those of them that are float32 whatever the parameter is."""
 SCALE: Final = "_scale"
 """A slot of 8-bit codes has its scales in the slot of this name behind its own."""
 
@@ -70,7 +74,7 @@ def optimizer_slots(
         case "sgd":
             pass
     if optimizer.anchored:
-        found |= {ANCHOR: (dtype, shape), RESIDUAL: ("float32", shape)}
+        found |= {ANCHOR: (dtype, shape)} | dict.fromkeys(OWN_FLOAT32, ("float32", shape))
     if optimizer.overlapped:
         found[TOLD] = (dtype, shape)
     return dict(sorted(found.items()))

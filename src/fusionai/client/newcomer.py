@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from fusionai.backends.state import ANCHOR, as_stored, state_entries
+from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, as_stored, state_entries
 from fusionai.client.checkpoint_header import checkpoint_header
 from fusionai.client.preparation import Prepared
 from fusionai.corpus.recipe import Recipe
@@ -39,8 +39,8 @@ def _entries(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepare
     specs = {spec.key: spec for spec in graph.params.values()}
     for name, entry in state_entries(graph, recipe.optimizer).items():
         spec = specs[entry.key]
-        if entry.slot == ANCHOR or (not entry.slot and spec.trainable):
-            yield name, agreed[entry.key]
+        if entry.slot in (ANCHOR, OUTER_MOMENTUM) or (not entry.slot and spec.trainable):
+            yield name, agreed[f"{entry.slot or ANCHOR}/{entry.key}"]
         elif entry.slot:
             yield name, host_tensor(entry.dtype, entry.shape, bytes(entry.nbytes))
         elif spec.init is not None and recipe.adapter is None:

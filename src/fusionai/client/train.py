@@ -417,6 +417,8 @@ def _training_job(
             sync_every=0 if replicas is None else replicas.every,
             sync_codec="none" if replicas is None else replicas.codec,
             sync_lag=0 if replicas is None else replicas.overlap,
+            sync_rate=1.0 if replicas is None else replicas.learning_rate,
+            sync_momentum=0.0 if replicas is None else replicas.momentum,
             sync_steps=0 if replicas is None else recipe.job.steps,
             sync_begun=0 if replicas is None else first_step,
             sync_early=(0, 0, 0) if replicas is None else early_rounds(replicas, recipe.train, total_steps),

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from fusionai.execution.arrivals import Arrivals
 from fusionai.execution.codecs import Carried, Packed, unpack_all
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
+from fusionai.wire.codecs import Told
 from fusionai.wire.messages import Mode
 
 Tensors = Mapping[str, Carried]
@@ -46,8 +47,10 @@ class Held:
         """Step -> sender -> its part of the shared gradients."""
         self._totals: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
         """Step -> home stage -> its sums."""
-        self._agreed: dict[tuple[int, bool], dict[str, Carried]] = {}
-        """(step, whether it moves) -> what was agreed on after it, as far as it has come."""
+        self._agreed: dict[tuple[int, Told], dict[str, Carried]] = {}
+        """(step, form) -> what was agreed on after it, as far as it has come."""
+        self._whole: dict[int, Told] = {}
+        """Step -> the form in which all of it has come."""
         self._bytes = 0
 
     @property
@@ -90,19 +93,22 @@ class Held:
                 return len(known.parts) >= message.parts
         return True
 
-    def keep_agreed(self, step: int, moves: bool, values: Tensors) -> frozenset[str]:
-        """Part of what was agreed on after `step`; of which parameters it has come by now. What comes again replaces
+    def keep_agreed(self, step: int, told: Told, values: Tensors, *, last: bool) -> frozenset[str]:
+        """Part of what was agreed on after `step`; the names of what has come of it by now. What comes again replaces
         what was there."""
-        known = self._agreed.setdefault((step, moves), {})
+        known = self._agreed.setdefault((step, told), {})
         self._freed({key: known.pop(key) for key in values.keys() & known.keys()})
         self._admit(values)
         known.update(values)
+        if last:
+            self._whole[step] = told
         return frozenset(known)
 
-    def take_agreed(self, step: int) -> tuple[bool, dict[str, Carried]]:
-        """(whether it moves, of each parameter). What came in the other form as well is forgotten."""
-        found = {moves: self._freed(self._agreed.pop((step, moves), {})) for moves in (True, False)}
-        return (True, found[True]) if len(found[True]) >= len(found[False]) else (False, found[False])
+    def take_agreed(self, step: int) -> tuple[Told, dict[str, Carried]]:
+        """(form, what came in it), of the last that came whole. What came in another as well is forgotten."""
+        found = {told: self._freed(self._agreed.pop((step, told), {})) for told in get_args(Told)}
+        told = self._whole.pop(step)
+        return told, found[told]
 
     def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, Carried]:
         return self._freed(self._inputs.pop((mode, step, microbatch)))

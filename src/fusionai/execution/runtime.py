@@ -24,7 +24,7 @@ from fusionai.execution.boundary import Boundary
 from fusionai.execution.codecs import joined
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.copies import Chunk, Copies, Entries, StateCopy
-from fusionai.execution.exchange import check_values
+from fusionai.execution.exchange import carried_shapes, check_values
 from fusionai.execution.held import Held
 from fusionai.execution.postman import Postman
 from fusionai.execution.retained import Retained, Sent
@@ -232,11 +232,11 @@ class StageRuntime:
         if not self.accepts(message.fence) or not self._machine.wants_agreement(message.step):
             return
         values, what = joined(tensors, message.packed), f"the agreement of step {message.step}"
-        codec = self.options.sync_codec if message.moves else "none"
-        check_values(values, self._trainable, codec, what)
-        come = self.held.keep_agreed(message.step, message.moves, values)
+        shapes = carried_shapes(self._trainable, message.told)
+        check_values(values, shapes, "none" if message.told == "all" else self.options.sync_codec, what)
+        come = self.held.keep_agreed(message.step, message.told, values, last=message.last)
         if message.last:
-            if missing := sorted(self._trainable.keys() - come):
+            if missing := sorted(shapes.keys() - come):
                 raise ExecutionError(f"{what} came without {', '.join(missing[:3])} ({len(missing)} missing).")
             self._handle(machine.AgreementArrived(message.step))
 

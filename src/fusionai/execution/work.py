@@ -20,7 +20,7 @@ from fusionai.execution.boundary import Boundary, Port
 from fusionai.execution.codecs import Carried, split, unpack_all
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.copies import Chunk, Copies
-from fusionai.execution.exchange import adopt, differences, keep_anchor, keep_told
+from fusionai.execution.exchange import OuterStep, adopt, differences, keep_anchor, keep_told
 from fusionai.execution.held import Held
 from fusionai.execution.marks import step_key
 from fusionai.execution.passes import ByStage, Pass
@@ -310,12 +310,13 @@ class Bench:
         await self._stream(pending, message)
 
     async def _adopt(self, step: int) -> None:
-        moves, agreed = self._held.take_agreed(step)
+        told, agreed = self._held.take_agreed(step)
 
         def work() -> None:
             self._copies.complete()
             options = self._options
-            adopt(self._program, agreed, options.sync_codec, moves=moves, overlapped=options.sync_lag > 0)
+            outer = OuterStep(learning_rate=options.sync_rate, momentum=options.sync_momentum)
+            adopt(self._program, agreed, told, options.sync_codec, outer, overlapped=options.sync_lag > 0)
 
         _, timed = await self._compute.run(work)
         self._span("apply", 0, timed)

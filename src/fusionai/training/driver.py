@@ -30,6 +30,7 @@ from fusionai.execution.codecs import Carried, split
 from fusionai.execution.connections import Connections
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.envelopes import receiver
+from fusionai.execution.exchange import carried_shapes
 from fusionai.execution.host import Host
 from fusionai.execution.member import JobMember
 from fusionai.execution.retained import Sent
@@ -443,7 +444,8 @@ class Driver:
             await self._send_agreement(stage, agreement)
 
     async def _send_agreement(self, stage: int, agreement: Agreement) -> None:
-        pending = chunks((key, agreement.values[key]) for key in sorted(self._cut.stages[stage].trainable))
+        names = carried_shapes(self._cut.stages[stage].trainable, agreement.told)
+        pending = chunks((name, agreement.values[name]) for name in sorted(names))
         while True:
             chunk = next(pending, None)
             body, packed = split(dict(chunk or ()))
@@ -452,7 +454,7 @@ class Driver:
                 stage=stage,
                 step=agreement.step,
                 last=chunk is None,
-                moves=agreement.moves,
+                told=agreement.told,
                 packed=packed,
                 tensors=headers(body),
             )

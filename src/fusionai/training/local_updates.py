@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fusionai.execution.codecs import Carried, joined
-from fusionai.execution.exchange import check_values
+from fusionai.execution.exchange import carried_shapes, check_values
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Exchanged
+from fusionai.wire.codecs import Exchanged, Told
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """After `step` of one job. `values`: of each parameter what is to be taken off what was agreed on before, or, if it
-    does not move, what is agreed on itself."""
+    """After `step` of one job. `values`: in the form `told`, named as `execution.exchange.carried_shapes` says."""
 
     step: int
-    moves: bool
+    told: Told
     values: Mapping[str, Carried]
 
 
@@ -50,7 +49,7 @@ class Differences:
     """Of one round of a job's driver. `shapes`: stage -> parameter -> shape."""
 
     def __init__(self, shapes: Mapping[int, Mapping[str, tuple[int, ...]]], codec: Exchanged) -> None:
-        self._shapes = shapes
+        self._shapes = {stage: carried_shapes(known, "mean") for stage, known in shapes.items()}
         self._codec: Exchanged = codec
         self._step = -1
         self._come: dict[int, dict[str, Carried]] = {}

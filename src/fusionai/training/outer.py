@@ -1,8 +1,10 @@
 """What several jobs that train one model agree on (DiLoCo: A. Douillard et al. 2023, arXiv 2311.08105).
 
 Every job trains so many steps alone. Then the mean of how far they have come is a gradient for an outer step: SGD with
-Nesterov's momentum, as torch computes it, on what was agreed on before. The update goes out packed, what packing loses
-is added to the next one, and all jobs have the same bits again. Differences are summed in the order of the jobs' names.
+Nesterov's momentum, as torch computes it, on what was agreed on before. The gradient goes out packed, what packing
+loses is added to the next one, everybody takes the step with what was packed, and all jobs have the same bits again. Of
+two, each is told the other's difference as it came: that takes no more, and nothing is lost. Differences are summed in
+the order of the jobs' names.
 
 Decides who takes part in a round: whoever has come since the last one when the last of those expected has come, or when
 `deadline_s` have passed since the first. Whoever comes later is given what is agreed on itself and goes on from there
@@ -20,23 +22,36 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM
 from fusionai.execution.accumulate import as_array
 from fusionai.execution.codecs import Carried, pack, unpack
+from fusionai.execution.exchange import OuterStep
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.job import StateSource
 from fusionai.training.local_updates import Agreement
-from fusionai.wire.codecs import Exchanged
+from fusionai.wire.codecs import Exchanged, Told
 
 log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
+
+
+RELAYED: Final = 2
+"""Of so many differences, everybody is told the other one."""
+
+
+class Said(NamedTuple):
+    """What one of those who took part in a round is told."""
+
+    told: Told
+    values: Mapping[str, Carried]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,29 +86,36 @@ class OuterState:
             residual={key: np.zeros_like(value) for key, value in anchor.items()},
         )
 
-    def step(self, differences: Sequence[Mapping[str, Carried]], rules: OuterRules) -> dict[str, Carried]:
-        """One outer step from the differences of those who take part; what all are to take off."""
-        share, rate, momentum = (np.float32(x) for x in (1 / len(differences), rules.learning_rate, rules.momentum))
-        moves: dict[str, Carried] = {}
-        for key, anchor in self.anchor.items():
+    def step(self, differences: Sequence[Mapping[str, Carried]], rules: OuterRules) -> list[Said]:
+        """One outer step from the differences of those who take part; what each of them is to be told."""
+        share = np.float32(1 / len(differences))
+        outer = OuterStep(learning_rate=rules.learning_rate, momentum=rules.momentum)
+        relayed = len(differences) == RELAYED
+        means: dict[str, Carried] = {}
+        for key in self.anchor:
             total = as_array(unpack(differences[0][key])).copy()
             for other in differences[1:]:
                 total += as_array(unpack(other[key]))
             gradient = total * share
-            held = self.momentum[key]
-            held *= momentum
-            held += gradient
-            wanted = rate * (gradient + momentum * held) + self.residual[key]
-            tensor = host_tensor("float32", self.shapes[key], wanted.tobytes())
-            moves[key] = pack(key, tensor, rules.codec)
-            moved = as_array(unpack(moves[key]))
-            self.residual[key] = np.subtract(wanted, moved, dtype=np.float32)
-            anchor -= moved
+            if not relayed:
+                wanted = gradient + self.residual[key]
+                means[key] = pack(key, host_tensor("float32", wanted.shape, wanted.tobytes()), rules.codec)
+                gradient = as_array(unpack(means[key]))
+                self.residual[key] = wanted - gradient
+            self.anchor[key], self.momentum[key] = outer.take(self.anchor[key], self.momentum[key], gradient)
         self.round += 1
-        return moves
+        if relayed:
+            return [Said("other", other) for other in reversed(differences)]
+        return [Said("mean", means)] * len(differences)
 
     def agreed(self) -> dict[str, HostTensor]:
-        return {key: host_tensor("float32", self.shapes[key], value.tobytes()) for key, value in self.anchor.items()}
+        """What is agreed on and the momentum, as `execution.exchange.carried_shapes` names them."""
+        parts = {ANCHOR: self.anchor, OUTER_MOMENTUM: self.momentum}
+        return {
+            f"{slot}/{key}": host_tensor("float32", self.shapes[key], value.tobytes())
+            for slot, values in parts.items()
+            for key, value in values.items()
+        }
 
 
 def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTensor]:
@@ -262,7 +284,7 @@ class Outer:
 
     async def _brought_up(self, job: str, step: int) -> Agreement:
         """It missed a round: what it started from, others have left behind."""
-        agreement = Agreement(step, False, self._state.agreed())
+        agreement = Agreement(step, "all", self._state.agreed())
         self._open.caught_up_bytes += _carried_bytes(agreement.values)
         self._rounds[job] = self.round
         log.info("%s missed an exchange: it counts in the next", job)
@@ -308,12 +330,12 @@ class Outer:
         differences = [*(over.differences[name] for name in names), *(over.late[name] for name in late)]
 
         def work() -> int:
-            moves = self._state.step(differences, self._rules)
-            said = {name: Agreement(over.steps[name], True, moves) for name in names}
+            told = self._state.step(differences, self._rules)
+            said = {name: Agreement(over.steps[name], *one) for name, one in zip(names, told, strict=False)}
             self._rounds |= dict.fromkeys(names, self._state.round)
             self._disk.save(self._state, said, dict(self._rounds))
             sent_bytes = sum(map(_carried_bytes, differences))
-            return sent_bytes + len(names) * _carried_bytes(moves) + over.caught_up_bytes
+            return sent_bytes + sum(_carried_bytes(one.values) for one in said.values()) + over.caught_up_bytes
 
         nbytes = await asyncio.to_thread(work)
         steps = {name: over.steps[name] for name in names}

@@ -28,7 +28,7 @@ from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
 from fusionai.training.local_updates import Agreement
 from fusionai.training.outer import OuterState
-from fusionai.wire.codecs import PackedTensor
+from fusionai.wire.codecs import PackedTensor, Told
 
 INDEX: Final = "index.json"
 _PARTS: Final = ("anchor", "momentum", "residual")
@@ -40,7 +40,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     job: str
     step: Number
-    moves: bool
+    told: Told
     file: str
     packed: tuple[PackedTensor, ...]
 
@@ -125,7 +125,7 @@ class OuterFiles:
                 self._write(file, body)
                 files[id(values)] = (file, packed)
             file, packed = files[id(values)]
-            entries.append(_Said(job=job, step=agreement.step, moves=agreement.moves, file=file, packed=packed))
+            entries.append(_Said(job=job, step=agreement.step, told=agreement.told, file=file, packed=packed))
         return entries
 
     def _read_said(self, entry: _Said) -> Agreement:
@@ -135,7 +135,7 @@ class OuterFiles:
             values: dict[str, Carried] = joined({name: file.read(name) for name in file.names}, entry.packed)
         except ExecutionError as problem:
             raise StorageError(f"{path} is not what {INDEX} says: {problem}") from problem
-        return Agreement(entry.step, entry.moves, values)
+        return Agreement(entry.step, entry.told, values)
 
     def _write(self, name: str, tensors: Mapping[str, HostTensor]) -> None:
         path = self._directory / name

@@ -18,6 +18,9 @@ Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign", "
 each, and where they stood; a quarter of a turned group, the same quarter of every row, in 8 bits each."""
 Exchanged = Literal["none", "int8", "int4", "int2", "ternary", "topk"]
 """What local updates may send parameters in; what packing loses is made up for the next time."""
+Told = Literal["mean", "other", "all"]
+"""How a stage is told what is agreed on: the mean of all differences, packed; the only other difference, as it came,
+whose mean with one's own it is; or, for whoever missed an exchange, what is agreed on itself and the momentum."""
 Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "subspace"]
 """Of what crosses between two stages. `uneven`: activations are senary and gradients signs, for what is lost of
 gradients cancels out where they are summed over rows, and what is lost of activations does not. `topk` is what others

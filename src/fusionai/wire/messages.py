@@ -39,7 +39,7 @@ from fusionai.wire.base import (
     Text,
     WireMessage,
 )
-from fusionai.wire.codecs import Codec, Exchanged, PackedTensor
+from fusionai.wire.codecs import Codec, Exchanged, PackedTensor, Told
 from fusionai.wire.meeting import (
     MAX_LINKS,
     MAX_NEAR,
@@ -334,7 +334,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     state_bits: Literal[8, 32] = 32
     """Of AdamW's moments: 8 are an eighth of the bits, in blocks of 256 numbers with a scale each."""
     anchored: bool = False
-    """Local updates: the state has what was agreed on last and what packing the difference lost, too."""
+    """Local updates: the state has what was agreed on last, the momentum, and what packing the difference lost, too."""
     overlapped: bool = False
     """Local updates that train on during an exchange: the state has what the last difference was taken of, too."""
 
@@ -376,6 +376,10 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Steps of the job: after the last one nobody trains on."""
     sync_begun: Count = 0
     """Steps of the whole job that were over when this one began."""
+    sync_rate: float = 1.0
+    """The learning rate of the outer step, which every stage takes itself from what the differences come to."""
+    sync_momentum: float = 0.0
+    """Nesterov's momentum of the outer step."""
     sync_early: tuple[Count, Count, Count] = (0, 0, 0)
     """From the first of these steps of the whole job until the second exchanges come every third; 0: as ever."""
     base_stays: bool = False
@@ -777,14 +781,13 @@ class Difference(WireMessage, frozen=True, kw_only=True, tag="difference"):
 
 
 class Agreement(WireMessage, frozen=True, kw_only=True, tag="agreement"):
-    """Driver -> stage: what all who train this model agreed on after `step`, some parameters in each message. `moves`:
-    to be taken off what was agreed on before; else what is agreed on itself, for whoever missed an exchange."""
+    """Driver -> stage: what is agreed on after `step`, some parameters in each message, in one of `Told`'s forms."""
 
     fence: Fence
     stage: Count
     step: Count
     last: bool
-    moves: bool
+    told: Told
     packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fusionai.backends.jax.promotion import DTYPES
-from fusionai.backends.state import RESIDUAL, optimizer_slots
+from fusionai.backends.state import OWN_FLOAT32, optimizer_slots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
@@ -99,7 +99,7 @@ class StageOptimizer:
         dtype, shape = self._slots[key][slot]
         # The first momentum buffer is the gradient itself; only -0.0 added to it changes no bit (0.0 + -0.0 is 0.0).
         initial = -0.0 if slot == "momentum_buffer" else 0.0
-        return jnp.full(shape, initial, DTYPES["float32" if slot == RESIDUAL else dtype])
+        return jnp.full(shape, initial, DTYPES["float32" if slot in OWN_FLOAT32 else dtype])
 
 
 @partial(jax.jit, donate_argnums=(2, 3))
