@@ -9,9 +9,9 @@ from fusionai.corpus.outer_step import outer_step
 
 
 def test_short_jobs_forget_sooner() -> None:
-    assert outer_step(1) == outer_step(20) == (1.0, 0.5)
-    assert outer_step(100) == outer_step(10**6) == (0.7, 0.9)
-    assert outer_step(40) == (0.812, 0.75)
+    assert outer_step(1) == outer_step(40) == (1.0, 0.5)
+    assert outer_step(200) == outer_step(10**6) == (0.7, 0.9)
+    assert outer_step(80) == (0.812, 0.75)
 
 
 @given(st.integers(1, 10**4))
