@@ -1,7 +1,7 @@
 """What it costs to agree only now and then: replicas with local updates against gradients summed at every step.
 
-    python benchmarks/local_updates.py [--steps 1000] [--every 50] [--rows 64] [--replicas 2] [--codecs int2,int4]
-        [--learning-rate 0.004] [--early-steps 170] [--seed 1] [--seeds 1] [--json FILE]
+    python benchmarks/local_updates.py [--steps 1500] [--every 50] [--rows 64] [--replicas 2] [--codecs int2,int4]
+        [--learning-rate 0.004] [--early-steps 320] [--seed 1] [--seeds 1] [--json FILE]
 
 A Llama type of 0.2M parameters on the source text of this Python's library; shipped `fusion join` processes on
 loopback. A replica's step takes `--rows` sequences of 128 tokens: with few of them a gradient is mostly noise, which
@@ -208,12 +208,12 @@ def _arguments() -> argparse.Namespace:
         return names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rows", type=int, default=64, help="sequences of each replica's step")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="of the base and of the replicas alike")
-    parser.add_argument("--early-steps", type=int, default=170, help="after the warm-up, with five times the exchanges")
+    parser.add_argument("--early-steps", type=int, default=320, help="after the warm-up, with five times the exchanges")
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--seeds", type=int, default=1, help="so many")
     parser.add_argument("--codecs", type=codecs, default=["int2", "int4"])

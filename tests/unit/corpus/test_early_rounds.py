@@ -26,14 +26,15 @@ def recipe(steps: int = 1000, warmup: int = 100, model: str = "", **replicas: ob
 @pytest.mark.parametrize(
     ("every", "steps", "overlap", "expected"),
     [
-        (50, 1000, 0, 170),
-        (50, 100_000, 9, 170),
-        (50, 200, 0, 50),
+        (50, 1000, 0, 200),
+        (50, 1600, 0, 320),
+        (50, 100_000, 9, 320),
+        (50, 200, 0, 40),
         (50, 30, 0, 0),
         (50, 1000, 10, 0),
         (52, 1000, 0, 0),
         (20, 1000, 0, 0),
-        (500, 100_000, 5, 1700),
+        (500, 100_000, 5, 3200),
     ],
 )
 def test_unless_told(every: int, steps: int, overlap: int, expected: int):
@@ -43,9 +44,9 @@ def test_unless_told(every: int, steps: int, overlap: int, expected: int):
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (recipe(), (100, 270, 10)),
-        (recipe(warmup=0), (0, 170, 10)),
-        (recipe(warmup=37), (30, 200, 10)),
+        (recipe(), (100, 300, 10)),
+        (recipe(warmup=0), (0, 200, 10)),
+        (recipe(warmup=37), (30, 230, 10)),
         (recipe(warmup=1000), (1000, 1000, 10)),
         (recipe(early_steps=0), (0, 0, 0)),
         (recipe(model="some/model"), (0, 0, 0)),
@@ -59,7 +60,7 @@ def test_they_follow_the_warm_up(made: Recipe, expected: tuple[int, int, int]):
 
 
 def test_a_recipe_says_them_in_words():
-    assert "every 50 steps, every 10 in 170 of the first" in recipe().describe()
+    assert "every 50 steps, every 10 in 200 of the first" in recipe().describe()
     assert "every 10" not in recipe(early_steps=0).describe()
 
 
