@@ -97,9 +97,9 @@ def exchange_s(problem: Problem, exchange: Exchanging) -> float:
 
 
 def anchored(problem: Problem) -> Problem:
-    """The same where replicas exchange: stages keep what was agreed on and what packing lost, each as large as what is
-    trained."""
-    kept = problem.optimizer_bytes_per_trainable_byte + 2.0
+    """The same where replicas exchange: stages keep what was agreed on, the outer momentum and what packing lost, each
+    as large as what is trained."""
+    kept = problem.optimizer_bytes_per_trainable_byte + 3.0
     return msgspec.structs.replace(problem, optimizer_bytes_per_trainable_byte=kept)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusionai.backends.state import state_bytes_ratio
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.replica_groups import (
@@ -20,6 +21,7 @@ from fusionai.scheduling.replica_groups import (
     pace,
 )
 from fusionai.scheduling.types import Link, PeerProfile, Problem
+from fusionai.wire.messages import OptimizerSpec
 from harness.examples import examples
 from harness.problems import problems
 from harness.told_pool import problem, profile
@@ -128,8 +130,10 @@ def test_what_travels_beside_steps_costs_what_they_do_not_hide() -> None:
     assert pace(groups, share_s, Exchanging(every=10, codec="none", lag=9).beside) == pytest.approx(2 / step_s)
 
 
-def test_exchanging_takes_memory() -> None:
-    assert anchored(pool(1)).optimizer_bytes_per_trainable_byte == 4.0
+def test_exchanging_takes_the_memory_that_the_state_has() -> None:
+    plain, apart = (state_bytes_ratio(OptimizerSpec(anchored=anchors)) for anchors in (False, True))
+    assert pool(1).optimizer_bytes_per_trainable_byte == plain
+    assert anchored(pool(1)).optimizer_bytes_per_trainable_byte == apart
 
 
 @pytest.mark.slow
