@@ -330,6 +330,8 @@ class StageMachine:
     _returned: int = 0
     _weighted: int = 0
     """Microbatches whose weight gradients are summed; all of `_returned` when nothing lags."""
+    _backward_last: bool = False
+    """Of forwards and backwards of this step: which came last."""
     _summed: bool = False
     _shared_partials: dict[int, set[int]] = field(default_factory=dict)
     """Step -> who has sent its part of the shared gradients."""
@@ -463,7 +465,9 @@ class StageMachine:
     # ------------------------------------------------------------------------------------------- what comes next
 
     def _next(self) -> list[StageCommand]:
-        """The next piece of work, if the compute thread is free: backward before forward, never beyond the credit."""
+        """The next piece of work, if the compute thread is free: a backward, then a forward, then a backward, as far as
+        they are there, never beyond the credit. Backwards that come in bunches would else hold up what all stages
+        behind wait for."""
         if self._busy is not None or self.phase in (StagePhase.DETACHED, StagePhase.ATTACHED):
             return []
         work = self._restoring_work() if self.phase is StagePhase.RESTORING else self._running_work()
@@ -497,22 +501,27 @@ class StageMachine:
         if step in self._exports:  # asked for before anything of the step had begun
             return Work("export", step=step)
         numbered = self.shape.microbatch
+        lagging, forward = self._returned - self._weighted, self._side_forward(step) or self._coming_forward(step)
+        weights = Work("weights", step=step, microbatch=numbered(self._weighted)) if lagging else None
+        if forward is not None and self._backward_last:
+            return weights if lagging > self.shape.weight_lag else forward
         if self._returned < self._forwarded and self.shape.consumers <= self._gradients.get(
             (step, numbered(self._returned)), set()
         ):
             return Work("backward", step=step, microbatch=numbered(self._returned))
-        lagging = self._returned - self._weighted
         if lagging > self.shape.weight_lag or (lagging and self._returned == self.shape.microbatches):
-            return Work("weights", step=step, microbatch=numbered(self._weighted))
+            return weights
         if self._returned == self.shape.microbatches and self.prepared < step:
             return self._closing_work(step)
-        if (side := self._side_forward(step)) is not None:
-            return side
-        if self._forwarded < self.shape.microbatches and self.in_flight < self.shape.in_flight:
-            needed, coming = self.shape.producers["train"], numbered(self._forwarded)
-            if needed <= self._arrived.get(("train", step, coming), set()):
-                return Work("forward", step=step, microbatch=coming)
-        return Work("weights", step=step, microbatch=numbered(self._weighted)) if lagging else None
+        return forward or weights
+
+    def _coming_forward(self, step: int) -> Work | None:
+        """Of the next microbatch, if it is here and the credit is not used up."""
+        if self._forwarded == self.shape.microbatches or self.in_flight >= self.shape.in_flight:
+            return None
+        needed, coming = self.shape.producers["train"], self.shape.microbatch(self._forwarded)
+        whole = needed <= self._arrived.get(("train", step, coming), set())
+        return Work("forward", step=step, microbatch=coming) if whole else None
 
     def _closing_work(self, step: int) -> Work | None:
         """All microbatches are summed: reduce what is shared, then take norms."""
@@ -688,11 +697,13 @@ class StageMachine:
                 arrived_key = (work.mode, work.step, work.microbatch)
                 self._arrived.pop(arrived_key, None)
                 self._forwarded += work.mode == "train"
+                self._backward_last = False
                 if work.mode == "train" and not self.retain:
                     self._kept_from = max(self._kept_from, work.step + 1)
             case "backward":
                 self._gradients.pop((work.step, work.microbatch), None)
                 self._returned += 1
+                self._backward_last = True
                 self._weighted += self.shape.weight_lag == 0
             case "weights":
                 self._weighted += 1
@@ -790,6 +801,7 @@ class StageMachine:
         self._commit = None
         self._forwarded = self._returned = self._weighted = self.shape.microbatches if keep_sums else 0
         self._summed = self._shared_sent = keep_sums
+        self._backward_last = False
 
     def _forget_state(self) -> None:
         self.applied = self.prepared = -1

@@ -212,6 +212,26 @@ def test_backward_comes_before_forward():
     assert work_of(done(machine, Work("forward", 0, 1))) == Work("backward", 0, 0)
 
 
+def test_backwards_that_come_in_a_bunch_hold_up_no_forward():
+    """Stages behind wait for it, and for a bunch they would wait long."""
+    machine = running(in_flight=3, microbatches=5)
+    for microbatch in range(5):
+        forward(machine, microbatch)
+    for microbatch in range(2):
+        done(machine, Work("forward", 0, microbatch))
+    for microbatch in range(2):
+        backward(machine, microbatch)
+    order = [work_of(done(machine, Work("forward", 0, 2)))]
+    backward(machine, 2)
+    while len(order) < 5:
+        before = order[-1]
+        assert before is not None
+        order.append(work_of(done(machine, before)))
+    assert [(one.kind, one.microbatch) for one in order if one] == [
+        ("backward", 0), ("forward", 3), ("backward", 1), ("forward", 4), ("backward", 2)
+    ]  # fmt: skip
+
+
 def test_microbatches_run_in_strict_order_however_they_arrive():
     machine = running(in_flight=3)
     assert work_of(forward(machine, 2)) is None
@@ -266,16 +286,19 @@ def test_weight_gradients_put_off_fill_a_pause_in_their_order():
 
 
 def test_weight_gradients_are_put_off_no_further_than_allowed():
-    machine = running(weight_lag=1, in_flight=3)
+    machine = running(weight_lag=1, in_flight=3, microbatches=5)
     for microbatch in range(3):
         forward(machine, microbatch)
-    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 1)
+    for microbatch in range(2):
+        done(machine, Work("forward", 0, microbatch))
     backward(machine, 0)
-    assert work_of(done(machine, Work("forward", 0, 1))) == Work("backward", 0, 0)
-    backward(machine, 1)
+    assert work_of(done(machine, Work("forward", 0, 2))) == Work("backward", 0, 0)
+    for microbatch in (1, 2):
+        backward(machine, microbatch)
     assert work_of(done(machine, Work("backward", 0, 0))) == Work("backward", 0, 1), "a neighbour waits for it"
+    forward(machine, 3)
     assert work_of(done(machine, Work("backward", 0, 1))) == Work("weights", 0, 0), "before another forward"
-    assert work_of(done(machine, Work("weights", 0, 0))) == Work("forward", 0, 2)
+    assert work_of(done(machine, Work("weights", 0, 0))) == Work("forward", 0, 3)
 
 
 def test_no_vote_before_every_weight_gradient_is_summed():
