@@ -319,8 +319,8 @@ LIMITS: Final = (
     "Boundary tensors are half precision; 8-bit and 2-bit have the bytes of this software's codecs, both ways, scales "
     "included, and coding is taken to cost no time. 64x compression of activations is a result from the literature, "
     "for models built for it; this software has nothing like it.",
-    "Local updates: replicas exchange once in 50 steps, in 4 bits, beside computing. What large numbers of replicas "
-    "cost in convergence is not in these figures.",
+    "Local updates: replicas exchange in 2 bits, once in 50 steps and early on more often (56 times in 1,500 steps), "
+    "beside computing. What large numbers of replicas cost in convergence is not in these figures.",
     "Access links carry the same both ways and no other traffic; no jitter, no loss, no machine that leaves.",
     "Activations are recomputed (a third more arithmetic). Links are hidden by microbatches in flight, twice a round "
     f"trip's worth. {CROWDED} marks where what they keep does not fit beside the state: slower than said.",

@@ -26,7 +26,7 @@ from fusionai.scheduling.analysis import (
     train,
     train_in_one_box,
 )
-from fusionai.scheduling.analysis_measured import boundary_part, exchange_part
+from fusionai.scheduling.analysis_measured import LOCAL_PART, LOCAL_STEPS, boundary_part
 
 Task = Literal["train", "decode", "forward"]
 Verdict = Literal["holds", "within 2x", "fails", "does not fit"]
@@ -97,25 +97,24 @@ LATENCIES_MS: Final = (1, 20, 50, 100)
 TEXTBOOK: Final = "as it stands"
 BEST: Final = "overlap, 2-bit, local updates"
 LITERATURE: Final = "overlap, 64x of the literature, local updates"
-LOCAL_STEPS: Final = 50
-_INT8, _UNEVEN, _AGREED = boundary_part("int8"), boundary_part("uneven"), exchange_part("int4")
+_INT8, _UNEVEN = boundary_part("int8"), boundary_part("uneven")
 TRAINING_LEVERS: Final[dict[str, Levers]] = {
     TEXTBOOK: Levers(),
     "overlap": Levers(overlap=True),
     "overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8),
     "one pipeline, overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8, replicas=False),
     "overlap, 8-bit, local updates": Levers(
-        overlap=True, boundary_part=_INT8, local_steps=LOCAL_STEPS, sync_part=_AGREED
+        overlap=True, boundary_part=_INT8, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART
     ),
-    BEST: Levers(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=_AGREED),
+    BEST: Levers(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
     "overlap, 2-bit, local updates, no recomputation": Levers(
-        overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=_AGREED, recompute=False
+        overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART, recompute=False
     ),
-    LITERATURE: Levers(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=_AGREED),
+    LITERATURE: Levers(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
 }
-"""`local updates`: replicas exchange once in 50 steps, in 4 bits. One line asks what recomputation costs; memory may
-forbid doing without. What each lever does to learning is in `analysis_measured`, but for the last one's: that is a
-result of others, for models built for it, and nothing this software has."""
+"""`local updates`: replicas exchange in 2 bits, once in 50 steps and early on more often. One line asks what
+recomputation costs; memory may forbid doing without. What each lever does to learning is in `analysis_measured`, but
+for the last one's: that is a result of others, for models built for it, and nothing this software has."""
 HALF: Final = "fp16"
 INT4: Final = "4-bit weights"
 INT4_INT8: Final = "4-bit weights, 8-bit boundary"

@@ -37,7 +37,7 @@ from fusionai.scheduling.analysis_cases import (
     compare,
     verdict,
 )
-from fusionai.scheduling.analysis_measured import EFFECTS, boundary_part, exchange_part
+from fusionai.scheduling.analysis_measured import EFFECTS, LOCAL_PART, boundary_part, exchange_part
 from fusionai.scheduling.analysis_problem import problem_of
 from fusionai.scheduling.analysis_sensitivity import PART, scaled, swings
 from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
@@ -254,7 +254,7 @@ def test_levers_have_the_bytes_of_the_codecs_they_stand_for():
     assert boundary_part("uneven") == pytest.approx((88 + 34) / 2 / 256 / 2)
     assert exchange_part("int4") == pytest.approx((32 + 2) / 64 / 2)
     assert {effect.lever.split("-")[0] for effect in EFFECTS} == {"8", "2", "local updates"}
-    shown = {levers.boundary_part for levers in analysis_cases.TRAINING_LEVERS.values()} | {exchange_part("int4")}
+    shown = {levers.boundary_part for levers in analysis_cases.TRAINING_LEVERS.values()} | {LOCAL_PART}
     assert {effect.part for effect in EFFECTS} <= shown
 
 
