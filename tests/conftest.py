@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from harness.examples import set_quick
+from harness.examples import set_examples
 
 QUICK: Final = "not slow and not long"
 """What `make quick` selects by."""
@@ -21,8 +21,7 @@ ALL_SLOW: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|long)\b",
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == QUICK:
-        set_quick()
+    set_examples(quick=config.option.markexpr == QUICK)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
