@@ -143,7 +143,7 @@ class Held:
     def drop(self, below: int | None = None) -> None:
         """Everything, or inputs of steps before `below`."""
         if below is None:
-            for table in (self._inputs, self._gradients, self._partials, self._totals, self._agreed):
+            for table in (self._inputs, self._gradients, self._partials, self._totals, self._agreed, self._whole):
                 table.clear()
             self._bytes = 0
             return
