@@ -5,8 +5,11 @@ from the text's key and the value's name, 64 bytes in float32. For a difference 
 their marks by the length of one is about |D| / |X|, within a factor of two and a half but for one case in ten thousand.
 Each text has a key of its own: telling one gives no other away.
 
+A row's marks have the same bits among any rows and on every machine: `mark_kernels` adds a row's numbers in one fixed
+order, which a library for products of matrices does not.
+
 A token at a time, making marks would cost as much as a good part of the pass: passes wait until they have `TOGETHER`
-rows, or somebody asks; then all rows of a text are marked in one product.
+rows, or somebody asks; then all rows of a text are marked in one call.
 
 Texts are kept in the order in which they were last added to, and the longest forgotten goes when there are too many
 positions. A position that is computed again replaces what was known from there on.
@@ -29,9 +32,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.execution.accumulate import as_array
+from fusionai.execution.mark_kernels import signed_sums
 from fusionai.execution.marks import SIZE, signs, step_key
 from fusionai.execution.serving_boundary import RowSpec
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
+from fusionai.scheduling.compiled import available, compiled
 from fusionai.wire.messages import Segment
 
 Marks = npt.NDArray[np.float32]
@@ -62,10 +67,22 @@ class Projection:
 
     def of(self, rows: Mapping[str, Rows]) -> Marks:
         """Of these rows of all values. Numpy warns of what is not finite, unless whoever calls has asked it not to."""
-        first, *others = (rows[name] @ drawn for name, drawn in self._signs.items())
+        first, *others = (_signed_sums(rows[name], drawn) for name, drawn in self._signs.items())
         for part in others:
             first += part
         return first
+
+
+def _signed_sums(rows: Rows, drawn: npt.NDArray[np.float32]) -> Marks:
+    sums = np.zeros((len(rows), SIZE), np.float32)
+    if available():
+        # One type of array: numba compiles anew for arrays that are read-only or not contiguous.
+        compiled(signed_sums)(np.require(rows, requirements=["C", "W"]), drawn, sums)
+        return sums
+    # The kernel's order, one number of every row at a time.
+    for at, sign in enumerate(drawn):
+        sums += rows[:, at, None] * sign
+    return sums
 
 
 def _signs_of(spec: RowSpec, key: bytes) -> npt.NDArray[np.float32]:
@@ -119,6 +136,9 @@ class MarkBook:
         self._positions = 0
         self._waiting: list[_Passed] = []
         self._waiting_rows = 0
+        if received or sent:
+            # Compiled now, so that no pass waits for the compiler.
+            _signed_sums(np.zeros((1, 1), np.float32), np.ones((1, SIZE), np.float32))
 
     def clear(self) -> None:
         self._texts.clear()
