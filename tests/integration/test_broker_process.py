@@ -165,7 +165,7 @@ def test_acknowledged_transitions_survive_kill_9(tmp_path: Path):
         async with broker(home, port=port):
             notices: list[Message] = []
             async with conversation(a) as talk_a, conversation(owner, notices) as talk_owner:
-                assert await talk_a.ask(Heartbeat(boot=1)) == HeartbeatAck(lease_s=12.0)
+                assert isinstance(await talk_a.ask(Heartbeat(boot=1)), HeartbeatAck)
                 view = await talk_owner.ask(PoolQuery())
                 assert isinstance(view, PoolView)
                 assert [(m.peer, m.state, m.job) for m in view.members] == [

@@ -362,6 +362,7 @@ class BrokerService:
             plan=msgspec.Raw(msgspec.msgpack.encode(plan)),
             tickets=tuple(TicketFor(one.peer, sign_ticket(one, self._authority.key)) for one in tickets),
             members=views.members_view(self._desk, peers, self._clock.now_s(), self._clock.wall_s()),
+            wall_s=self._clock.wall_s(),
         )
 
 

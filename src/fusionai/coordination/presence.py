@@ -58,7 +58,14 @@ def register(turn: Turn, request: Register) -> None:
     _grant_lease(turn, member)
     turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
     turn.commands.append(
-        Answer(Registered(lease_s=turn.rules.lease_s, heartbeat_s=turn.rules.heartbeat_s, pool=turn.rules.pool))
+        Answer(
+            Registered(
+                lease_s=turn.rules.lease_s,
+                heartbeat_s=turn.rules.heartbeat_s,
+                pool=turn.rules.pool,
+                wall_s=turn.wall_s,
+            )
+        )
     )
 
 
@@ -78,7 +85,7 @@ def beat(turn: Turn, request: Beat) -> None:
         turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, request.peer, renewed))
     _check_leftovers(turn, member, request.jobs)
     turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
-    turn.commands.append(Answer(HeartbeatAck(lease_s=turn.rules.lease_s)))
+    turn.commands.append(Answer(HeartbeatAck(lease_s=turn.rules.lease_s, wall_s=turn.wall_s)))
 
 
 def _return_to_place(turn: Turn, member: Member) -> None:

@@ -92,8 +92,8 @@ class Turn:
 
 
 def with_entry(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    return {**mapping, key: value}
+    return mapping if mapping.get(key) == value else {**mapping, key: value}
 
 
 def without_entry(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
-    return {other: value for other, value in mapping.items() if other != key}
+    return mapping if key not in mapping else {other: value for other, value in mapping.items() if other != key}

@@ -17,11 +17,13 @@ from fusionai.wire import messages as wire
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """`plan` carries the broker's version. `members`: where each peer of the plan listens (the owner's own: empty).
-    `tickets`: by peer id; the owner's is the driver's."""
+    `tickets`: by peer id; the owner's is the driver's. `clock_ahead_s`: how far the owner's clock is ahead of the
+    broker's, by which tickets expire."""
 
     plan: Plan
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     tickets: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    clock_ahead_s: float = 0.0
 
     def neighbours(self) -> tuple[wire.Neighbour, ...]:
         return tuple(

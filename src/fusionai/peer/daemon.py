@@ -28,7 +28,7 @@ from fusionai.peer.near import NearLinks
 from fusionai.peer.options import PeerOptions, PeerReady
 from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.peer.registration import Registration
-from fusionai.primitives.clock import SystemClock
+from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.circle import carried_endorsements
 from fusionai.transport.enrolment import Membership, enrol, load_membership
@@ -38,6 +38,8 @@ from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
 
+CLOCK_OFF_S: Final = 30.0
+"""A clock this far from the broker's is reported: certificates and schedules still count by it."""
 HAND_OVER_S: Final = 2.5
 """How long a peer that drained stays at most when the broker has let it go: its next heartbeat would be refused."""
 
@@ -58,6 +60,7 @@ async def run_peer(
     )
     compute.works_in(backend.works_in)
     clock = SystemClock()
+    pool_clock = PoolClock(clock)
     (report, measured_at_s), _ = await compute.run(
         lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
     )
@@ -78,7 +81,7 @@ async def run_peer(
         compute=compute,
         transport=transport,
         fingerprint=report.fingerprint,
-        clock=clock,
+        clock=pool_clock,
         memory_limit_bytes=profile.memory_bytes,
         weights=WeightStore(options.home / "weights"),
     )
@@ -93,6 +96,12 @@ async def run_peer(
     addresses = await candidates_now()
     near = NearLinks(transport=transport, clock=clock, is_busy=lambda: bool(door.jobs))
     lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)
+
+    def set_clock(broker_wall_s: float) -> None:
+        before_s = pool_clock.ahead_s
+        pool_clock.set_by(broker_wall_s)
+        if abs(pool_clock.ahead_s - before_s) > CLOCK_OFF_S:
+            tell(clock_note(pool_clock.ahead_s))
 
     def registered(answer: wire.Registered) -> None:
         announce(PeerReady(membership.peer, answer.pool, addresses, profile, measured_at_s))
@@ -114,6 +123,7 @@ async def run_peer(
             addresses_now=candidates_now,
             moved=lambda: transport.moved,
             endorsements=lambda: carried_endorsements(options.home),
+            on_time=set_clock,
         )
 
     try:
@@ -125,6 +135,17 @@ async def run_peer(
         await listener.close()
         await transport.close()
         compute.close()
+
+
+def clock_note(ahead_s: float) -> str:
+    """What to tell the machine's owner about a clock that is `ahead_s` ahead of the broker's."""
+    if abs(ahead_s) <= CLOCK_OFF_S:
+        return "This machine's clock agrees with the broker's again."
+    off = f"{abs(ahead_s) / 60:.0f} minutes" if abs(ahead_s) < 7200 else f"{abs(ahead_s) / 3600:.1f} hours"
+    return (
+        f"This machine's clock is {off} {'ahead of' if ahead_s > 0 else 'behind'} the broker's. Jobs run all the same, "
+        "by the broker's time. Set the clock (switch on its synchronisation): schedules and logs go by it."
+    )
 
 
 async def _lent(lending: Lending, stop: asyncio.Event, tell: Callable[[str], None]) -> bool:

@@ -39,7 +39,8 @@ class Registration:
     snapshot, close the connections of jobs. It must not block. `on_meet` is told who wants to reach this peer and the
     broker that says so. `links` are reported with each heartbeat. `addresses_now` is asked after the broker was away,
     as this machine may have been, and when `moved` says so; other addresses than before are announced. `endorsements`
-    are those its owner has had it carry by now; new ones are shown at once.
+    are those its owner has had it carry by now; new ones are shown at once. `on_time` hears the broker's clock (seconds
+    since 1970) with every answer.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Registration:
         addresses_now: Callable[[], Awaitable[tuple[str, ...]]] | None = None,
         moved: Callable[[], bool] = bool,
         endorsements: Callable[[], tuple[bytes, ...]] | None = None,
+        on_time: Callable[[float], None] | None = None,
     ) -> None:
         self._transport = transport
         self._brokers = brokers
@@ -75,6 +77,7 @@ class Registration:
         self._links = links
         self._addresses_now = addresses_now
         self._moved = moved
+        self._on_time = on_time
         self._conversation: Conversation | None = None
         self._broker: Remote | None = None
         self._known: wire.Registered | None = None
@@ -144,6 +147,7 @@ class Registration:
         if not isinstance(answer, wire.Registered):
             raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
         self._known = answer
+        self._set_time(answer.wall_s)
         return answer
 
     async def _announce_move(self, conversation: Conversation) -> None:
@@ -173,14 +177,21 @@ class Registration:
     async def _beat(self, conversation: Conversation) -> bool:
         """Whether the lease goes on. If not, everything held for jobs has been forgotten when this returns."""
         try:
-            await conversation.ask(wire.Heartbeat(boot=self._register.boot, jobs=self._jobs(), links=self._links()))
+            heartbeat = wire.Heartbeat(boot=self._register.boot, jobs=self._jobs(), links=self._links())
+            answer = await conversation.ask(heartbeat)
         except RefusedError as error:
             if error.code != "stale_fence":
                 raise
             log.warning("the pool went on without this peer: %s", error)
             self._on_lost()
             return False
+        if isinstance(answer, wire.HeartbeatAck):
+            self._set_time(answer.wall_s)
         return True
+
+    def _set_time(self, broker_wall_s: float) -> None:
+        if self._on_time is not None and broker_wall_s > 0:
+            self._on_time(broker_wall_s)
 
     async def leave(self, *, drain: bool = False) -> None:
         """Tell the broker that this peer goes, or (`drain`) that it will once its work is handed over; a broker that

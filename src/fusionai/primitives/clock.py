@@ -24,6 +24,30 @@ class SystemClock:
         return time.time()
 
 
+class PoolClock:
+    """A machine's clock with the broker's time of day.
+
+    Tickets are valid for minutes by the broker's clock, and a home machine's clock may be hours off. `now_s` is the
+    machine's own. `wall_s` is corrected by what the broker said last; until then it is the machine's own.
+    """
+
+    def __init__(self, own: Clock) -> None:
+        self._own = own
+        self.ahead_s = 0.0
+        """How far the machine's own clock is ahead of the broker's; negative if it is behind."""
+
+    def set_by(self, broker_wall_s: float) -> None:
+        """The broker's clock shows `broker_wall_s` now, give or take the answer's way; 0.0 says nothing."""
+        if broker_wall_s > 0:
+            self.ahead_s = self._own.wall_s() - broker_wall_s
+
+    def now_s(self) -> float:
+        return self._own.now_s()
+
+    def wall_s(self) -> float:
+        return self._own.wall_s() - self.ahead_s
+
+
 class VirtualClock:
     """A clock that moves only when told to, for tests and the simulator."""
 

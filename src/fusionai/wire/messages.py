@@ -171,6 +171,7 @@ class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
     pool: Name
     near: Annotated[tuple[Near, ...], Meta(max_length=MAX_NEAR)] = ()
     """Others whose connections come from where this one's does."""
+    wall_s: Seconds = 0.0
 
 
 class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
@@ -186,6 +187,7 @@ class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
     """The lease runs anew from now."""
 
     lease_s: Seconds
+    wall_s: Seconds = 0.0
 
 
 class Leave(WireMessage, frozen=True, kw_only=True, tag="leave"):
@@ -255,6 +257,7 @@ class JobGranted(WireMessage, frozen=True, kw_only=True, tag="job_granted"):
     plan: msgspec.Raw
     tickets: Annotated[tuple[TicketFor, ...], Meta(max_length=4096)]
     members: Annotated[tuple[MemberView, ...], Meta(max_length=4096)]
+    wall_s: Seconds = 0.0
 
 
 class JobReport(WireMessage, frozen=True, kw_only=True, tag="job_report"):

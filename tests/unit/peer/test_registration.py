@@ -95,6 +95,7 @@ async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
         addresses_now=None if script.finds is None else script.look,
         moved=script.moved,
         endorsements=script.carried if script.carries else None,
+        on_time=lambda wall_s: script.seen.append(f"the broker's clock: {wall_s:g}"),
     )
     running = asyncio.create_task(peer.run())
     try:
@@ -188,6 +189,12 @@ def test_an_endorsement_that_came_meanwhile_is_shown_after_the_next_heartbeat(pl
     carries = ((), torn, (b"one", b"two"), torn, (b"one", b"two"))
     seen = play(lambda: Script(REGISTERED, ACK, ACK, ACK, REGISTERED, ACK, ACK, carries=carries))
     assert seen[2:] == [*["Heartbeat"] * 3, "Register", "shows 2", *["Heartbeat"] * 3]
+
+
+def test_the_brokers_clock_is_learnt_at_registering_and_from_each_heartbeat(play):
+    registered, ack = (msgspec.structs.replace(one, wall_s=s) for one, s in ((REGISTERED, 7.0), (ACK, 8.0)))
+    seen = play(lambda: Script(registered, ack, ACK))
+    assert [one for one in seen if "clock" in one] == ["the broker's clock: 7", "the broker's clock: 8"]
 
 
 def test_who_wants_to_meet_is_told_together_with_the_broker_that_says_so(play):

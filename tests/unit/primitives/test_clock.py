@@ -1,0 +1,18 @@
+"""The broker's time of day on a machine whose own clock is off."""
+
+from __future__ import annotations
+
+from fusionai.primitives.clock import PoolClock, VirtualClock
+
+
+def test_a_pool_clock_shows_the_brokers_time_whatever_the_machines_own_says():
+    own = VirtualClock(wall_offset_s=1_700_003_600.0)  # an hour ahead of a broker at 1_700_000_000
+    clock = PoolClock(own)
+    assert clock.wall_s() == own.wall_s()
+    clock.set_by(1_700_000_000.0)
+    own.advance(5.0)
+    assert (clock.ahead_s, clock.wall_s(), clock.now_s()) == (3600.0, 1_700_000_005.0, 5.0)
+    clock.set_by(0.0)  # an answer without a time changes nothing
+    assert clock.ahead_s == 3600.0
+    clock.set_by(1_700_010_000.0)
+    assert clock.wall_s() == 1_700_010_000.0
