@@ -30,10 +30,11 @@ def enrol(turn: Turn, request: Enrol) -> None:
     invitation = _invitation(turn, request.digest)
     if invitation is None or invitation.expires_at_s <= turn.wall_s:
         raise Refusal("bad_invitation", "This invitation is unknown or expired.")
-    if request.peer not in invitation.peers:
+    # A machine that has been away for long may be forgotten: it comes in anew, and that is another use.
+    if request.peer not in invitation.peers or request.peer not in turn.pool.members:
         if invitation.phase != "open":
             raise Refusal("bad_invitation", "This invitation is used up.")
-        if len(turn.pool.members) >= turn.rules.max_members:
+        if turn.pool.expected() >= turn.rules.max_members:
             raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members).")
         turn.record(
             events.PeerEnrolled(
@@ -54,7 +55,7 @@ def vouch(turn: Turn, request: Vouch) -> None:
         vouched = sum(member.sponsor == request.sender for member in turn.pool.members.values())
         if vouched >= MAX_VOUCHED:
             raise Refusal("not_authorised", f"{short(request.sender)} has had {MAX_VOUCHED} further keys certified.")
-        if len(turn.pool.members) >= turn.rules.max_members:
+        if turn.pool.expected() >= turn.rules.max_members:
             raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members).")
         turn.record(
             events.KeyVouched(at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, sponsor=request.sender)

@@ -68,6 +68,4 @@ def handle(desk: Desk, request: Request, *, now_s: float, wall_s: float) -> Deci
     except ForbiddenTransition as forbidden:
         return Decision(desk, (), (Answer(Refused(code="bad_message", reason=str(forbidden)[:REASON_LENGTH])),))
     renewed_only = not turn.facts and turn.desk.waits is desk.waits and not isinstance(request, Tick | Stalled)
-    return Decision(
-        turn.desk if renewed_only else turn.desk.with_deadline(), tuple(turn.facts), tuple(turn.commands)
-    )
+    return Decision(turn.desk if renewed_only else turn.desk.with_deadline(), tuple(turn.facts), tuple(turn.commands))

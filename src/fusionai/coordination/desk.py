@@ -44,7 +44,8 @@ class DeskRules:
     clear_ended_s: float = 2.0
     """The same for a job that has ended: its driver does not come back for anything."""
     max_members: int = 2_000
-    """Heartbeats of so many keep a slow core a third busy; more need another design."""
+    """Limit on members that are present or expected to come; departed ones do not count. A heartbeat costs the broker
+    some 0.3 ms of processor time, most of it in TLS and the event loop (`benchmarks/heartbeats.py`)."""
     max_live_jobs: int = 1_000
     max_invitations: int = 10_000
 
@@ -70,6 +71,8 @@ class Desk:
     progress: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
     leftovers: Mapping[PeerId, Leftover] = field(default_factory=dict[PeerId, Leftover])
     """By what the last heartbeat said."""
+    dismissed: Mapping[PeerId, float] = field(default_factory=dict[PeerId, float])
+    """Members with a part in a job that, by their heartbeats, hold nothing of it; since when (`Tick`'s clock)."""
     next_deadline_s: float | None = None
     """When to call `Tick`, on the monotonic clock; None while nothing is waited for. No lease ends sooner. Heartbeats
     leave it as it is although they renew a lease: searching all leases at each would cost 0.8 ms with 1,000 members."""

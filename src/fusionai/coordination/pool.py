@@ -27,6 +27,9 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
 
 ENDED_JOBS_KEPT: Final = 500
+DEPARTED_KEPT: Final = 1_000
+"""Members that left or were lost and have no part in a job: the latest ones are remembered and may come back as they
+were. An older one needs a new invitation. Bounds the pool: a machine that is installed anew is a new member."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -47,6 +50,10 @@ class Pool:
     invitations: Mapping[str, Invitation] = field(default_factory=dict[str, Invitation])
     newest_version: int = FIRST_VERSION - 1
 
+    def expected(self) -> int:
+        """How many members are there or may be counted on to come: what a limit on members is compared with."""
+        return sum(not is_departed(member) for member in self.members.values())
+
     def backup_pool(self) -> tuple[Member, ...]:
         """Members that have no part in a job; some of them may rest."""
         return tuple(member for member in self.members.values() if member.phase == "idle")
@@ -56,6 +63,11 @@ class Pool:
 
     def live_jobs(self) -> tuple[Job, ...]:
         return tuple(one for one in self.jobs.values() if one.live)
+
+
+def is_departed(member: Member) -> bool:
+    """Left or lost, and no job waits for it."""
+    return member.phase in ("left", "lost") and member.job is None
 
 
 def replay(facts: Iterable[Fact], pool: Pool | None = None) -> Pool:
@@ -127,7 +139,9 @@ def _enrol(pool: Pool, fact: events.PeerEnrolled) -> Pool:
     used, _ = INVITATION.advance(invitation, fact)
     peer = PeerId(fact.peer)
     members = pool.members if peer in pool.members else _with(pool.members, peer, membership.enrolled(fact))
-    return replace(pool, invitations=_with(pool.invitations, fact.invitation, used), members=members)
+    return replace(
+        pool, invitations=_with(pool.invitations, fact.invitation, used), members=_without_old_departed(members)
+    )
 
 
 def _register(pool: Pool, fact: events.MemberRegistered) -> Pool:
@@ -193,8 +207,18 @@ def _end(pool: Pool, fact: events.JobDone | events.JobFailed) -> Pool:
 
 
 def _move_member(pool: Pool, member: Member, fact: Fact) -> Pool:
+    """Whoever departs moves to the end: among the departed the order is that of departure."""
     moved, _ = MEMBERSHIP.advance(member, fact)
-    return replace(pool, members=_with(pool.members, moved.peer, moved))
+    if not is_departed(moved):
+        return replace(pool, members=_with(pool.members, moved.peer, moved))
+    others = {peer: other for peer, other in pool.members.items() if peer != moved.peer}
+    return replace(pool, members=_without_old_departed({**others, moved.peer: moved}))
+
+
+def _without_old_departed(members: Mapping[PeerId, Member]) -> Mapping[PeerId, Member]:
+    departed = [peer for peer, member in members.items() if is_departed(member)]
+    dropped = set(departed[: max(0, len(departed) - DEPARTED_KEPT)])
+    return {peer: member for peer, member in members.items() if peer not in dropped} if dropped else members
 
 
 def _member(pool: Pool, peer: str) -> Member:

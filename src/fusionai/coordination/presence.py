@@ -84,6 +84,7 @@ def beat(turn: Turn, request: Beat) -> None:
         renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
         turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, request.peer, renewed))
     _check_leftovers(turn, member, request.jobs)
+    _check_dismissed(turn, turn.member(request.peer), request.jobs)
     turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
     turn.commands.append(Answer(HeartbeatAck(lease_s=turn.rules.lease_s, wall_s=turn.wall_s)))
 
@@ -119,6 +120,25 @@ def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
             )
         leftovers = with_entry(leftovers, member.peer, known)
     turn.desk = replace(turn.desk, leftovers=leftovers)
+
+
+def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
+    """A job whose driver ended it while this broker was away has let its members go, and nobody reports its end.
+
+    It is over once its driver is out of touch and no member present has held anything of it for `clear_s`. A driver
+    that crashed lets nobody go: its members hold their stages for its return.
+    """
+    if member.job is None or member.job in jobs:
+        turn.desk = replace(turn.desk, dismissed=without_entry(turn.desk.dismissed, member.peer))
+        return
+    since_s = turn.desk.dismissed.get(member.peer, turn.now_s)
+    turn.desk = replace(turn.desk, dismissed=with_entry(turn.desk.dismissed, member.peer, since_s))
+    job = turn.pool.jobs[member.job]
+    if job.job not in turn.desk.waits or turn.now_s - since_s < turn.rules.clear_s:
+        return
+    there = [one.peer for one in turn.pool.members_of(job.job) if one.phase in PRESENT]
+    if all(turn.now_s - turn.desk.dismissed.get(peer, turn.now_s) >= turn.rules.clear_s for peer in there):
+        turn.fail(job, "its driver let its members go and has not been heard since")
 
 
 def _clear_s(turn: Turn, job: JobId) -> float:

@@ -65,6 +65,7 @@ class Turn:
             leases=without_entry(self.desk.leases, peer),
             links=without_entry(self.desk.links, peer),
             leftovers=without_entry(self.desk.leftovers, peer),
+            dismissed=without_entry(self.desk.dismissed, peer),
         )
 
     def see_off(self) -> None:

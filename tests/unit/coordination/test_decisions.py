@@ -128,6 +128,17 @@ def test_a_full_pool_takes_nobody():
     assert "full" in drive.refused(requests.Enrol("d", B, "provider"), "busy")
 
 
+def test_members_that_left_fill_no_pool_and_a_forgotten_one_comes_in_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.coordination.pool.DEPARTED_KEPT", 1)
+    drive = Drive(replace(RULES, max_members=1))
+    drive.ask(requests.Invite(BROKER, "d", 9, 60.0))
+    for peer in (A, B, A):
+        drive.ask(requests.Enrol("d", peer, "provider"))
+        drive.ask(requests.Register(peer, 1, 1, b"", ()))
+        drive.ask(requests.AskLeave(peer, 1, False))
+    assert [peer for peer in drive.desk.pool.members if drive.phase(peer) == "left"] == [A]
+
+
 def test_a_member_may_have_a_few_further_keys_certified_and_those_none(drive: Drive):
     keys = [PeerId(letter * 52) for letter in "efghi"]
     for key in keys[:MAX_VOUCHED]:
@@ -511,6 +522,32 @@ def test_a_driver_that_comes_back_in_time_leaves_no_trace_in_the_journal(drive: 
     drive.ask(report("running", connection=600))
     assert "unattended" not in " ".join(drive.told())
     assert drive.desk.waits == {}
+
+
+def test_a_job_whose_driver_let_its_members_go_unheard_is_over(drive: Drive):
+    drive.ask(want(A, B))
+    drive.ask(report("running"))
+
+    def beats(seconds: float, **held: tuple[str, ...]) -> None:
+        for _ in range(int(seconds / 3)):
+            drive.now_s += 3.0
+            for peer in (A, B, C):
+                drive.ask(requests.Beat(peer, ord(peer[0]), 1, held.get(peer[0], ())))
+
+    beats(60.0)
+    assert drive.desk.pool.jobs[JOB].live, "its driver is in touch: members may be loading"
+    beats(3.0, a=(JOB,), b=(JOB,))
+    drive.ask(requests.Disconnected(500))
+    beats(60.0, a=(JOB,), b=(JOB,))
+    assert drive.desk.pool.jobs[JOB].live, "members hold their stages for a driver that crashed"
+    beats(60.0, a=(JOB,))
+    assert drive.desk.pool.jobs[JOB].live, "one still holds its stage"
+    beats(RULES.clear_s - 3.0)
+    assert drive.desk.pool.jobs[JOB].live
+    beats(6.0)
+    assert not drive.desk.pool.jobs[JOB].live
+    assert "let its members go" in drive.told()[-1]
+    assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
 
 
 def test_stopping_an_unattended_job_ends_it(drive: Drive):

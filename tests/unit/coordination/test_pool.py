@@ -8,7 +8,16 @@ import pytest
 from fusionai.coordination import events
 from fusionai.coordination.events import Fact, Placement, decode, encode
 from fusionai.coordination.machine import ForbiddenTransition
-from fusionai.coordination.pool import ENDED_JOBS_KEPT, Pool, UnknownEntity, advance, freeze, replay, thaw
+from fusionai.coordination.pool import (
+    DEPARTED_KEPT,
+    ENDED_JOBS_KEPT,
+    Pool,
+    UnknownEntity,
+    advance,
+    freeze,
+    replay,
+    thaw,
+)
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
 
@@ -157,6 +166,24 @@ def test_old_ended_jobs_are_forgotten_with_their_plans():
     assert len(pool.jobs) <= ENDED_JOBS_KEPT + 1
     assert pool.plans == {}
     assert pool.newest_version == ENDED_JOBS_KEPT + 20
+
+
+def test_only_the_latest_departed_members_are_remembered():
+    pool = replay([invited(uses=DEPARTED_KEPT + 50), *joined(A), asked(), planned(1, A)])
+    numbered = [PeerId(f"{number:052d}") for number in range(DEPARTED_KEPT + 20)]
+    for peer in numbered:
+        for fact in (*joined(peer), events.MemberLost(at_s=5.0, peer=peer, boot=1, reason="")):
+            pool = advance(pool, fact)
+    assert (pool.expected(), len(pool.members)) == (1, 1 + DEPARTED_KEPT)
+    assert A in pool.members
+    assert numbered[19] not in pool.members
+    back = advance(pool, events.MemberRegistered(at_s=6.0, peer=numbered[20], boot=2, profile=b"", addresses=()))
+    assert (back.expected(), back.members[numbered[20]].losses) == (2, (5.0,))
+    # The one whose job waits for it is not among those that may be forgotten.
+    kept = advance(pool, events.MemberLost(at_s=7.0, peer=A, boot=1, reason=""))
+    for fact in (*joined(numbered[0]), events.MemberLeft(at_s=8.0, peer=numbered[0])):
+        kept = advance(kept, fact)
+    assert A in kept.members
 
 
 def test_a_frozen_pool_is_the_same_pool_and_goes_on():
