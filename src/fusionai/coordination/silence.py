@@ -12,6 +12,11 @@ detectors" (IEEE Trans. Computers 51, 2002); Hayashibara et al., "The phi accrua
 estimate a distribution; the longest gap is what is left of one when signs of life come four times a second and a false
 alarm costs a recovery.
 
+A process that died is not found here: its machine closes its connections at once. Silence means a machine or a path
+that is gone, or a process that is starved or frozen. A connection can often tell which: a machine that is there goes on
+acknowledging what is sent to it. Such a peer has at least `deadline_s`, because moving its stages is dear and would
+make a busy machine busier.
+
 Neighbours: whoever has the connections calls `heard` for every frame and `tick` in time; what follows from a suspicion
 is decided by the job's driver. The broker's leases (`lease`) are slower and survive its restart by a grace.
 """
@@ -19,18 +24,22 @@ is decided by the job's driver. The broker's leases (`lease`) are slower and sur
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
 PING_S: Final = 0.25
 """How often a quiet connection is asked for a sign of life."""
 DEADLINE_S: Final = 4.0
-"""For a peer of which nothing is known yet, and the most that anybody is granted."""
+"""For a peer of which nothing is known yet, and the least for one whose machine acknowledges what is sent to it."""
+LONGEST_S: Final = 16.0
+"""The most that a peer with long gaps is granted: a machine under load starves its processes for several seconds."""
 SHORTEST_S: Final = 1.0
-"""The least. A packet lost twice in a row is sent again after 0.2 and 0.4 s; lost three times it comes too late, which
-is rarer than a takeover, which takes less than a second, is dear. A link that does it often shows gaps, and gets twice
-as long."""
-STALL_S: Final = 1.0
+"""The least, for a peer whose machine acknowledges nothing. A packet lost twice in a row is sent again after 0.2 and
+0.4 s; lost three times it comes too late, which is rarer than a takeover, which takes less than a second, is dear. A
+link that does it often shows gaps, and gets twice as long."""
+STALL_S: Final = 0.5
+"""A gap between two calls that is longer than this is the watcher's own lateness: its machine is busy, too."""
 FACTOR: Final = 2.0
 """The deadline in terms of the longest gap lately."""
 MEMORY_S: Final = 60.0
@@ -71,19 +80,23 @@ class Silence:
         ping_s: float = PING_S,
         shortest_s: float = SHORTEST_S,
         deadline_s: float = DEADLINE_S,
+        longest_s: float = LONGEST_S,
         stall_s: float = STALL_S,
     ) -> None:
-        """Raises `ValueError` unless 0 < ping <= stall and ping < shortest <= deadline: else a healthy peer would be
-        suspected."""
-        if not 0 < ping_s <= stall_s or not ping_s < shortest_s <= deadline_s:
+        """Raises `ValueError` unless 0 < ping <= stall and ping < shortest <= deadline <= longest: else a healthy peer
+        would be suspected."""
+        if not 0 < ping_s <= stall_s or not ping_s < shortest_s <= deadline_s <= longest_s:
             raise ValueError(
-                "expected 0 < ping <= stall and ping < shortest <= deadline, "
-                f"got {ping_s}, {stall_s}, {shortest_s}, {deadline_s} s"
+                "expected 0 < ping <= stall and ping < shortest <= deadline <= longest, "
+                f"got {ping_s}, {stall_s}, {shortest_s}, {deadline_s}, {longest_s} s"
             )
         self.ping_s = ping_s
         self.shortest_s = shortest_s
         self.deadline_s = deadline_s
+        self.longest_s = longest_s
         self.stall_s = stall_s
+        self._acknowledging: frozenset[str] = frozenset()
+        """At the last tick."""
         self._now_s: float | None = None
         self._awake_s = 0.0
         """Time spent awake, up to `_now_s`."""
@@ -112,13 +125,15 @@ class Silence:
             return
         longest_s = rhythm.heard(self._awake_s)
         if longest_s is not None:
-            rhythm.deadline_s = min(self.deadline_s, max(self.shortest_s, FACTOR * longest_s))
+            rhythm.deadline_s = min(self.longest_s, max(self.shortest_s, FACTOR * longest_s))
 
-    def tick(self, now_s: float) -> dict[str, float]:
+    def tick(self, now_s: float, acknowledging: Collection[str] = ()) -> dict[str, float]:
         """Who has been silent for its deadline or longer, in alphabetical order, with that deadline in seconds; each
-        once, then it is forgotten."""
+        once, then it is forgotten. `acknowledging`: peers whose machines take what is sent to them, or of which the
+        connection can't tell."""
         self._advance(now_s)
-        silent = {who: rhythm.deadline_s for who, rhythm in sorted(self._rhythms.items()) if self._left_s(rhythm) <= 0}
+        self._acknowledging = frozenset(acknowledging)
+        silent = {who: self._deadline_s(who) for who in sorted(self._rhythms) if self._left_s(who) <= 0}
         for who in silent:
             del self._rhythms[who]
         return silent
@@ -132,10 +147,14 @@ class Silence:
         None while nobody is watched."""
         if self._now_s is None or not self._rhythms:
             return None
-        return self._now_s + max(0.0, min(self.ping_s, *(self._left_s(rhythm) for rhythm in self._rhythms.values())))
+        return self._now_s + max(0.0, min(self.ping_s, *(self._left_s(who) for who in self._rhythms)))
 
-    def _left_s(self, rhythm: _Rhythm) -> float:
-        return rhythm.deadline_s - (self._awake_s - rhythm.heard_s)
+    def _left_s(self, who: str) -> float:
+        return self._deadline_s(who) - (self._awake_s - self._rhythms[who].heard_s)
+
+    def _deadline_s(self, who: str) -> float:
+        least_s = self.deadline_s if who in self._acknowledging else self.shortest_s
+        return max(least_s, self._rhythms[who].deadline_s)
 
     def _advance(self, now_s: float) -> None:
         if self._now_s is None:

@@ -184,7 +184,8 @@ class Connections:
                     self._silence.heard(line.peer, now_s)
                 self._pings += 1
                 line.control.post(wire.Ping(sequence=self._pings, sent_at_s=now_s))
-            for peer, deadline_s in self._silence.tick(now_s).items():
+            taking = [p for p, line in self._lines.items() if line.control.channel.acknowledges is not False]
+            for peer, deadline_s in self._silence.tick(now_s, taking).items():
                 line = self._lines.get(PeerId(peer))
                 if line is not None:
                     self._lose(line, f"it has been silent for {deadline_s:.3g} s")

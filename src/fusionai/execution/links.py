@@ -178,7 +178,8 @@ class Links:
         for peer, line in self._lines.items():
             if line.beat(now_s):
                 self._silence.heard(peer, now_s)
-        for peer, deadline_s in self._silence.tick(now_s).items():
+        taking = [peer for peer, line in self._lines.items() if line.channel.acknowledges is not False]
+        for peer, deadline_s in self._silence.tick(now_s, taking).items():
             if (line := self._lines.get(PeerId(peer))) is not None:
                 line.lost(f"it has been silent for {deadline_s:.3g} s")
 

@@ -66,5 +66,9 @@ class LocalChannel:
             self._other._inbox.put_nowait(None)
 
     @property
+    def acknowledges(self) -> bool | None:
+        return None
+
+    @property
     def closed(self) -> bool:
         return self._closed

@@ -81,3 +81,7 @@ class WeightInlet:
     @property
     def closed(self) -> bool:
         return self._line.channel.closed
+
+    @property
+    def acknowledges(self) -> bool | None:
+        return self._line.channel.acknowledges

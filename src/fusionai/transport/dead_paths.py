@@ -33,10 +33,26 @@ def set_options(sock: socket.socket) -> None:
 
 
 def silent_s(sock: socket.socket) -> float:
-    """Seconds for which the other side has owed an acknowledgement; 0 when it owes none or the platform can't say."""
+    """Seconds for which the other side has owed an acknowledgement; 0 when it owes none or nobody can say."""
+    fields = _account(sock)
+    return fields[_LAST_ACK_RECEIVED_MS] / 1000 if fields is not None and _owes(fields) else 0.0
+
+
+def acknowledges(sock: socket.socket) -> bool | None:
+    """Whether the other machine owes no acknowledgement; None for a closed socket and where the platform can't say."""
+    fields = _account(sock)
+    return None if fields is None else not _owes(fields)
+
+
+def _owes(fields: tuple[int, ...]) -> bool:
+    return fields[_UNACKED] > 0 and fields[_RETRANSMITS] > 0
+
+
+def _account(sock: socket.socket) -> tuple[int, ...] | None:
+    """The kernel's `struct tcp_info`; None where there is none."""
     if sys.platform != "linux":
-        return 0.0
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    fields = _TCP_INFO.unpack(info)
-    owes = fields[_UNACKED] > 0 and fields[_RETRANSMITS] > 0
-    return fields[_LAST_ACK_RECEIVED_MS] / 1000 if owes else 0.0
+        return None
+    try:
+        return _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    except (OSError, ValueError):  # a socket that the event loop has closed: uvloop raises either
+        return None

@@ -59,6 +59,10 @@ class FramedChannel(ABC):
         """Of the network between both ends, as far as anybody measures it."""
         return UNKNOWN
 
+    @property
+    def acknowledges(self) -> bool | None:
+        return None
+
     @abstractmethod
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 

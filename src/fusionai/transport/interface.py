@@ -83,6 +83,13 @@ class Channel(Protocol):
     @property
     def closed(self) -> bool: ...
 
+    @property
+    def acknowledges(self) -> bool | None:
+        """Whether the other machine acknowledges what was sent to it, by the kernel's account; None: nobody can tell.
+
+        It does so for a process that is starved or stopped, too."""
+        ...
+
 
 class Listener(Protocol):
     """An open door. `addresses` are candidates others may dial, e.g. `tcp://192.168.1.7:4711`."""

@@ -21,7 +21,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.addresses import way_to
 from fusionai.transport.bulk import Bulk
 from fusionai.transport.credentials import Credentials
-from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
+from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, acknowledges, set_options, silent_s
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Role
 from fusionai.transport.link_figures import UNKNOWN, LinkFigures, tcp_figures
@@ -81,9 +81,15 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             return UNKNOWN
         try:
             found = tcp_figures(sock)
-        except OSError:  # so says uvloop of a socket it has closed
+        except (OSError, ValueError):  # so says uvloop of a socket it has closed
             return UNKNOWN
         return dataclasses.replace(found, round_trip_s=0.0) if self.way == "relay" else found
+
+    @property
+    def acknowledges(self) -> bool | None:
+        """Over a relay, it is the relay that acknowledges."""
+        sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
+        return None if sock is None or self.way == "relay" else acknowledges(sock)
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         self._check_open()
@@ -216,11 +222,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         sock = self._transport.get_extra_info("socket")
         if sock is None:  # asyncio has lost it in this very turn of the loop; `connection_lost` comes next
             return
-        try:
-            quiet_s = silent_s(sock)
-        except OSError:  # so says uvloop of a socket it has closed
-            return
-        if quiet_s > DEAD_AFTER_S:
+        if silent_s(sock) > DEAD_AFTER_S:
             self._fail(ChannelClosed(f"the other side has acknowledged nothing for {DEAD_AFTER_S:g} s."))
             return
         self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.silence import DEADLINE_S, LEARNING_S, MEMORY_S, PING_S, SHORTEST_S, Silence
+from fusionai.coordination.silence import DEADLINE_S, LEARNING_S, LONGEST_S, MEMORY_S, PING_S, SHORTEST_S, Silence
 
 
 def lives(silence: Silence, start_s: float, *gaps_s: float) -> float:
@@ -63,7 +63,7 @@ def test_the_watchers_own_sleep_is_nobodys_silence() -> None:
     assert ticks(silence, 0.0, 3.0) == []
     # The lid is closed for an hour; on waking the tick may come before the frames that lie unread.
     assert silence.tick(3603.0) == {}
-    assert silence.silent_s("ada") == 3.5
+    assert silence.silent_s("ada") == 3.25
     silence.heard("ada", 3603.1)
     assert silence.tick(3603.5) == {}
     # The sleep is forgotten, not granted again.
@@ -80,8 +80,8 @@ def test_a_frame_read_first_after_the_sleep_grants_nothing_beyond_the_deadline()
 def test_a_watcher_that_always_stalls_still_finds_the_dead() -> None:
     silence = Silence()
     silence.watch("ada", 0.0)
-    when = [now_s for now_s in range(2, 40, 2) if silence.tick(float(now_s))]
-    assert when == [16]
+    when = [now_s for now_s in range(2, 80, 2) if silence.tick(float(now_s))]
+    assert when == [32]
 
 
 def test_late_words_of_the_suspected_and_the_forgotten_start_nothing() -> None:
@@ -90,6 +90,7 @@ def test_late_words_of_the_suspected_and_the_forgotten_start_nothing() -> None:
     silence.watch("bob", 0.0)
     silence.forget("bob")
     silence.forget("nobody")
+    assert ticks(silence, 0.0, 1.0) == []
     silence.heard("bob", 1.0)
     assert ticks(silence, 1.0, 5.0) == [(4.0, "ada")]
     silence.heard("ada", 5.0)
@@ -111,6 +112,7 @@ def test_the_next_tick_is_a_ping_away_or_at_the_first_deadline() -> None:
 def test_time_that_runs_backwards_changes_nothing() -> None:
     silence = Silence()
     silence.watch("ada", 10.0)
+    silence.tick(10.5)
     silence.tick(11.0)
     assert silence.tick(10.5) == {}
     assert silence.silent_s("ada") == 1.0
@@ -140,7 +142,7 @@ def test_a_peer_watched_for_too_short_a_time_has_the_longest_deadline() -> None:
 
 @pytest.mark.parametrize(
     ("longest_s", "deadline_s"),
-    [(0.25, 1.0), (0.5, 1.0), (0.625, 1.25), (0.75, 1.5), (1.0, 2.0), (1.75, 3.5), (2.0, 4.0), (3.5, 4.0)],
+    [(0.25, 1.0), (0.5, 1.0), (0.625, 1.25), (0.75, 1.5), (1.0, 2.0), (1.75, 3.5), (2.0, 4.0), (3.5, 7.0)],
 )
 def test_the_deadline_is_twice_the_longest_gap_within_bounds(longest_s: float, deadline_s: float) -> None:
     silence = Silence()
@@ -162,7 +164,7 @@ def test_a_gap_is_remembered_for_a_while_and_then_no_more() -> None:
     silence.heard("ada", last_s + 1.75)
     # That gap is known now; the one before is a memory's length away and more.
     last_s = lives(silence, last_s + 1.75, *prompt(MEMORY_S + 0.5))
-    assert silence.tick(last_s + 1.0) == {}
+    assert ticks(silence, last_s, last_s + 1.0) == []
     assert silence.tick(last_s + 1.25) == {"ada": 1.25}
 
 
@@ -181,6 +183,33 @@ def test_the_watchers_own_sleep_is_no_gap_of_a_peer() -> None:
     silence.heard("ada", last_s + 3600.0)
     last_s = lives(silence, last_s + 3600.0, 0.5)
     assert ticks(silence, last_s, last_s + 3.0) == [(last_s + 2.0, "ada")]
+
+
+def test_a_peer_whose_machine_acknowledges_is_starved_rather_than_gone() -> None:
+    silence = Silence()
+    silence.watch("ada", 0.0)
+    silence.watch("bob", 0.0)
+    now_s = 0.0
+    while now_s < LEARNING_S + 1.0:
+        now_s += 0.25
+        silence.heard("ada", now_s)
+        silence.heard("bob", now_s)
+    found = []
+    for number in range(1, 40):
+        silent = silence.tick(now_s + number / 4, acknowledging={"ada"})
+        found += [(number / 4, who, deadline_s) for who, deadline_s in silent.items()]
+    assert found == [(SHORTEST_S, "bob", SHORTEST_S), (DEADLINE_S, "ada", DEADLINE_S)]
+
+
+def test_a_starved_peer_teaches_the_watcher_to_wait_for_longer_than_for_an_unknown_one() -> None:
+    silence = Silence()
+    silence.watch("ada", 0.0)
+    last_s = lives(silence, 0.0, *prompt(LEARNING_S))
+    for gap_s in (0.75, 1.25, 2.25, 3.75, 6.5, 10.0):
+        # A load that grows: each gap is less than twice the one before.
+        last_s = lives(silence, last_s, gap_s)
+    silent = [(n / 4, silence.tick(last_s + n / 4)) for n in range(1, 80)]
+    assert [(s, found) for s, found in silent if found] == [(LONGEST_S, {"ada": LONGEST_S})]
 
 
 def test_everybody_has_a_deadline_of_their_own() -> None:
@@ -222,7 +251,7 @@ def test_settings_that_would_suspect_the_healthy_are_refused(
 
 
 def test_settings_at_their_limits_are_taken() -> None:
-    silence = Silence(ping_s=1.0, shortest_s=2.0, deadline_s=2.0, stall_s=1.0)
+    silence = Silence(ping_s=1.0, shortest_s=2.0, deadline_s=2.0, longest_s=2.0, stall_s=1.0)
     silence.watch("ada", 0.0)
     assert silence.tick(1.0) == {}
     assert silence.tick(2.0) == {"ada": 2.0}
