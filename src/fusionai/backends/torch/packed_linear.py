@@ -1,13 +1,14 @@
 """Matrices as a serving stage keeps them, and the products with them. Decides layout, rounding and rows per call.
 
 A product gives a row the same bits whatever other rows are in the call: sessions share calls, and must neither see
-each other nor depend on each other. Kernels that choose another path for few or many rows are found by trying, and get
-padded or shorter calls. Packed bytes never leave the process. Neighbours: `packed_graph` says which nodes these are.
+each other nor depend on each other. `row_products` adds in an order of its own. A library's kernels are called with
+numbers of rows that `steady_rows` tried when the matrix was loaded, and with no other. Packed bytes never leave the
+process. Neighbours: `packed_graph` says which nodes these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -16,12 +17,10 @@ import torch
 from torch.nn.functional import linear, pad
 
 from fusionai.backends.torch.row_code import Factor
+from fusionai.backends.torch.steady_rows import Counts, Product, in_steady_calls, steady_counts
 from fusionai.backends.torch.wide_pages import WidePages
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
-
-Product = Callable[[torch.Tensor], torch.Tensor]
-"""[rows, in] -> [rows, out] in the product's own dtype."""
 
 FLOAT16_LARGEST: Final = 65504.0
 INT4_GROUPS: Final = (32, 64, 128)
@@ -30,48 +29,31 @@ INT8_COLUMNS: Final = 32
 """The eight-bit kernel reads whole vectors and checks nothing: shorter ends would be read beyond the matrix."""
 IN_BLOCKS: Final[dict[WeightFormat, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Formats that `row_products` multiplies by."""
-_TRIED_ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64)
-_TRIED_PLACES: Final = 3
-_SPLIT_ABOVE: Final = 1024
-"""oneDNN splits longer sums for a single row, which rounding to bfloat16 hides from most trials; two rows are computed
-as many are."""
+_TRIED_INSTEAD: Final = 2**22
+"""Elements up to which a matrix of random numbers is tried in the place of the one that is loaded, whose sums may be
+exact in any order, as zeros are."""
 _PROBE_TOLERANCE: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """`least`, `most`: rows per call that leave bits alone. `dense`: the product takes more dimensions than two.
-    `blocks`: what is multiplied by, where it lies as `row_products.as_blocks` lays it."""
+    """`counts`: numbers of rows per call; None if any will do. `blocks`: what is multiplied by, where it lies as
+    `row_products.as_blocks` lays it."""
 
     product: Product
     bias: torch.Tensor | None
     nbytes: int
-    least: int = 1
-    most: int | None = None
-    dense: bool = False
+    counts: Counts | None = None
     blocks: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
-        rows = x.numel() // max(1, x.shape[-1])
-        if self.dense and self.least <= rows and self.most is None:
-            y = self.product(x)
-        else:
-            y = self._rows(x.reshape(-1, x.shape[-1]))
-            y = y.reshape(*x.shape[:-1], y.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
+        y = self.product(flat) if self.counts is None else in_steady_calls(self.product, self.counts, flat)
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
         if y.dtype != x.dtype:
             y = y.to(x.dtype)
         return y if self.bias is None else y + self.bias
-
-    def _rows(self, flat: torch.Tensor) -> torch.Tensor:
-        count = flat.shape[0]
-        if count == 0:
-            return self.product(flat.new_zeros((max(1, self.least), flat.shape[1])))[:0]
-        if self.most is not None and count > self.most:
-            return torch.cat([self._rows(part) for part in flat.split(self.most)])
-        if count < self.least:
-            return self.product(torch.cat([flat, flat.new_zeros((self.least - count, flat.shape[1]))]))[:count]
-        return self.product(flat)
 
 
 def pack(
@@ -94,8 +76,15 @@ def pack(
         product, blocks = _in_blocks(weight, form, pages)
         return PackedLinear(product, bias, blocks.nbytes, blocks=blocks)
     kind, product, nbytes = _on_cpu(weight, form, key)
-    least, most = _steady_rows(kind, weight.shape[0], weight.shape[1], torch.get_num_threads(), _Probe(product))
-    return PackedLinear(product, bias, nbytes, least, most, dense=kind.startswith(("onednn", "plain")))
+    shape = (weight.shape[0], weight.shape[1])
+
+    def trial() -> tuple[Product, torch.Tensor]:
+        if weight.numel() > _TRIED_INSTEAD:
+            return product, _as_read(weight, form)
+        stand_in = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        return _on_cpu(stand_in, form, key)[1], _as_read(stand_in, form)
+
+    return PackedLinear(product, bias, nbytes, steady_counts(kind, shape, trial))
 
 
 def packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
@@ -182,6 +171,19 @@ def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Pr
             return "int4pack", lambda x: compute(x.to(torch.bfloat16), quarter, group, scales_and_middles), nbytes
 
 
+def _as_read(weight: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    """The matrix by whose numbers the product multiplies, in float32; less the scale of a row."""
+    match form:
+        case "fp32":
+            return weight
+        case "fp16":
+            return weight.to(torch.float16).to(torch.float32)
+        case "int8":
+            return quantise_rows(weight)[0].to(torch.float32)
+        case "bf16" | "int4":
+            return weight.to(torch.bfloat16).to(torch.float32)
+
+
 def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
     if not _onednn_works(dtype):
         return _plain(weight, dtype)
@@ -242,41 +244,6 @@ def _check_float16(weight: torch.Tensor, key: str) -> None:
         raise ExecutionError(
             f"{key} holds {largest:g}, float16 goes to {FLOAT16_LARGEST:g}.", hint="Serve with bf16 or fp32 weights."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """A product that is no part of the key under which what was found out is remembered."""
-
-    product: Product
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Probe)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@cache
-def _steady_rows(kind: str, rows: int, columns: int, threads: int, probe: _Probe) -> tuple[int, int | None]:
-    """(fewest, most) rows per call among which a row's bits are the same; None: no bound was found."""
-    del rows, threads
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn((_TRIED_ROWS[-1], columns), generator=generator)
-    expected = probe.product(x)
-    steady = [count for count in _TRIED_ROWS if _same_bits(probe.product, x, expected, count)]
-    if _TRIED_ROWS[-2] in steady:
-        unsteady = [count for count in _TRIED_ROWS if count not in steady]
-        least = min((count for count in steady if count > max(unsteady, default=0)), default=1)
-        split = kind.startswith("onednn") and columns > _SPLIT_ABOVE
-        return max(least, 2 if split else 1), None
-    # Many rows go another way than some: stay with calls of exactly one size.
-    return 1, 1
-
-
-def _same_bits(product: Product, x: torch.Tensor, expected: torch.Tensor, count: int) -> bool:
-    starts = range(0, x.shape[0] - count + 1, max(1, (x.shape[0] - count) // _TRIED_PLACES))
-    return all(torch.equal(product(x[start : start + count]), expected[start : start + count]) for start in starts)
 
 
 @cache

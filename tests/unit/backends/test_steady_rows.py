@@ -1,0 +1,89 @@
+"""Numbers of rows for a library's product: what depends on places, neighbours or the number of rows is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from fusionai.backends.torch.steady_rows import TRIED, in_steady_calls, steady_counts, tried
+
+IN, OUT = 48, 20
+WEIGHT = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(3))
+
+
+def summed(x: torch.Tensor, columns: Iterable[int]) -> torch.Tensor:
+    """One column after the other, in float32."""
+    total = x.new_zeros((len(x), OUT))
+    for column in columns:
+        total += x[:, column, None] * WEIGHT[:, column]
+    return total
+
+
+def product(order: Callable[[int, int], bool], dtype: torch.dtype = torch.bfloat16) -> Callable[..., torch.Tensor]:
+    """Sums a row backwards where `order` of (its place, rows in the call) says so; rounds to `dtype`."""
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        turned = torch.tensor([order(place, len(x)) for place in range(len(x))])
+        return torch.where(turned[:, None], summed(x, reversed(range(IN))), summed(x, range(IN))).to(dtype)
+
+    return multiply
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_order_of_sums_shows_although_results_are_rounded(dtype: torch.dtype) -> None:
+    assert tried(product(lambda place, rows: False, dtype), WEIGHT) == TRIED
+    assert tried(product(lambda place, rows: rows == 1, dtype), WEIGHT) == TRIED[1:]
+    assert tried(product(lambda place, rows: rows > 8, dtype), WEIGHT) == tuple(n for n in TRIED if n > 8)
+    # The last rows of a call that fill no tile of eight.
+    odd = product(lambda place, rows: place >= rows - rows % 8, dtype)
+    assert tried(odd, WEIGHT) == tuple(n for n in TRIED if n % 8 == 0)
+
+
+def test_a_product_whose_rows_see_each_other_is_called_with_one_row() -> None:
+    def coupled(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max() / 127  # of all rows, as quantised activations have it
+        return ((x / scale).round() * scale) @ WEIGHT.t()
+
+    assert tried(coupled, WEIGHT) == (1,)
+    assert tried(product(lambda place, rows: place > 0), WEIGHT) == (1,)
+
+
+def test_calls_have_the_tried_numbers_of_rows_and_no_other() -> None:
+    sizes: list[int] = []
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        assert x.is_contiguous()
+        assert x.data_ptr() % 64 == 0
+        return x @ WEIGHT.t()
+
+    x = torch.randn((150, IN))
+    for rows, expected in (
+        (0, [3]),
+        (1, [3]),
+        (3, [3]),
+        (4, [8]),
+        (9, [48]),
+        (48, [48]),
+        (51, [48, 3]),
+        (150, [48] * 3 + [8]),
+    ):
+        sizes.clear()
+        made = in_steady_calls(multiply, (3, 8, 48), x[:rows])
+        assert sizes == expected, rows
+        assert made.shape == (rows, OUT)
+        assert torch.allclose(made, x[:rows] @ WEIGHT.t(), atol=1e-4)
+
+
+def test_one_matrix_answers_for_all_of_its_kind_and_shape() -> None:
+    asked: list[int] = []
+
+    def make() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+        asked.append(1)
+        return product(lambda place, rows: False), WEIGHT
+
+    for _ in range(2):
+        assert steady_counts("a kind of the test", (OUT, IN), make) == TRIED
+    assert asked == [1]
