@@ -148,22 +148,22 @@ def _as_begun(replanner: Replanner, problem: Problem) -> Problem:
 
 
 def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Once steps are official, an exact job goes on only where they come out the same."""
-    adopted = replanner.journal.plan
-    if replanner.policy == "tolerant" or adopted is None or not replanner.journal.committed:
-        return usable
-    try:
-        plan = msgspec.json.decode(adopted.plan, type=Plan)
-    except msgspec.DecodeError:
+    """Once steps are official, an exact job goes on only where they come out the same; one that takes any numerics does
+    where there are as many such machines as it had."""
+    plan = replanner.adopted
+    if replanner.is_tolerant or plan is None or not replanner.journal.committed:
         return usable
     made_with = {stage.fingerprint for stage in plan.stages if stage.peer != plan.feed} - {""}
     equal = tuple(one for one in usable if one.profile.fingerprint in made_with)
+    if replanner.policy == "any":
+        had = {stage.peer for stage in plan.stages if stage.peer != plan.feed}
+        return equal if len(equal) >= len(had) else usable
     if made_with and not equal:
         names = ", ".join(sorted(one.profile.name for one in usable))
         raise PlanError(
             f"{replanner.journal.committed} steps are official, and none of the machines in the pool ({names}) "
             "computes the same bits as those that made them.",
-            hint='Wait for such a machine, or set takeover = "tolerant" in [faults].',
+            hint='Wait for such a machine, or set takeover = "any" in [faults].',
         )
     return equal or usable
 

@@ -39,6 +39,10 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Stage -> peer that has it afterwards."""
     numerics: Literal["exact", "tolerant"] | None = None
     """Whether those compute the same bits; None where nobody took over."""
+    tolerance: float | None = None
+    """How far losses may be apart from then on, relative; None where bits are kept."""
+    recut: bool = False
+    """Whether the model was cut anew, over the machines in `takeover`."""
     base: int | None = None
     """It went on from the state after so many steps; None if no state was lost."""
     rollback: bool = False
@@ -122,6 +126,8 @@ class FaultRecords:
             waited_s=self._waited_s.get(number, 0.0),
             takeover=dict(episode.takeover),
             numerics=None if episode.exact is None else ("exact" if episode.exact else "tolerant"),
+            tolerance=episode.tolerance,
+            recut=bool(episode.recut),
             base=episode.base,
             rollback=episode.rollback,
             committed=episode.committed,

@@ -9,9 +9,10 @@ lines, `cli.run_report` draws the episodes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_seconds
@@ -47,6 +48,10 @@ class Episode:
     """All stages went back to a checkpoint."""
     guarded: bool = False
     """Whoever took over had kept its snapshots."""
+    recut: tuple[str, ...] = ()
+    """The peers over which the model was cut anew, if it was."""
+    tolerance: float | None = None
+    """How far losses may be apart from then on; None where bits are kept."""
     over_s: float | None = None
     """When the job was past it; None: not yet."""
     recovered_s: float | None = None
@@ -162,11 +167,16 @@ class FaultStory:
     def _wait(self, reason: str) -> tuple[str, ...]:
         if reason == self._waiting:
             return ()
-        self._waiting = reason
+        before, self._waiting = self._waiting, reason
+        left = _LEFT.search(reason)
+        if left is not None and before and _LEFT.sub("", reason) == _LEFT.sub("", before):
+            return (f"step {self._step + 1}: {left[0].removeprefix('; ')}",)
         what = reason.rstrip(".")
         what = f" for {what.removeprefix('waiting for ')}" if what.startswith("waiting for ") else f": {what}"
         if reason.startswith("the broker"):
             remedy = "It goes on by itself when the broker is there"
+        elif left is not None:
+            remedy = "With such a machine before that it goes on as it was: `fusion invite` lets another one join"
         else:
             remedy = "It goes on by itself when one is there: `fusion invite` lets another machine join"
         return (f"step {self._step + 1}: the job waits{what}. {remedy}; Ctrl-C stops in order",)
@@ -176,7 +186,17 @@ class FaultStory:
         places = {stage.stage: stage for stage in event.plan.stages}
         before = {} if former is None else {stage.stage: stage for stage in former.stages}
         guards = set() if former is None else {(guard.stage, guard.peer) for guard in former.guards}
+        known = () if former is None else former.tolerant_takeovers
+        newest = event.plan.tolerant_takeovers[-1:]
+        tolerance = newest[0].tolerance if newest and newest != known[-1:] else None
+        recut = former is not None and _blocks(former) != _blocks(event.plan)
         for episode in self.open():
+            episode.tolerance = tolerance
+            if recut and episode.stages:
+                peers = dict.fromkeys(stage.peer for stage in event.plan.stages if stage.peer != event.plan.feed)
+                episode.recut, episode.exact = tuple(peers), tolerance is None
+                episode.takeover = {stage.stage: stage.peer for stage in event.plan.stages if stage.peer in peers}
+                continue
             for stage in episode.stages:
                 if stage in places and (places[stage].peer != episode.peer or self._waiting):
                     episode.takeover[stage] = places[stage].peer
@@ -221,6 +241,11 @@ class FaultStory:
             return "the job went on; no stage stood still"
         origin = self._origin(episode)
         takers = list(dict.fromkeys(episode.takeover.values()))
+        apart = "" if not episode.tolerance else f", losses within {episode.tolerance:g}"
+        exactness = {True: "", False: f" (other numerics: tolerant, not bit-exact{apart})", None: ""}[episode.exact]
+        if episode.recut:
+            who = " and ".join(self.name(peer) for peer in episode.recut)
+            return f"the model is cut anew over {who} {origin}".rstrip() + exactness
         if not takers:
             if episode.base is None:
                 return "every stage kept its state" if episode.committed is not None else ""
@@ -231,7 +256,6 @@ class FaultStory:
             + (f" {stages_in_words(kept[peer])}" if len(takers) > 1 else "")
             for peer in takers
         ]
-        exactness = {True: "", False: " (other numerics: tolerant, not bit-exact)", None: ""}[episode.exact]
         return f"{' and '.join(who)} {origin}".rstrip() + exactness
 
     def _origin(self, episode: Episode) -> str:
@@ -266,6 +290,14 @@ class FaultStory:
                 return f"{where} gave wrong results and gets no more work of this job: {reason}"
             case "broker":
                 return "the broker was killed" if episode.killed else "the broker was away"
+
+
+_LEFT: Final = re.compile(r"; [^;]* in \d+ s$")
+"""What follows if nobody comes, and when."""
+
+
+def _blocks(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
+    return tuple((stage.replica, stage.blocks) for stage in plan.stages)
 
 
 def _bare(event: progress.FaultSeen) -> str:

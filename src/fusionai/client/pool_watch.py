@@ -24,6 +24,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.scheduling.going_on import keeps_bits
 from fusionai.scheduling.promises import Promises, promised, stepped
 from fusionai.scheduling.promotion import Promotion, promoted
 from fusionai.scheduling.straggling import Better, better_plan, observed, watching
@@ -224,7 +225,7 @@ class PoolWatch:
         return better.plan, better.reason
 
     async def _promoted(self, members: tuple[Member, ...]) -> Promotion | None:
-        plan, problem, step = self._plan(), self._replanner.problem, self._step
+        plan, problem, step = self._plan(), self._replanner.unforced, self._step
         there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
         sheltered, rested = self._driver.sheltered, self._slow.rested(step)
         trust = self._promises.trust(self._clock.now_s())
@@ -242,8 +243,5 @@ class PoolWatch:
         return found
 
     def _is_allowed(self, plan: Plan, better: Plan) -> bool:
-        """Whether stages may move as `better` has it: in an exact job only among machines of the same numerics."""
-        if self._replanner.policy == "tolerant":
-            return True
-        numerics = {stage.fingerprint for one in (plan, better) for stage in one.stages if stage.peer != self._owner}
-        return len(numerics) == 1 and "" not in numerics
+        """Whether stages may move as `better` has it: unless bits are others already, only with the same bits."""
+        return self._replanner.is_tolerant or keeps_bits(plan, better)

@@ -57,6 +57,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
 from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
 from fusionai.storage.rundir import RunDirectory
@@ -306,7 +307,7 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         microbatches=recipe.train.microbatches,
         microbatch_tokens=prepared.tokens_per_microbatch,
         optimizer_bytes_per_trainable_byte=state_bytes_ratio(recipe.optimizer),
-        takeover=recipe.faults.numerics,
+        takeover=numerics(recipe.faults.takeover),
         compression=recipe.train.compression,
         recompute=recipe.train.recompute,
         offload=recipe.train.offload,

@@ -1,11 +1,12 @@
 """Another plan for a running job: in place of peers that are lost, or because the pool offers something better.
 
 Decides who may be asked: machines that stand by, those of the job itself, and a lost machine only when nobody else will
-do and the broker has heard it since. Whether a machine of other numerics may stand in, the recipe says. A plan is
-journalled, and kept with its tickets, before anybody acts on it (recovery rule 16).
+do and the broker has heard it since. Whether a machine of other numerics may stand in, or the model be cut anew over
+those that remain, the recipe says; that is done after a grace period only, which is counted down. A plan is journalled,
+and kept with its tickets, before anybody acts on it (recovery rule 16); so is from which step on bits may differ.
 
-Neighbours: `training.driver` asks, `client.pool_watch` looks out for better plans, `scheduling.takeover` makes them,
-`client.pool_session` asks the broker.
+Neighbours: `training.driver` asks, `client.pool_watch` looks out for better plans, `scheduling.going_on` and `takeover`
+make them, `client.pool_session` asks the broker.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from functools import partial
+from typing import Final, Protocol
 
 import msgspec
 
+from fusionai.client.background import in_background
 from fusionai.client.deployments import keep_deployment
 from fusionai.client.distrusted import distrust
+from fusionai.client.near_links import near_links
 from fusionai.client.pool_session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
@@ -27,8 +31,10 @@ from fusionai.primitives.errors import ExecutionError, RefusedError, TransportEr
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling import settling
 from fusionai.scheduling.ends import check_ends
+from fusionai.scheduling.going_on import GRACE_S, Nothing, Otherwise, Takeover, otherwise, recorded, stand_in
 from fusionai.scheduling.straggling import slowed
-from fusionai.scheduling.takeover import Waiting, replaced
+from fusionai.scheduling.takeover import Waiting
+from fusionai.scheduling.takeover import told as told_problem
 from fusionai.scheduling.types import Excluded, PeerProfile, Plan, Problem
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
@@ -37,6 +43,8 @@ LOOK_S: Final = 0.5
 """Between two looks at a pool where nobody fits, or for a broker that is away."""
 FORGOTTEN_S: Final = 600.0
 """How long a machine counts as as slow as it was found; then it may show itself again."""
+COUNTED: Final = (30, 20, 10, 5, 4, 3, 2, 1)
+"""Seconds left that are said; those in between would only fill the log."""
 RETRIED: Final = ("busy", "unknown_peer", "untrusted", "leaving", "stale_fence", "bad_message")
 """Refusals that another look at the pool answers."""
 
@@ -57,6 +65,16 @@ class _Pace:
     factor: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Besides:
+    """What there is where nobody can stand in as it was, found for `key`; `unlike`: what there would be if the recipe
+    took any numerics."""
+
+    key: object
+    found: Otherwise | Nothing
+    unlike: Otherwise | Nothing
+
+
 @dataclass(kw_only=True)
 class PoolReplanner:
     """One job's. `problem`: what its plans are made from; may be replaced when speeds are measured anew. Keeps nothing:
@@ -67,7 +85,7 @@ class PoolReplanner:
     title: str
     steps: int
     problem: Problem
-    policy: Literal["exact", "tolerant", "refuse"]
+    policy: Takeover
     excluded: Callable[[tuple[Member, ...]], frozenset[str]]
     """Those that the recipe keeps out."""
     clock: Clock
@@ -75,7 +93,12 @@ class PoolReplanner:
     """Those that the job's trust kept out at the last look."""
     liars: set[str] = field(default_factory=set[str])
     """Whose results were wrong."""
+    grace_s: float = GRACE_S
+    """How long a machine of the same numerics is waited for before the job goes on otherwise."""
     _newest_version: int = 0
+    _short_since_s: float | None = None
+    """Since when nobody can stand in as it was."""
+    _besides: _Besides | None = None
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
     _missing: set[str] = field(default_factory=set[str])
     """Lost, and in no plan made real since: one that is named again was not lost again."""
@@ -91,10 +114,12 @@ class PoolReplanner:
         while True:
             try:
                 members = await self.pool.pool()
-                plan = self._replaced(present.plan, lost, members)
-                if isinstance(plan, Plan):
-                    return await self.make_real(plan)
-                waiting(plan.sentence)
+                found = self._replaced(present.plan, lost, members)
+                if isinstance(found, Waiting):
+                    found = await self._otherwise_than(found, present.plan, lost, members)
+                if isinstance(found, Plan):
+                    return await self.make_real(found)
+                waiting(found)
             except RefusedError as error:
                 if error.code not in RETRIED:
                     raise
@@ -107,28 +132,73 @@ class PoolReplanner:
 
     def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:
         unversioned = msgspec.structs.replace(plan, version=0)
-        present = frozenset(member.view.peer for member in members if is_present(member))
-        # Whoever else the broker has lost meanwhile would only be lost again.
-        gone = lost | ({stage.peer for stage in plan.stages} - present - {plan.feed})
-        gone |= {guard.peer for guard in plan.guards} - present
+        gone = self._gone(plan, lost, members)
         others = [one.profile for one in self.usable(members) if one.view.peer not in gone]
-        found = replaced(unversioned, self.problem, gone, others)
-        if isinstance(found, Waiting):
-            returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
-            if returned:
-                found = replaced(unversioned, self.problem, gone, [*others, *returned])
-        if isinstance(found, Waiting) and self.policy == "refuse":
-            self._refuse(found, unversioned, gone, others)
+        found = stand_in(unversioned, self.problem, gone, others, self.policy)
+        if isinstance(found, Waiting) and (returned := self._returned(lost, members)):
+            found = stand_in(unversioned, self.problem, gone, [*others, *returned], self.policy)
         return found
 
-    def _refuse(self, waiting: Waiting, plan: Plan, gone: frozenset[str], others: Sequence[PeerProfile]) -> None:
-        """Ends the job where it is other numerics alone that keep everybody from standing in."""
-        tolerant = msgspec.structs.replace(self.problem, takeover="tolerant")
-        if isinstance(replaced(plan, tolerant, gone, others), Plan):
+    def _gone(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> frozenset[str]:
+        """Whoever else the broker has lost meanwhile would only be lost again."""
+        present = frozenset(member.view.peer for member in members if is_present(member))
+        gone = lost | ({stage.peer for stage in plan.stages} - present - {plan.feed})
+        return gone | ({guard.peer for guard in plan.guards} - present)
+
+    def _returned(self, lost: frozenset[str], members: tuple[Member, ...]) -> list[PeerProfile]:
+        return [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
+
+    async def _otherwise_than(
+        self, waiting: Waiting, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]
+    ) -> Plan | str:
+        """Where nobody can stand in as it was: after the grace period another plan; until then, and where there is
+        none, what is waited for. Ends the job where the recipe refuses what there is."""
+        now_s = self.clock.now_s()
+        if self._short_since_s is None:
+            self._short_since_s = now_s
+        gone, back = self._gone(plan, lost, members), self._returned(lost, members)
+        returned = {one.peer for one in back}
+        there = [*(one.profile for one in self.usable(members) if one.view.peer not in gone), *back]
+        posed = msgspec.structs.replace(self.problem, links=near_links(members))
+        besides = await self._look_besides(plan, posed, gone - returned, there)
+        found, told = besides.found, told_problem(posed, there)
+        if isinstance(found, Nothing):
+            return self._unhelped(waiting, found, besides.unlike, told)
+        left_s = self._short_since_s + self.grace_s - now_s
+        if left_s <= 0:
+            return found.plan
+        shown = next((mark for mark in reversed(COUNTED) if left_s <= mark), round(left_s))
+        return f"{waiting.sentence}; {found.words(told)} in {shown} s"
+
+    async def _look_besides(
+        self, plan: Plan, problem: Problem, gone: frozenset[str], there: Sequence[PeerProfile]
+    ) -> _Besides:
+        """Planning takes a while: once for the same machines."""
+        key = (plan, gone, tuple(there), problem)
+        if self._besides is None or self._besides.key != key:
+            unversioned = msgspec.structs.replace(plan, version=0)
+            search = partial(otherwise, unversioned, problem, gone, there)
+            found = unlike = await in_background(partial(search, self.policy))
+            if isinstance(found, Nothing) and self.policy in ("exact", "refuse"):
+                unlike = await in_background(partial(search, "any"))
+            self._besides = _Besides(key, found, unlike)
+        return self._besides
+
+    def _unhelped(self, waiting: Waiting, nothing: Nothing, unlike: Otherwise | Nothing, told: Problem) -> str:
+        """What is waited for, and what would help. Raises `ExecutionError` where it is other numerics alone that keep
+        everybody from going on, and the recipe refuses to wait."""
+        if isinstance(unlike, Nothing):
+            return f"{waiting.sentence}; {nothing.reason}"
+        if self.policy == "refuse":
             raise ExecutionError(
                 f"{waiting.sentence}; those that are there compute other bits, and the recipe refuses them.",
-                hint='Set takeover = "tolerant" in [faults], or run it again when such a machine has joined.',
+                hint='Set takeover = "any" in [faults], or run it again when such a machine has joined.',
             )
+        return (
+            f'{waiting.sentence}; takeover = "exact" demands the same bits. What would help: a machine with the '
+            f'processor, device and settings of the one that is lost, or takeover = "any" in [faults], with which the '
+            f"job would go on: {unlike.words(told)}"
+        )
 
     def note_lost(self, peer: str) -> None:
         """The job has lost it just now: it counts as there when the broker has heard it since."""
@@ -185,7 +255,7 @@ class PoolReplanner:
         """`plan` (version 0) with the version and the tickets the broker gives it. Raises `RefusedError`,
         `TransportError`, `StorageError`."""
         async with self._turn:
-            granted = await self._granted(plan)
+            granted = await self._granted(self.with_record(plan))
             # Members let in whom the newest placement names: an old one must never be the newest again.
             if granted.plan.version <= self._newest_version:
                 raise TrustError(
@@ -195,7 +265,22 @@ class PoolReplanner:
             self._newest_version = granted.plan.version
             await asyncio.to_thread(self.adopt, granted)
             self._missing -= {one.peer for one in (*granted.plan.stages, *granted.plan.guards)}
+            self._short_since_s = None
             return granted
+
+    @property
+    def unforced(self) -> Problem:
+        """What plans are made from that nobody is forced to: those keep bits while they are what they were."""
+        return self.problem if self.is_tolerant else msgspec.structs.replace(self.problem, takeover="exact")
+
+    def with_record(self, plan: Plan) -> Plan:
+        """`plan` with what is to be kept of those before it."""
+        return plan
+
+    @property
+    def is_tolerant(self) -> bool:
+        """Whether a plan that nobody is forced to may change bits."""
+        return self.policy == "tolerant"
 
     def adopt(self, deployment: Deployment) -> None:
         """A plan that is in force now. Blocking."""
@@ -228,6 +313,29 @@ class Replanner(PoolReplanner):
 
     journal: CommitJournal
     directory: RunDirectory
+    tolerance: float = 0.0
+    """How far losses may be apart after machines of other numerics have taken over."""
+
+    def with_record(self, plan: Plan) -> Plan:
+        before = self.adopted
+        return plan if before is None else recorded(before, plan, self.journal.committed, self.tolerance)
+
+    @property
+    def adopted(self) -> Plan | None:
+        """The newest on the disk; None where there is none, or one of another version of this program."""
+        kept = self.journal.plan
+        if kept is None:
+            return None
+        try:
+            return msgspec.json.decode(kept.plan, type=Plan)
+        except msgspec.DecodeError:
+            return None
+
+    @property
+    def is_tolerant(self) -> bool:
+        """Bits that are others already lose nothing by another plan."""
+        adopted = self.adopted if self.policy == "any" else None
+        return self.policy == "tolerant" or (adopted is not None and bool(adopted.tolerant_takeovers))
 
     def adopt(self, deployment: Deployment) -> None:
         self.journal.adopt_plan(deployment.plan.version, msgspec.json.encode(deployment.plan))

@@ -19,6 +19,7 @@ from typing import Final
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
+from fusionai.backends.tolerance import TOLERANCES
 from fusionai.client.background import in_background
 from fusionai.client.beginning import begin, nobody
 from fusionai.client.checkpoint_header import checkpoint_header
@@ -233,6 +234,8 @@ async def _run(
             steps=recipe.job.steps,
             problem=await in_background(lambda: standing_problem(prepared, members or (), owner)),
             policy=recipe.faults.takeover,
+            grace_s=recipe.faults.grace_s,
+            tolerance=TOLERANCES["float32" if recipe.train.precision == "fp32" else "bfloat16"].loss,
             excluded=lambda members: excluded_peers(recipe, members) | (part.excluded(members) if part else set()),
             barred=lambda: trust.barred,
             journal=journal,

@@ -111,7 +111,8 @@ class JobShape:
     patience: int | None = None
     """End after so many evaluations without an improvement of at least `minimum_improvement`."""
     minimum_improvement: float = 0.0
-    takeover: Literal["exact", "tolerant"] = "exact"
+    takeover: Literal["exact", "any", "tolerant"] = "exact"
+    """Whether other bits end the job: always, only where one machine gives them, never."""
 
 
 def norms_hash(norms: Mapping[str, float]) -> str:
@@ -377,7 +378,7 @@ class DriverMachine:
         first, second = event.losses
         if first.hex() != second.hex():
             detail = f"the same microbatch crossed the stages twice and gave {first!r} and {second!r}"
-            if self.shape.takeover == "exact":
+            if self.shape.takeover != "tolerant":
                 return self._fail(f"the probe did not come back right: {detail}")
             warnings.append(WarnTolerant(self.step, detail))
         self._probed = True
@@ -492,7 +493,7 @@ class DriverMachine:
             f"step {computed.step} came out with loss {computed.loss!r} and norm {computed.total_norm!r}, "
             f"the journal has {journalled.loss!r} and {journalled.total_norm!r}"
         )
-        if self.shape.takeover == "tolerant":
+        if self.shape.takeover != "exact":
             return [WarnTolerant(computed.step, detail), *self._commit(journalled, replayed=True)]
         return self._fail(f"replay is not exact: {detail}")
 

@@ -307,20 +307,22 @@ class Placement(_Table, frozen=True, kw_only=True):
 
 
 class Faults(_Table, frozen=True, kw_only=True):
-    """Who may stand in for a lost peer: `exact`, only one that computes the same bits, and the job waits for one;
-    `tolerant`, anybody, and it is said where results may differ from then on; `refuse`, only one that computes the
-    same bits, and the job ends in order if there are only others.
+    """Who may go on in a lost peer's place: `any`, one that computes the same bits, and after `grace_s` seconds without
+    one anybody, or those that remain with the model cut anew; `exact`, only the same bits, and the job waits for them;
+    `tolerant`, anybody at once; `refuse`, as `exact`, but the job ends in order if there are only others. Where results
+    may differ from then on, it is said and recorded.
 
     `checks`: whether part of the machines' work is run again by others that stand by (`spot`), or none; None: `spot`
     where that can be, which is everywhere but in jobs that exchange with others."""
 
-    takeover: Literal["exact", "tolerant", "refuse"] = "exact"
+    takeover: Literal["any", "exact", "tolerant", "refuse"] = "any"
+    grace_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
     checks: Literal["none", "spot"] | None = None
 
     @property
-    def numerics(self) -> Literal["exact", "tolerant"]:
-        """Whether other bits are tolerated."""
-        return "tolerant" if self.takeover == "tolerant" else "exact"
+    def numerics(self) -> Literal["exact", "any", "tolerant"]:
+        """Whether other bits are tolerated: `any` tolerates them after a fault alone."""
+        return "exact" if self.takeover == "refuse" else self.takeover
 
 
 EVERY: Final = 50

@@ -249,6 +249,21 @@ class Guard(_Data, frozen=True, kw_only=True):
     """Whether the fingerprints of the two peers promise bit-equal results."""
 
 
+class TolerantTakeover(_Data, frozen=True, kw_only=True):
+    """From a step on, machines of other numerics compute: results may be apart from those of the plan before."""
+
+    step: int
+    """So many steps were official; the next one is the first that may differ."""
+    stages: tuple[int, ...]
+    """Of the plan that began there, those that other numerics compute."""
+    peers: tuple[str, ...]
+    """Their peers."""
+    recut: bool = False
+    """Whether the stages are others than before."""
+    tolerance: float = 0.0
+    """How far losses may be apart, relative (`backends.tolerance`)."""
+
+
 class ServingSizes(_Data, frozen=True, kw_only=True):
     """What every stage of a serving plan is told, and what all sessions together can expect."""
 
@@ -301,6 +316,9 @@ class Plan(_Data, frozen=True, kw_only=True):
     certificate: Certificate
     serving: ServingSizes | None = None
     """Serving: a step is one token of one session; `tokens_per_s` is what one session gets."""
+    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
+    """Training: of this job up to this plan, oldest first; of very many the first and the newest. Empty: bits are those
+    of the job's first plan."""
 
     @property
     def replicas(self) -> int:

@@ -216,6 +216,7 @@ class CheckpointWriter:
             },
             files=dict(sorted(self._records.items())),
             base=self._header.base,
+            tolerant_takeovers=self._header.tolerant_takeovers,
         )
         content = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
         self._put(MANIFEST, content)

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from fusionai.scheduling.types import TolerantTakeover
+
 FORMAT: Final = "fusionai.checkpoint/1"
 MANIFEST: Final = "fusion/manifest.json"
 MANIFEST_HASH: Final = "fusion/manifest.sha256"
@@ -39,6 +41,8 @@ class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
     private_keys: frozenset[str] = frozenset()
     adapter_keys: frozenset[str] = frozenset()
     base: dict[str, str] = {}
+    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
+    """What had happened to the job's bits when this one was made: of one checkpoint, not of all."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -55,6 +59,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     files: dict[str, FileRecord]
     base: dict[str, str] = {}
     """Files outside, without which this is not the whole model: name -> SHA-256."""
+    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
+    """From which steps on machines of other numerics computed; empty: the bits are those of the job's first plan."""
 
 
 def step_directory(root: Path, step: int) -> Path:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from fusionai.backends.state import StateEntry, as_stored, check_entry
@@ -24,6 +25,7 @@ from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.scheduling.types import TolerantTakeover
 from fusionai.storage.best import best_checkpoint, name_best
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.manifest import step_directory, step_of
@@ -92,12 +94,15 @@ class Checkpoints:
         entries: Mapping[int, Mapping[str, StateEntry]],
         *,
         tolerant: bool,
+        takeovers: tuple[TolerantTakeover, ...] = (),
     ) -> Collection:
         """Of every stage's state of `step`. `entries`: what each stage's state consists of; nothing else is written,
         and nothing of it may be missing. `tolerant`: machines round differently, so the copies of a tied parameter may
-        be apart as far as `backends.tolerance` lets them; what the first stage that has it holds is kept."""
+        be apart as far as `backends.tolerance` lets them; what the first stage that has it holds is kept.
+        `takeovers`: what is said of the bits of this state."""
         owed = {stage: dict(entries[stage]) for stage in stages}
-        return Collection(self.root, self._header, self._files, step, fence, dict(stages), owed, tolerant=tolerant)
+        header = msgspec.structs.replace(self._header, tolerant_takeovers=takeovers)
+        return Collection(self.root, header, self._files, step, fence, dict(stages), owed, tolerant=tolerant)
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -488,14 +488,19 @@ class Driver:
     def _rounds_differently(self) -> bool:
         """Whether machines of unlike numerics have, or may have had, a part in this job."""
         prints = {stage.fingerprint for stage in self.plan.stages if self._cut.saves(stage.stage)}
-        return self._job.options.takeover == "tolerant" or len(prints) > 1
+        return self._job.options.takeover != "exact" or len(prints) > 1
 
     def _write_checkpoint(self, step: int, *, ask: bool) -> None:
         places = self._machine.roles.places
         stages = {stage: PeerId(peer) for stage, peer in places.items() if self._cut.saves(stage)}
         entries = {stage: self._cut.stages[stage].saved for stage in stages}
         collection = self._collection = self._checkpoints.collection(
-            step, self.fence, stages, entries, tolerant=self._rounds_differently()
+            step,
+            self.fence,
+            stages,
+            entries,
+            tolerant=self._rounds_differently(),
+            takeovers=self.deployment.plan.tolerant_takeovers,
         )
         former, started_s = self._collected, time.monotonic()
 
@@ -543,8 +548,12 @@ class Driver:
             waiting = self._outputs.expect("eval", step, index)
             self._feed("eval", step, index, batch)
             losses.append(_scalar((await waiting)[LOSS]))
-        other = next((loss for loss in losses[1:] if loss.hex() != losses[0].hex()), losses[0])
-        self._tell(events.ProbeAnswered((losses[0], other)), fence)
+        count = self._cut.replicas
+        # Replicas may be unlike machines; each must agree with itself.
+        first = count if self._job.options.takeover == "any" else 1
+        pairs = list(zip(losses[:count] if first == count else [losses[0]] * len(losses), losses[first:], strict=False))
+        apart = next((pair for pair in pairs if pair[0].hex() != pair[1].hex()), pairs[0])
+        self._tell(events.ProbeAnswered(apart), fence)
 
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
         """Job outputs other than the loss (`logits`) for one batch, computed across the pool's stages with the state

@@ -45,10 +45,11 @@ def event_of(message: wire.Message, peer: PeerId, roles: Roles) -> DriverEvent |
             return None
 
 
-def check_numerics(message: wire.Message, plan: Plan, takeover: Literal["exact", "tolerant"]) -> None:
+def check_numerics(message: wire.Message, plan: Plan, takeover: Literal["exact", "any", "tolerant"]) -> None:
     """Raises `ExecutionError` where a stage's peer computes other bits than the plan was made with and the job does
-    not tolerate that: it was started anew with other settings since."""
-    if not isinstance(message, wire.Status) or takeover != "exact":
+    not tolerate that from everybody: it was started anew with other settings since. What is tolerated after a fault is
+    in the plan."""
+    if not isinstance(message, wire.Status) or takeover == "tolerant":
         return
     promised = plan.stages[message.stage].fingerprint
     if promised and message.fingerprint and promised != message.fingerprint:

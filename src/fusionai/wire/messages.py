@@ -365,7 +365,7 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     offload_weights: bool = False
     """Weights lie in a file (beside an accelerator: in the host's memory) and are read block by block, forward and
     backward: the same bits. Only with `recompute`."""
-    takeover: Literal["exact", "tolerant"] = "exact"
+    takeover: Literal["exact", "any", "tolerant"] = "exact"
     codecs: Annotated[tuple[Codec, ...], Meta(max_length=1024)] = ()
     """How what a stage gets from those before it, and gives back, is packed: for the second stage, the third and so on;
     empty: nowhere."""

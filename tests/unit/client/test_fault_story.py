@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fusionai.client.fault_story import FaultStory
-from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement, TolerantTakeover
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
 
@@ -183,3 +184,37 @@ def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultStory) -> Non
     assert line.endswith("its word against another peer did not hold; the job goes on")
     assert line.startswith("step 12: attic, a spare, gave wrong results")
     assert story.open() == []
+
+
+def test_a_count_down_is_said_once_whole_and_then_in_short(story: FaultStory) -> None:
+    story.see(lost(), 5.0)
+    waits = "waiting for a peer that lends 1 GB (stage 1); cutting the model anew over 1 machine (tower) in {} s"
+    (first,) = story.see(progress.Waiting(waits.format(30)), 5.1)
+    assert first.startswith("step 12: the job waits for a peer that lends 1 GB (stage 1); cutting the model anew")
+    assert "in 30 s. With such a machine before that" in first
+    assert story.see(progress.Waiting(waits.format(30)), 5.6) == ()
+    assert story.see(progress.Waiting(waits.format(20)), 15.1) == (
+        "step 12: cutting the model anew over 1 machine (tower) in 20 s",
+    )
+
+
+def test_a_model_cut_anew_is_told_with_its_machines(story: FaultStory) -> None:
+    story.see(lost(), 5.0)
+    story.see(progress.Waiting("waiting for a peer"), 5.1)
+    alone = plan(2, TOWER, HERON)
+    whole = tuple(
+        StagePlacement(stage=i, peer=peer, blocks=blocks, fingerprint="x")
+        for i, (peer, blocks) in enumerate(((TOWER, (0, 3)), (HERON, (3, 5))))
+    )
+    took = TolerantTakeover(step=11, stages=(1,), peers=(HERON,), recut=True, tolerance=1e-5)
+    changed = msgspec.structs.replace(alone, stages=whole, feed="", tolerant_takeovers=(took,))
+    story.see(progress.PlanChanged(changed, "x"), 35.0)
+    story.see(progress.Restored(11, 8, (0, 1), True), 35.1)
+    (said,) = story.see(progress.Recovered(11, 31.0), 36.0)
+    assert said == (
+        "step 12: laptop is lost (stage 1): connection closed; the model is cut anew over tower and heron with all "
+        "stages from the checkpoint of step 8, 3 steps again (other numerics: tolerant, not bit-exact, losses within "
+        "1e-05); 31 s later step 12 is committed"
+    )
+    (episode,) = story.episodes
+    assert (episode.recut, episode.exact, episode.tolerance) == ((TOWER, HERON), False, 1e-5)

@@ -27,10 +27,12 @@ from fusionai.primitives.errors import (
     StorageError,
     TransportError,
 )
+from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
+from fusionai.wire.messages import CommitRecord, Fence
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
 
 
@@ -63,8 +65,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             *looks: tuple[Member, ...] | FusionError, policy: str = "exact", guarded: bool = True, **pool: Any
         ) -> Bench:
             peers = [profile("a"), profile("b"), *([profile("c")] if guarded else [])]
-            takeover = "tolerant" if policy == "tolerant" else "exact"
-            base = problem(*peers, takeover=takeover)
+            base = problem(*peers, takeover=numerics(policy))  # pyright: ignore[reportArgumentType]
             made = msgspec.structs.replace(base, required=("a", "b"))
             present = msgspec.structs.replace(planned(made), version=1)
             journal.adopt_plan(1, msgspec.json.encode(present))
@@ -139,6 +140,7 @@ def test_a_tolerant_job_takes_it(bench: Make):
 
 def test_a_refusing_job_ends_where_there_are_only_others(bench: Make):
     one = bench((working("a"), working("b"), member("e", fingerprint="other")), policy="refuse", guarded=False)
+    heavy(one)
     with pytest.raises(ExecutionError, match="compute other bits, and the recipe refuses them"):
         one.replaced("b")
 
@@ -283,3 +285,150 @@ def test_a_file_of_liars_that_is_none_is_named(bench: Make):
     directory.distrusted.write_bytes(b"[{]")
     with pytest.raises(StorageError, match=r"distrusted\.json"):
         distrusted(directory)
+
+
+# ---------------------------------------------------------------------------------------------------- going on
+
+
+def commit(one: Bench, steps: int = 3) -> None:
+    for step in range(steps):
+        record = CommitRecord(
+            step=step,
+            scale=1.0,
+            learning_rate=1.0,
+            total_norm=1.0,
+            norms_hash="",
+            data_cursor=1,
+            fence=Fence(1, 1, 0),
+            loss=1.0,
+        )
+        one.replanner.journal.append(record)
+
+
+def ticking(one: Bench, seconds: float = 1.0) -> None:
+    """Each look at the pool takes so long."""
+    look = one.pool.pool
+
+    async def later() -> tuple[Member, ...]:
+        one.clock.seconds += seconds
+        return await look()
+
+    one.pool.pool = later
+
+
+def heavy(one: Bench) -> None:
+    """One machine alone can't hold the model."""
+    blocks = tuple(
+        msgspec.structs.replace(block, parameter_bytes=10**8, trainable_bytes=10**8)
+        for block in one.replanner.problem.blocks
+    )
+    one.replanner.problem = msgspec.structs.replace(one.replanner.problem, blocks=blocks)
+    there = (profile("a"), profile("b"))
+    made = planned(msgspec.structs.replace(one.replanner.problem, peers=there))
+    one.present = Deployment(plan=msgspec.structs.replace(made, version=1))
+
+
+def pool_stages(deployment: Deployment) -> set[str]:
+    return {stage.peer for stage in deployment.plan.stages} - {"owner"}
+
+
+def test_after_the_grace_period_the_model_is_cut_anew_over_those_that_remain(bench: Make):
+    one = bench((working("a"), working("c")), policy="any", guarded=False)
+    commit(one)
+    there = (profile("a"), profile("b"), profile("c"))
+    one.replanner.problem = msgspec.structs.replace(one.replanner.problem, peers=there)
+    present = planned(msgspec.structs.replace(one.replanner.problem, stages=3, required=("a", "b", "c")))
+    one.present = Deployment(plan=msgspec.structs.replace(present, version=1))
+    ticking(one)
+    found = one.replaced("b")
+    assert pool_stages(found) <= {"a", "c"}
+    assert len(found.plan.stages) < len(present.stages)
+    assert found.plan.tolerant_takeovers == ()  # all are alike
+    assert one.clock.seconds >= 100.0 + 30.0
+    assert "computes the same bits as b did" in one.waited[0]
+    assert "cutting the model anew over" in one.waited[0]
+    marks = [text.rpartition(" in ")[2] for text in dict.fromkeys(one.waited)]
+    assert marks == ["30 s", "20 s", "10 s", "5 s", "4 s", "3 s", "2 s", "1 s"]
+
+
+def test_two_stages_on_one_machine_that_remains(bench: Make):
+    one = bench((working("a"),), policy="any", guarded=False)
+    ticking(one, 40.0)
+    assert pool_stages(one.replaced("b")) == {"a"}
+
+
+def test_an_unlike_machine_stands_in_after_the_grace_period_and_it_is_recorded(bench: Make):
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    heavy(one)
+    commit(one)
+    one.replanner.tolerance = 1e-5
+    ticking(one)
+    lost = one.present.plan.stages[1].peer
+    found = one.replaced(lost)
+    assert stages(found)[1] == "e"
+    (took,) = found.plan.tolerant_takeovers
+    assert (took.step, took.stages, took.peers, took.recut, took.tolerance) == (3, (1,), ("e",), False, 1e-5)
+    assert one.waited[0].endswith("; going on with e, of other numerics (tolerant, not bit-exact) in 30 s")
+    journalled = one.replanner.journal.plan
+    assert journalled is not None
+    assert msgspec.json.decode(journalled.plan, type=Plan).tolerant_takeovers == (took,)
+
+
+def test_before_the_first_step_there_are_no_bits_to_differ_from(bench: Make):
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    ticking(one, 40.0)
+    assert one.replaced("b").plan.tolerant_takeovers == ()
+
+
+def test_an_equal_machine_that_joins_within_the_grace_period_keeps_the_bits(bench: Make):
+    there = (working("a"), member("e", fingerprint="other"))
+    one = bench(there, there, (*there, member("d")), policy="any", guarded=False)
+    commit(one)
+    ticking(one)
+    found = one.replaced("b")
+    assert "d" in stages(found)
+    assert found.plan.tolerant_takeovers == ()
+
+
+def test_a_further_loss_does_not_begin_the_grace_period_anew(bench: Make):
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    ticking(one, 20.0)
+    one.replaced("b")
+    assert len(one.waited) == 2
+    one.replanner._short_since_s = one.clock.seconds - 25.0
+    one.waited.clear()
+    one.replaced("b", "x")
+    assert len(one.waited) == 0
+
+
+def test_a_job_that_demands_bits_waits_and_says_what_would_help(bench: Make):
+    there = (working("a"), member("e", fingerprint="other"))
+    one = bench(*[there] * 50, (*there, member("d")), policy="exact", guarded=False)
+    heavy(one)
+    ticking(one)
+    assert "d" in stages(one.replaced("b"))
+    assert len(one.waited) == 50
+    (said,) = set(one.waited)
+    assert "computes the same bits as b did" in said
+    assert 'takeover = "exact" demands the same bits' in said
+    assert 'takeover = "any" in [faults], with which the job would go on' in said
+
+
+def test_machines_that_are_all_alike_go_on_with_another_cut_where_bits_are_demanded(bench: Make):
+    one = bench((working("a"),), policy="exact", guarded=False)
+    commit(one)
+    ticking(one)
+    found = one.replaced("b")
+    assert pool_stages(found) == {"a"}
+    assert found.plan.tolerant_takeovers == ()
+
+
+def test_what_was_tolerated_stays_on_record_in_later_plans(bench: Make):
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    heavy(one)
+    commit(one)
+    ticking(one, 40.0)
+    found = one.replaced(one.present.plan.stages[1].peer)
+    later = asyncio.run(one.replanner.make_real(msgspec.structs.replace(found.plan, version=0, tolerant_takeovers=())))
+    assert later.plan.tolerant_takeovers == found.plan.tolerant_takeovers != ()
+    assert one.replanner.is_tolerant
