@@ -209,12 +209,14 @@ class ObservedTransport:
 
 @dataclass
 class HandReplanner:
-    """Makes plans by hand as the broker's pool would: the guard, else whoever is idle, else waits for somebody."""
+    """Makes plans by hand as the broker's pool would: the guard, else whoever is idle, else those that remain with the
+    cut `recut`, if that is given; else waits for somebody."""
 
     pool: MemoryPool
     journal: CommitJournal
     dead: asyncio.Event
     """The driver that asks is dead already."""
+    recut: Sequence[tuple[int, int]] = ()
     liars: dict[str, str] = field(default_factory=dict[str, str])
     """Peer -> why nothing is for it any more."""
 
@@ -252,7 +254,7 @@ class HandReplanner:
                 ]
                 peer = guards.pop(stage.stage, None) or next(iter(idle), None)
                 if peer is None:
-                    return None
+                    return self._cut_anew(plan, [one for one in living if one not in lost]) if self.recut else None
                 placed.add(PeerId(peer))
                 stages.append(msgspec.structs.replace(stage, peer=peer))
             else:
@@ -264,6 +266,24 @@ class HandReplanner:
             stages=tuple(stages),
             guards=kept,
             snapshot_every=plan.snapshot_every if kept else 0,
+        )
+
+    def _cut_anew(self, plan: Plan, living: Sequence[PeerId]) -> Plan:
+        """The owner keeps what it has at the end."""
+        peers = iter(living)
+        last = len(self.recut) - 1
+        stages = tuple(
+            msgspec.structs.replace(
+                plan.stages[-1 if number == last else 0],
+                stage=number,
+                peer=plan.stages[-1].peer if number == last else next(peers),
+                blocks=blocks,
+                in_flight=last - number + 1,
+            )
+            for number, blocks in enumerate(self.recut)
+        )
+        return msgspec.structs.replace(
+            plan, version=self.pool.newest_version + 1, stages=stages, guards=(), snapshot_every=0
         )
 
 
@@ -359,6 +379,8 @@ class Job:
     sync_momentum: float = 0.0
     secret: bytes = b""
     """Of spot checks; empty: there are none."""
+    recut: Sequence[tuple[int, int]] = ()
+    """The cut for those that remain when nobody can stand in."""
     version: int = 1
     patience_s: float = 20.0
     """After which a start of the driver counts as hanging."""
@@ -491,7 +513,7 @@ class Job:
                 journal=journal,
                 checkpoints=Checkpoints(self.directory, self.header(), files={}, keep=100),
                 saved=saved,
-                replanner=HandReplanner(self.pool, journal, killed) if self.replans else NoReplanner(),
+                replanner=HandReplanner(self.pool, journal, killed, self.recut) if self.replans else NoReplanner(),
                 on_progress=watch,
                 exchange=self.exchange,
             )

@@ -77,12 +77,14 @@ def serving_plan(ranges: Sequence[tuple[int, int]], peers: Sequence[str], guards
 
 @dataclass
 class Replanner:
-    """Puts whoever lives and has nothing to do in a lost one's place, and lets it guard what has no guard."""
+    """Puts whoever lives and has nothing to do in a lost one's place, and lets it guard what has no guard. With nobody
+    left the model is cut anew as `recut` has it: blocks and places."""
 
     pool: ServingPool
     spares: list[PeerId]
     asked: list[frozenset[str]] = field(default_factory=list)
     distrusted: dict[str, str] = field(default_factory=dict)
+    recut: Sequence[tuple[tuple[int, int], str]] = ()
 
     def distrust(self, peer: str, reason: str) -> None:
         self.distrusted[peer] = reason
@@ -109,7 +111,7 @@ class Replanner:
         for stage in plan.stages:
             if stage.peer in gone:
                 if not idle:
-                    return None
+                    return self._cut_anew(plan)
                 stages.append(msgspec.structs.replace(stage, peer=idle.pop(0)))
             else:
                 stages.append(stage)
@@ -123,6 +125,13 @@ class Replanner:
             ]
         version = max(self.pool.newest_version, plan.version) + 1
         return msgspec.structs.replace(plan, version=version, stages=tuple(stages), guards=tuple(guards))
+
+    def _cut_anew(self, plan: Plan) -> Plan | None:
+        if not self.recut:
+            return None
+        ranges, peers = zip(*self.recut, strict=True)
+        version = max(self.pool.newest_version, plan.version) + 1
+        return msgspec.structs.replace(serving_plan(ranges, peers), version=version)
 
 
 def model_weights(captured: Captured, directory: Path) -> ModelWeights:

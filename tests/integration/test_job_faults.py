@@ -268,6 +268,27 @@ def home_of_stage_1(done: Run) -> PeerId:
     return PeerId(next(one.peer for one in done.job.driver.plan.stages if one.stage == 1))
 
 
+@pytest.mark.parametrize(("point", "stage"), [("a forward", 0), ("the commit", 1), ("its state for a checkpoint", 2)])
+def test_with_nobody_left_those_that_remain_go_on_with_another_cut(
+    point: str, stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    (done,) = run(
+        *(tmp_path, llama, [Strike(POINTS[point](stage), kills(stage))]),
+        peers=3,
+        guards={},
+        recut=((0, 3), (3, 5), (5, 6)),
+    )
+    assert_same(done, undisturbed, tmp_path, STEPS)
+    (changed,) = events(done, progress.PlanChanged)
+    assert isinstance(changed, progress.PlanChanged)
+    assert peer_id(stage) not in {one.peer for one in changed.plan.stages}
+    (restored,) = events(done, progress.Restored)
+    assert isinstance(restored, progress.Restored)
+    assert (restored.stages, restored.rollback) == ((0, 1, 2), True)
+    assert restored.base in (0, 3)
+    assert len(events(done, progress.Recovered)) == 1
+
+
 def test_a_stage_changes_places_with_its_guard_without_a_checkpoint(llama: Captured, undisturbed: Run, tmp_path: Path):
     offered = Strike(POINTS["its vote"](1), exchange)
     (done,) = run(tmp_path, llama, [offered], checkpoint_every=0)

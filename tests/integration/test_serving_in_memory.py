@@ -143,6 +143,39 @@ def test_without_anybody_to_take_over_streams_wait_and_go_on(llama: Captured, tm
     assert states[-1] == "running"
 
 
+def test_those_that_remain_go_on_with_another_cut(llama: Captured, tmp_path: Path):
+    """Nobody stands by for the second peer: the two others share the model, and no token changes."""
+    first, *_, last = THREE_PEERS
+    half = (first[1] + last[0]) // 2
+    blocks = (first, (first[1], half), (half, last[0]), last)
+    recut = list(zip(blocks, (OWNER, peer_id(0), peer_id(2), OWNER), strict=True))
+
+    async def story() -> tuple[list[list[int]], tuple[FaultNote, ...]]:
+        async with served(llama, tmp_path, THREE_PEERS, vocabulary=VOCABULARY) as job:
+            job.replanner.recut = recut
+
+            async def listen(prompt: tuple[int, ...], kill_at: int | None) -> list[int]:
+                tokens: list[int] = []
+                async for event in job.engine.submit(Generation(prompt=prompt, max_tokens=20, sampling=GREEDY)):
+                    match event:
+                        case Emitted(token=token):
+                            tokens.append(token)
+                            if len(tokens) == kill_at:
+                                job.pool.kill(peer_id(1))
+                        case Finished(reason=reason, detail=detail):
+                            assert reason == "length", detail
+                        case _:
+                            pass
+                return tokens
+
+            asked = [listen(prompt, 5 if number == 0 else None) for number, prompt in enumerate(prompts(4))]
+            return await asyncio.gather(*asked), job.engine.status.faults
+
+    tokens, faults = asyncio.run(story())
+    assert tokens == expected(llama, tmp_path / "owner", prompts(4), 20)
+    assert len([note for note in faults if note.gap_s is not None]) == 1
+
+
 @pytest.mark.long
 def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Path):
     """Nobody opens a connection to it, or it to anybody, while streams wait."""

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from fusionai.cli import console
 from fusionai.cli.plan_view import show_plan
+from fusionai.client.fault_story import waiting_news
 from fusionai.client.serve import Hashed, Met, Noted, ServeEvent, ServePlanned
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds
@@ -75,8 +76,8 @@ class ServingView:
                 self.say(f"plan {plan.version}: {reason.rstrip('.')}; {places}")
             case progress.Waiting(reason=reason):
                 if reason != self._waiting:
-                    self._waiting = reason
-                    self.say(reason)
+                    before, self._waiting = self._waiting, reason
+                    self.say(waiting_news(before, reason))
             case progress.Checked(outcome="valid"):
                 pass
             case progress.Checked():

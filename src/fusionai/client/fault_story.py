@@ -169,8 +169,8 @@ class FaultStory:
             return ()
         before, self._waiting = self._waiting, reason
         left = _LEFT.search(reason)
-        if left is not None and before and _LEFT.sub("", reason) == _LEFT.sub("", before):
-            return (f"step {self._step + 1}: {left[0].removeprefix('; ')}",)
+        if (news := waiting_news(before, reason)) != reason:
+            return (f"step {self._step + 1}: {news}",)
         what = reason.rstrip(".")
         what = f" for {what.removeprefix('waiting for ')}" if what.startswith("waiting for ") else f": {what}"
         if reason.startswith("the broker"):
@@ -294,6 +294,13 @@ class FaultStory:
 
 _LEFT: Final = re.compile(r"; [^;]* in \d+ s$")
 """What follows if nobody comes, and when."""
+
+
+def waiting_news(before: str, reason: str) -> str:
+    """What is new in `reason` to who has heard `before`: of a count-down, how much is left."""
+    left = _LEFT.search(reason)
+    known = left is not None and bool(before) and _LEFT.sub("", reason) == _LEFT.sub("", before)
+    return left[0].removeprefix("; ") if left is not None and known else reason
 
 
 def _blocks(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:

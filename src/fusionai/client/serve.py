@@ -67,6 +67,9 @@ MOST_LOCAL: Final = 16
 LOCAL_NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
 OWNERS_SHARE: Final = 2
 """Of the memory that is free, this machine's own process is left as much as so many local peers."""
+GRACE_S: Final = 10.0
+"""How long a machine for a lost stage is waited for before the model is cut anew over those that remain: weights are
+loaded again then, so that who is back at once had better be waited for."""
 LAST_WORD_S: Final = 5.0
 REPORT_S: Final = 5.0
 
@@ -241,6 +244,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
                 kept=_kept(request, model),
             ),
             policy="tolerant",
+            grace_s=GRACE_S,
             excluded=lambda _members: frozenset(),
             barred=lambda: trust.barred,
             clock=clock,
