@@ -234,6 +234,8 @@ def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = fro
                 replacement = param
                 if index not in wanted and not param.is_meta:
                     replacement = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                    # Kept for being refused: a hook changes a gradient where no graph can see it.
+                    replacement._backward_hooks = param._backward_hooks
                 watch.replace(param, replacement)
                 registration.indices[id(replacement)] = index
                 registration.kept.append(replacement)

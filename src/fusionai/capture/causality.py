@@ -7,7 +7,6 @@ change. Neighbours: `client.serving_model` asks before it serves such a model; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +15,7 @@ from fusionai.backends.interface import Call
 from fusionai.backends.tolerance import numbers
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.self_check import REDUCIBLE
+from fusionai.capture.shrinking import reduced
 from fusionai.capture.source import ConfigSource
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError, ModelError
@@ -25,7 +24,6 @@ from fusionai.wire.messages import StageOptions
 
 LAYERS: Final = 4
 """Hybrids repeat after so many."""
-VOCABULARY: Final = 512
 TOKENS: Final = 24
 SEEN: Final = 15
 """Positions that both texts have in common."""
@@ -40,7 +38,7 @@ def require_causal(captured: Captured) -> None:
         raise ModelError(f"{name} has no configuration: whether it is causal can't be tried.")
     try:
         small = capture(
-            ConfigSource(_reduced(captured.config), source.architecture),
+            ConfigSource(reduced(captured.config, LAYERS), source.architecture),
             batch=(1, 2),
             sequence=(1, TOKENS),
             train=False,
@@ -73,15 +71,3 @@ def _logits(captured: Captured, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any,
         if name in given
     }
     return numbers(program.forward(Call("eval", step=0, microbatch=0), inputs, [LOGITS])[LOGITS])[0]
-
-
-def _reduced(config: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name: value for name, value in config.items() if not name.endswith("_token_id")}
-    for name in REDUCIBLE:
-        if isinstance(fields.get(name), int):
-            fields[name] = min(fields[name], LAYERS)
-    if isinstance(fields.get("layer_types"), list):
-        fields["layer_types"] = fields["layer_types"][:LAYERS]
-    if isinstance(fields.get("vocab_size"), int):
-        fields["vocab_size"] = min(fields["vocab_size"], VOCABULARY)
-    return fields

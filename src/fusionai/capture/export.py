@@ -32,6 +32,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusionai.capture.attention import scaled_dot_product
+from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.primitives.errors import ModelError
 
@@ -40,7 +41,10 @@ _EXAMPLE_SIZES = {"b": 3, "s": 13}
 
 
 def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str, tuple[int, int]]) -> ExportedProgram:
-    """Trace `task`, functionalised, every symbol with its range. Raises `ModelError` when it can't be traced."""
+    """Trace `task`, functionalised, every symbol with its range. Raises `ModelError` when it can't be traced, and in
+    training when it defines gradients of its own."""
+    if task.module.training:
+        refuse_hooks(task.module)
     sizes = {name: _example_size(name, bounds) for name, bounds in symbols.items()}
     dynamic = {
         name: Dim(name, min=low, max=high) for name, (low, high) in symbols.items() if low < high and sizes[name] > 1
@@ -53,14 +57,17 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     with warnings.catch_warnings(), _no_collection(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         try:
-            with _own_words():
+            with _own_words(), watched_gradients() as gradients:
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
-            return program.run_decompositions(_decompositions())
+            program = program.run_decompositions(_decompositions())
         except ModelError:
             raise
         except Exception as error:
             raise _explain(error) from error
+    if task.module.training:
+        gradients.require_derived()
+    return program
 
 
 @cache
@@ -114,7 +121,7 @@ def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mappin
     # Statistics must not move, and they would if the module trained.
     task.eval()
     try:
-        with _fake_parameters(task) as mode, mode, torch.no_grad():
+        with _fake_parameters(task) as mode, watched_gradients(), mode, torch.no_grad():
             result = task({spec.name: torch.zeros(_shape(spec, sizes), dtype=spec.dtype) for spec in inputs})
         return tuple(next(iter(result.values())).shape)
     except ModelError:

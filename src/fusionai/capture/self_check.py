@@ -1,8 +1,8 @@
-"""Compare a captured graph with the module it came from, by numbers.
+"""Compare a captured graph with the module it came from, by numbers: outputs, and in training the gradients.
 
-Decides whether the module is small enough to hold in memory; a larger Hugging Face model is checked on the same
-configuration with two layers. With dropout the module draws other random numbers than the graph, so then evaluation
-mode is compared, otherwise training mode with gradients. Neighbours: `backends.torch` runs the graph.
+Decides whether the module is small enough to hold in memory; of a larger one a smaller model of its kind is compared.
+The module drops the same elements as the graph. Neighbours: `backends.torch` runs the graph, `capture.shrinking` makes
+the smaller model, `capture.same_dropout` gives the module the graph's masks.
 """
 
 from __future__ import annotations
@@ -10,37 +10,41 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+import psutil
 import torch
 from torch import nn
 
-from fusionai.backends.interface import Call
+from fusionai.backends.counters import DropoutKey
+from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.build import construct_real
-from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.capture import Captured
+from fusionai.capture.same_dropout import SameDropout, without_dropout
+from fusionai.capture.shrinking import smaller
 from fusionai.capture.state import to_host
 from fusionai.capture.tasks import InputSpec, TaskModule
-from fusionai.ir.graph import reads
+from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
 
 LARGEST_PARAMETERS: Final = 20_000_000
-LARGEST_REDUCED_PARAMETERS: Final = 200_000_000
-"""A reduced model keeps its embeddings: above this they alone would take gigabytes of the owner's memory."""
-REDUCED_LAYERS: Final = 2
+LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
+"""A smaller model of the kind: its check takes about a second."""
+_CHECK_BYTES_PER_PARAMETER: Final = 24
+"""Values and gradients of the module and of the graph, and one copy on the way."""
 TOLERANCE: Final = 1e-5
 """Relative to the largest magnitude of the tensor compared."""
+_ROUNDING: Final = 1e-6
 _SIZES: Final = {"b": 2, "s": 9}
-REDUCIBLE: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
     """`forward_diff` and `gradient_diff`: the worst difference, relative to the largest magnitude of its tensor;
-    `gradient_diff` is None where gradients were not compared. `reduced`: fewer layers than the model has."""
+    `gradient_diff` is None for a graph that is not trained. `reduced`: a smaller model of the kind was compared."""
 
     forward_diff: float
     gradient_diff: float | None
@@ -53,35 +57,41 @@ class SelfCheck:
 
 
 def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
-    """Run graph and module on random inputs. Raises `ModelError` when the module is too large and can't be reduced, or
-    when the results differ by more than `TOLERANCE`."""
-    reduced = captured.n_parameters > LARGEST_PARAMETERS
-    checked = _reduce(captured) if reduced else captured
+    """Run graph and module on random inputs, in training mode with gradients and the same dropout masks where the graph
+    trains. Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when the model does not
+    fit this machine's memory and no smaller model of its kind can be made."""
+    reduced = captured.n_parameters > LARGEST_PARAMETERS and not _held_whole(captured)
+    checked = smaller(captured, LARGEST_REDUCED_PARAMETERS) if reduced else captured
+    training = checked.train and "loss" in checked.graph.outputs
+    call = Call("train" if checked.train else "eval", step=0, microbatch=0)
     module = reference_module(checked, seed)
-    random = any(
-        node.op == "fusion.dropout" or node.kwargs.get("dropout", 0.0) not in (0.0, None)
-        for node in checked.graph.nodes
-    )
-    training = checked.train and not random and "loss" in checked.graph.outputs
     ranges = checked.graph.symbols
     sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
     inputs = draw_inputs(checked.inputs, seed, sizes)
-    task = TaskModule(module, checked.task, checked.input_names).train(checked.train and not random)
+    task = TaskModule(module, checked.task, checked.input_names).train(checked.train)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    graph, replay = checked.graph, SameDropout(checked.graph, DropoutKey(seed, call.step, call.microbatch))
     with torch.set_grad_enabled(training):
-        expected = task(dict(inputs))
-    program = TorchBackend("cpu").load(checked.graph, grad_inputs=(), options=StageOptions(seed=seed))
+        with replay:
+            expected = task(dict(inputs))
+        if not replay.all_replayed:
+            # Module and graph drop in another order: without dropout both must be the same.
+            graph, replay = without_dropout(graph), SameDropout(None, DropoutKey(seed, call.step, call.microbatch))
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+            with replay:
+                expected = task(dict(inputs))
+    program = TorchBackend("cpu").load(graph, grad_inputs=(), options=StageOptions(seed=seed))
     program.initialise()
     program.import_state((f"model/{key}", tensor) for key, tensor in checked.state(checked.owed))
-    call = Call("train" if training else "eval", step=0, microbatch=0)
     got = program.forward(call, {name: to_host(tensor) for name, tensor in inputs.items()})
     forward_diff = max(relative_difference(got[name], value) for name, value in expected.items())
     gradient_diff: float | None = None
     if training:
-        expected["loss"].backward()
+        if expected["loss"].requires_grad:
+            expected["loss"].backward()
         program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
-        parameters = captured.source.built.parameters(module)
-        gradients = program.export_gradients([key for key, p in parameters.items() if p.grad is not None])
-        gradient_diff = max((relative_difference(g, _gradient(parameters[key])) for key, g in gradients), default=0.0)
+        gradient_diff = _gradient_difference(captured.source.built.parameters(module), program, checked.graph)
     result = SelfCheck(forward_diff, gradient_diff, checked.n_parameters, reduced)
     if not result.ok:
         raise ModelError(
@@ -90,6 +100,32 @@ def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
             hint="The model does something at run time that tracing could not see; please report it.",
         )
     return result
+
+
+def _held_whole(captured: Captured) -> bool:
+    """Whether a module that has no configuration to make smaller fits into this machine's memory."""
+    needed_bytes = captured.n_parameters * _CHECK_BYTES_PER_PARAMETER
+    return captured.source.built.huggingface is None and needed_bytes <= psutil.virtual_memory().available // 2
+
+
+def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageProgram, graph: Graph) -> float:
+    """The worst of all parameters that either side trains: one without a gradient has zeros. What is as small as the
+    rounding of the largest gradient counts as zero: the bias of a key projection has no other gradient."""
+    trained = {spec.key for spec in graph.params.values() if spec.trainable}
+    exported = dict(program.export_gradients([key for key in parameters if key in trained]))
+    expected = {
+        key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for key, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+    largest = max((grad.abs().max().item() for grad in expected.values() if grad.numel()), default=0.0)
+    worst = 0.0
+    for key, wanted in expected.items():
+        got = from_host(exported[key], wanted.dtype) if key in exported else torch.zeros_like(wanted)
+        difference = (got - wanted).abs().max().item() if wanted.numel() else 0.0
+        small = difference <= _ROUNDING * largest
+        worst = max(worst, difference / max(largest, 1e-30) if small else relative_difference(to_host(got), wanted))
+    return worst
 
 
 def reference_module(captured: Captured, seed: int) -> nn.Module:
@@ -149,65 +185,9 @@ def relative_difference(got: HostTensor, expected: torch.Tensor) -> float:
     return difference / max(wanted.abs().max().item(), 1e-30) if difference else 0.0
 
 
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
 def _fitted(example: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """Repeat and cut the example to `shape`."""
     for dim, size in enumerate(shape):
         repeats = math.ceil(size / max(example.shape[dim], 1))
         example = torch.cat([example] * repeats, dim=dim).narrow(dim, 0, size)
     return example.contiguous()
-
-
-def _layer_parameters(captured: Captured, layers: int) -> int:
-    """Parameters of one repeated layer, the smallest of them."""
-    by_block: dict[int, int] = {}
-    block_of: dict[str, int] = {}
-    for node in captured.graph.nodes:
-        for name in reads(node):
-            block_of.setdefault(name, node.block)
-    for value, spec in captured.graph.params.items():
-        block = block_of.get(value, 0)
-        by_block[block] = by_block.get(block, 0) + math.prod(spec.shape)
-    return min((by_block.get(block, 0) for block in range(1, layers + 1)), default=0)
-
-
-def checkable(captured: Captured) -> bool:
-    """Whether `self_check` can hold the model, or a version of it with fewer layers, in memory."""
-    if captured.n_parameters <= LARGEST_PARAMETERS:
-        return True
-    fields = {} if captured.config is None else dict(captured.config)
-    depth = next((name for name in REDUCIBLE if isinstance(fields.get(name), int)), None)
-    if captured.source.built.huggingface is None or depth is None:
-        return False
-    layers = fields[depth]
-    return captured.n_parameters - _layer_parameters(captured, layers) * (layers - REDUCED_LAYERS) <= (
-        LARGEST_REDUCED_PARAMETERS
-    )
-
-
-def _reduce(captured: Captured) -> Captured:
-    """The same configuration with a few layers, captured the same way."""
-    huggingface = captured.source.built.huggingface
-    fields: dict[str, Any] = {} if captured.config is None else dict(captured.config)
-    depth = next((name for name in REDUCIBLE if isinstance(fields.get(name), int)), None)
-    if huggingface is None or depth is None or not checkable(captured):
-        raise ModelError(
-            f"{captured.graph.name} has {captured.n_parameters} parameters, too many to check in memory.",
-            hint=f"Check a smaller configuration of it, at most {LARGEST_PARAMETERS} parameters.",
-        )
-    fields[depth] = REDUCED_LAYERS
-    if isinstance(fields.get("layer_types"), list):
-        fields["layer_types"] = fields["layer_types"][:REDUCED_LAYERS]
-    ranges = captured.graph.symbols
-    return capture(
-        ConfigSource(fields, huggingface.architecture),
-        task=captured.task,
-        batch=ranges.get("b", (1, 1)),
-        sequence=ranges.get("s", (1, 1)),
-        seed=captured.source.built.seed,
-        train=captured.train,
-        adapter=captured.source.built.adapter,
-    )

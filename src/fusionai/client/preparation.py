@@ -23,7 +23,8 @@ from fusionai.backends.trained import trained
 from fusionai.capture.adapter import Lora, StartedLora, adapter_config
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.examples import examples_of
-from fusionai.capture.self_check import checkable, self_check
+from fusionai.capture.self_check import self_check
+from fusionai.capture.shrinking import TooLarge
 from fusionai.capture.source import (
     CodeSource,
     ConfigSource,
@@ -56,7 +57,7 @@ from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
-from fusionai.primitives.units import format_bytes
+from fusionai.primitives.units import format_bytes, format_count
 from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
 from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
@@ -148,12 +149,16 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         )
     for note in captured.notes:
         progress(note)
-    if checkable(captured):
+    try:
         checked = self_check(captured)
-        reduced = " (with fewer layers)" if checked.reduced else ""
-        progress(f"self-check{reduced}: graph and module differ by {checked.forward_diff:.1g} relative at most")
+    except TooLarge as error:
+        progress(f"warning: the graph was NOT compared with the module: {error}")
     else:
-        progress("the model is too large for this machine to compare its graph with the module")
+        reduced = f" (a smaller copy, {format_count(checked.parameters)} parameters)" if checked.reduced else ""
+        gradients = "" if checked.gradient_diff is None else f", gradients by {checked.gradient_diff:.1g}"
+        progress(
+            f"self-check{reduced}: graph and module differ by {checked.forward_diff:.1g} relative at most{gradients}"
+        )
     base: dict[str, str] = {}
     if recipe.adapter is not None:
         base = _hashes(captured)

@@ -1,0 +1,146 @@
+"""A smaller model of the same kind, to compare a graph with its module where the whole does not fit in memory.
+
+Decides which sizes of a Hugging Face configuration become smaller: always the layers, the vocabulary and the experts,
+then the widths. A candidate counts only if its graph has every operator of the whole model's graph.
+
+Neighbours: `capture.self_check` and `capture.causality` run the smaller model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from fusionai.capture.adapter import Lora, StartedLora
+from fusionai.capture.build import Adapters, build
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.source import ConfigSource
+from fusionai.capture.tasks import ExampleInput
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import FusionError, ModelError
+from fusionai.storage.adapter_files import read_adapter
+
+DEPTH: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+DEPTH_OF_PART: Final = ("num_decoder_layers", "num_encoder_layers", "encoder_num_hidden_layers")
+VOCABULARY: Final = 512
+LAYERS: Final = (2, 3, 4, 5, 6, 8, 12)
+"""Hybrids and mixtures begin their other kinds of layer after a few."""
+DIVISORS: Final = (1, 4, 8, 16, 32, 64)
+_EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_FEWEST_EXPERTS: Final = 16
+_WIDTHS: Final = frozenset(
+    {"hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_model", "d_ff"}
+    | {"n_embd", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "word_embed_proj_dim", "embedding_size"}
+    | {"q_lora_rank", "kv_lora_rank", "ffn_hidden_size", "lru_width", "dense_intermediate_size"}
+)
+_HEADS: Final = frozenset(
+    {"num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "num_kv_heads"}
+    | {"encoder_attention_heads", "decoder_attention_heads"}
+)
+
+
+class TooLarge(ModelError):
+    """A model that can't be compared with its graph on this machine."""
+
+
+def smaller(captured: Captured, most_parameters: int) -> Captured:
+    """A capture of the same kind with at most so many parameters. Raises `TooLarge` when none can be made."""
+    huggingface = captured.source.built.huggingface
+    wanted = _operators(captured.graph)
+    why = "it has no configuration that could be made smaller"
+    if huggingface is not None and captured.config is not None:
+        why = "no smaller configuration has the same operators"
+        too_large: set[int] = set()
+        for fields, divisor in _candidates(captured.config):
+            if divisor in too_large:
+                continue
+            try:
+                built = build(ConfigSource(fields, huggingface.architecture), captured.source.built.seed)
+                if sum(parameter.numel() for parameter in built.module.parameters()) > most_parameters:
+                    too_large.add(divisor)
+                    continue
+                made = _captured(captured, fields)
+            except FusionError as error:
+                why = error.message
+                continue
+            if made.n_parameters <= most_parameters and _operators(made.graph) == wanted:
+                return made
+    raise TooLarge(
+        f"{captured.graph.name} has {captured.n_parameters} parameters, too many to check in memory, and {why}.",
+        hint=f"Check a smaller model built the same way first, of at most {most_parameters} parameters.",
+    )
+
+
+def reduced(config: Mapping[str, Any], layers: int, divisor: int = 1) -> dict[str, Any]:
+    """The configuration with at most so many layers, a small vocabulary, few experts, and widths and heads divided."""
+    fields = {name: value for name, value in config.items() if not name.endswith("_token_id")}
+    depth = max((_size(fields.get(name)) for name in (*DEPTH, *DEPTH_OF_PART)), default=0)
+    for name, value in fields.items():
+        if name in DEPTH or name in DEPTH_OF_PART:
+            fields[name] = min(_size(value), layers) or value
+        elif isinstance(value, list) and len(value) == depth > layers:
+            fields[name] = value[:layers]
+        elif isinstance(value, Mapping) and any(key in value for key in (*DEPTH, "hidden_size")):
+            fields[name] = reduced(value, layers, divisor)
+        elif name == "vocab_size":
+            fields[name] = min(_size(value), VOCABULARY) or value
+        elif name in _EXPERTS and _size(value) > _FEWEST_EXPERTS:
+            fields[name] = max(_FEWEST_EXPERTS, 2 * _size(fields.get("num_experts_per_tok")))
+        elif divisor > 1 and name in _WIDTHS and _size(value) % divisor == 0 and _size(value) >= 8 * divisor:
+            fields[name] = _size(value) // divisor
+        elif divisor > 1 and name in _HEADS and _size(value):
+            fields[name] = max(1, _size(value) // divisor)
+    return fields
+
+
+def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+    for layers in LAYERS:
+        for divisor in DIVISORS:
+            yield reduced(config, layers, divisor), divisor
+
+
+def _captured(captured: Captured, fields: Mapping[str, Any]) -> Captured:
+    built, ranges = captured.source.built, captured.graph.symbols
+    assert built.huggingface is not None
+    given: dict[str, ExampleInput] = {}
+    for spec in captured.inputs:
+        if spec.example is not None and spec.name in captured.input_names:
+            dims = tuple(dim if isinstance(dim, str) else None for dim in spec.dims)
+            given[spec.name] = ExampleInput(_within(spec.example), dims)
+    return capture(
+        ConfigSource(fields, built.huggingface.architecture),
+        task=captured.task,
+        batch=ranges.get("b", (1, 1)),
+        sequence=ranges.get("s", (1, 1)),
+        seed=built.seed,
+        train=captured.train,
+        example_inputs=given or None,
+        adapter=_anew(built.adapter),
+    )
+
+
+def _within(example: torch.Tensor) -> torch.Tensor:
+    """Tokens of the small vocabulary."""
+    return example if example.is_floating_point() or example.dtype == torch.bool else example % VOCABULARY
+
+
+def _anew(adapter: Adapters | None) -> Adapters | None:
+    """The weights of an adapter that lies in files do not fit a smaller model: a new one of the same form does."""
+    if not isinstance(adapter, StartedLora):
+        return adapter
+    files = read_adapter(adapter.directory)
+    ends = tuple(sorted({name.rpartition(".")[2] for name in files.layers}))
+    found = files.config
+    return Lora(found.rank, found.alpha, adapter.dropout, ends, found.rank_stabilised)
+
+
+def _operators(graph: Graph) -> frozenset[str]:
+    free = {name for name, operator in OPERATORS.items() if operator.category in ("size", "view")}
+    return frozenset(node.op for node in graph.nodes) - free
+
+
+def _size(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
