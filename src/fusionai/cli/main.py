@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +144,21 @@ def entry() -> NoReturn:
         _end_at_once_when_interrupted()
     except KeyboardInterrupt:  # between a command's own handlers and ours
         _end_at_once_when_interrupted()
+    if _computes_still():
+        # If Python closed down around the thread, its next step from a library's C++ code into Python would end in
+        # `std::terminate`: "terminate called without an active exception", SIGABRT and a core file.
+        _flush()
+        os._exit(code)
     sys.exit(code)
+
+
+def _computes_still() -> bool:
+    """Whether work is going on that nobody waits for any more."""
+    if threading.active_count() == 1:
+        return False
+    from fusionai.client.background import THREAD_NAME
+
+    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def _end_at_once_when_interrupted() -> None:
@@ -153,10 +168,14 @@ def _end_at_once_when_interrupted() -> None:
     def leave(_number: int, _frame: FrameType | None) -> None:
         os._exit(EXIT_INTERRUPTED)
 
+    _flush()
+    signal.signal(signal.SIGINT, leave)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more
             stream.flush()
-    signal.signal(signal.SIGINT, leave)
 
 
 def _first_command(given: Sequence[str]) -> int:

@@ -10,11 +10,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from fusionai.primitives.errors import UsageError
 
 T = TypeVar("T")
+THREAD_NAME: Final = "background"
+"""Name of these threads, for a program that ends while one computes on."""
 
 
 async def in_background(work: Callable[[], T]) -> T:
@@ -33,5 +35,5 @@ async def in_background(work: Callable[[], T]) -> T:
             future.set_result(result)
 
     future.set_running_or_notify_cancel()
-    threading.Thread(target=run, name="background", daemon=True).start()
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
     return await asyncio.wrap_future(future)

@@ -162,3 +162,35 @@ def test_an_interrupt_while_python_closes_down_ends_it_at_once():
         command.send_signal(signal.SIGINT)
         assert command.wait(timeout=60) == 130
         assert command.stderr.read() == b""
+
+
+GIVEN_UP = """
+import threading
+from fusionai.cli import main as cli
+from fusionai.client.background import THREAD_NAME
+import torch
+
+computing = threading.Event()
+
+def compute():
+    tensor = torch.ones(8)
+    while True:
+        tensor = tensor + 0
+        computing.set()
+
+def main():
+    threading.Thread(target=compute, name=THREAD_NAME, daemon=True).start()
+    computing.wait()
+    print("stopped before it was ready")
+    return 7
+
+cli.main = main
+cli.entry()
+"""
+
+
+@pytest.mark.slow
+def test_work_that_was_given_up_does_not_abort_the_program():
+    """Python's end under a thread that comes and goes between Python and C++ is `terminate called`."""
+    done = subprocess.run([sys.executable, "-c", GIVEN_UP], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "stopped before it was ready\n", "")
