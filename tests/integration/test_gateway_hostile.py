@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from fusionai.gateway.config import GatewayConfig, Limits
+from fusionai.serving.interface import Generation
 from harness.gateway_stand import Stand, chat, gateway_stand, until
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
@@ -133,6 +134,32 @@ def test_who_asks_and_does_not_read_loses_the_generation(engine: ScriptedEngine)
 
     while_a_stream_goes_on(engine, attack, Limits(unread_bytes=20_000, stalled_s=1.0))
     assert engine.closed_early == 6
+
+
+def test_sixteen_clients_that_never_read_hold_their_sessions_for_a_bounded_number_of_tokens(engine: ScriptedEngine):
+    """With sockets as clients have them, and the limits that ship."""
+
+    def script(prompt: str, generation: Generation) -> str:
+        return "word " * 3900 if "long" in prompt else "A patient answer in several tokens."
+
+    async def attack(stand: Stand) -> None:
+        engine.pause_s = 0.0
+        engine.script = script
+        writers: list[asyncio.StreamWriter] = []
+        for _ in range(16):
+            _, writer = await asyncio.open_connection("127.0.0.1", stand.port, limit=1024)
+            writer.write(request_bytes(chat("long", stream=True, max_tokens=4000, logprobs=True, top_logprobs=2)))
+            await writer.drain()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writers.append(writer)
+        await until(lambda: len(engine.given) == 1 + 16)
+        await until(lambda: engine.closed_early == 16, limit_s=60)
+        for writer in writers:
+            writer.transport.abort()
+        await until(lambda: engine.live <= 1)
+
+    while_a_stream_goes_on(engine, attack)
+    assert engine.closed_early == 16
 
 
 @pytest.mark.parametrize(

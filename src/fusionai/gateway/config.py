@@ -27,10 +27,14 @@ class Limits:
     """Generations of one request: prompts times `n`."""
     inputs: int = 256
     """Texts of one request for embeddings."""
-    unread_bytes: int = 256 * 2**10
-    """Written for a client that does not read; then its generation ends. The system's buffers come on top."""
-    stalled_s: float = 60.0
-    """A client that takes nothing for so long is cut off."""
+    unread_bytes: int = 64 * 2**10
+    """Events that may wait for a client that does not read; then its generation ends. The system's buffers come on top:
+    `socket_bytes` here, and what the client's own system accepts for it, 64 KB as a rule."""
+    socket_bytes: int = 16 * 2**10
+    """Unsent bytes the system keeps for a connection. Small, because they hide a client that does not read: with 256 KB
+    of each, 16 such clients held all sessions of a slow model for some ten minutes."""
+    stalled_s: float = 20.0
+    """A client that takes nothing for this time while something waits for it is cut off."""
     keep_alive_s: float = 10.0
     """Between comments on a stream on which nothing else comes."""
     deadline_s: float | None = None

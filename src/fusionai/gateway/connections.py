@@ -29,8 +29,9 @@ def limited(limits: Limits) -> type[H11Protocol]:
             if len(self.connections) > 2 * limits.connections:
                 transport.abort()
                 return
-            # What the system keeps for a client that does not read is bounded too.
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.unread_bytes)
+            # What the system and the event loop keep for a client that does not read is bounded too.
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_bytes)
+            transport.set_write_buffer_limits(high=limits.socket_bytes)
             self.app = _Marked(self.app, transport, is_surplus=len(self.connections) > limits.connections)
             self._await_head(limits.head_timeout_s)
 

@@ -97,7 +97,8 @@ class EventStream(Response):
         on_gone: Callable[[], None],
         on_end: Callable[[], Awaitable[None]],
     ) -> None:
-        """`on_end` is called however it ends, even if no piece was ever asked for."""
+        """`on_end` is called once, however it ends, even if no piece was ever asked for: as soon as no more pieces are
+        wanted, which may be long before a client that does not read is cut off."""
         super().__init__(headers=_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self._pieces = pieces
@@ -106,6 +107,7 @@ class EventStream(Response):
         self._on_slow = on_slow
         self._on_gone = on_gone
         self._on_end = on_end
+        self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outbox = _Outbox(self._limits.unread_bytes)
@@ -134,6 +136,11 @@ class EventStream(Response):
             for task in (pump, watch):
                 task.cancel()
             await asyncio.gather(pump, watch, return_exceptions=True)
+            await self._end()
+
+    async def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
             await self._on_end()
 
     async def _pump(self, outbox: _Outbox) -> None:
@@ -152,6 +159,7 @@ class EventStream(Response):
             raise
         finally:
             await self._pieces.aclose()
+            await self._end()
 
 
 class _Outbox:
