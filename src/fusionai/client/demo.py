@@ -171,7 +171,8 @@ async def _tell_story(
     pool_directory.mkdir(parents=True, exist_ok=True)
     count = options.peers + options.spares
     on_event(Noted(f"starting a broker and {count} peers as processes of their own"))
-    async with LocalPool(pool_directory, demo_peers(count, options.device)) as pool:
+    say = lambda text: on_event(Noted(text))  # noqa: E731
+    async with LocalPool(pool_directory, demo_peers(count, options.device), say=say) as pool:
         on_event(Noted(f"{count} peers joined over mutual TLS"))
         cores = os.cpu_count() or 1
         if options.device == "cpu" and options.peers > cores:

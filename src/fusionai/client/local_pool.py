@@ -1,8 +1,9 @@
 """A whole pool on this machine: a broker and peers as processes of their own, over mutual TLS on loopback.
 
 Decides where their homes are and how long to wait for them. The peers are the shipped `fusion join`, nothing special.
-Can kill one of them and start it again. Always ends what it started: where this process is killed outright, the others
-see their standard input end.
+What ends by itself, killed by the system or a user, is started again (`restarts` says when); what this module's user
+kills stays so until it is started again on purpose, and what left in order stays away. Always ends what it started:
+where this process is killed outright, the others see their standard input end.
 
 Neighbours: `client.demo` uses it; the processes talk to each other, not to this module.
 """
@@ -10,8 +11,9 @@ Neighbours: `client.demo` uses it; the processes talk to each other, not to this
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +22,13 @@ from typing import IO, Final, TypeVar
 
 import msgspec
 
+from fusionai.client.restarts import Restarts
+from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.priority import ORDINARY, YIELDING, weigh_session
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 10.0
@@ -69,6 +75,8 @@ class _Child:
     process: asyncio.subprocess.Process
     log: IO[bytes]
     log_path: Path
+    killed: bool = False
+    """By this module's user."""
 
     @property
     def lives(self) -> bool:
@@ -79,18 +87,23 @@ class _Child:
 class LocalPool:
     """`async with LocalPool(directory, peers) as pool:`; `invitation` is good for the peers and one job owner.
 
-    Any process can be killed and started again: with its home it is who it was, the broker at its old port.
+    Any process can be killed and started again: with its home it is who it was, the broker at its old port. `say` hears
+    of processes that ended by themselves and what becomes of them.
     """
 
     directory: Path
     peers: Sequence[LocalPeer]
     name: str = "demo"
     invitation: str = ""
+    say: Callable[[str], None] = log.warning
+    clock: Clock = field(default_factory=SystemClock)
     names: dict[str, str] = field(default_factory=dict)
     """Peer id -> name, of everybody who has joined."""
     _children: dict[str, _Child] = field(default_factory=dict)
     """The newest process of each name."""
     _port: int = 0
+    _restarts: dict[str, Restarts] = field(default_factory=dict)
+    _watching: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def __aenter__(self) -> LocalPool:
         try:
@@ -127,6 +140,7 @@ class LocalPool:
         child = self._child(name)
         if not child.lives:
             raise FusionError(f"{name} can't be killed: it has ended already ({_last_line(child.log_path)}).")
+        child.killed = True
         child.process.kill()
         await child.process.wait()
 
@@ -156,6 +170,7 @@ class LocalPool:
         said = await self._announced(broker, announced, _BrokerSaid)
         self._port = int(said.addresses[0].rpartition(":")[2])
         self.invitation = self.invitation or said.invitation
+        self._watch(broker)
 
     async def _start_peer(self, peer: LocalPeer, *, invited: bool) -> None:
         announced = self.directory / f"{peer.name}.json"
@@ -182,6 +197,7 @@ class LocalPool:
             if yielding:
                 await _ordinary(child)
         self.names[said.peer] = peer.name
+        self._watch(child)
 
     async def _spawn(self, name: str, home: Path, arguments: Sequence[str], *, said: str | None = None) -> _Child:
         """Start `fusion ARGUMENTS --home HOME`; the invitation goes by standard input, where nobody can list it."""
@@ -228,8 +244,37 @@ class LocalPool:
             ) from None
         return said
 
+    def _watch(self, child: _Child) -> None:
+        task = asyncio.create_task(self._bring_back(child))
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _bring_back(self, child: _Child) -> None:
+        """Once it has ended by itself, until it runs again or is given up."""
+        status = await child.process.wait()
+        if child.killed or status == 0:
+            return
+        why = f"was killed (signal {-status})" if status < 0 else f"ended: {_last_line(child.log_path)}"
+        restarts = self._restarts.setdefault(child.name, Restarts())
+        while (delay_s := restarts.ended(self.clock.now_s())) is not None:
+            self.say(f"{child.name} {why.rstrip('.')}; it is started again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            if self._children.get(child.name) is not child and self._child(child.name).lives:
+                return
+            try:
+                await self.start_again(child.name)
+            except FusionError as error:
+                why = f"could not be started: {error.message}"
+                continue
+            self.say(f"{child.name} runs again")
+            return
+        self.say(f"{child.name} {why.rstrip('.')}; it ended too often and is not started again")
+
     async def stop(self) -> None:
         """End peers, then the broker; kill what does not end by itself."""
+        for task in tuple(self._watching):
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         peers = [child for name, child in self._children.items() if name != BROKER]
         brokers = [child for name, child in self._children.items() if name == BROKER]
         for children in (peers, brokers):

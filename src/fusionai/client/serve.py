@@ -176,7 +176,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             on_event(
                 Noted(f"starting a pool of {request.local} peers and {request.local_spares} spare on this machine")
             )
-            local = await stack.enter_async_context(_local_pool(request))
+            local = await stack.enter_async_context(_local_pool(request, lambda text: on_event(Noted(text))))
             home, invitation = local.directory / "owner", local.invitation
         membership = await owner_membership(home, invitation)
         trust = job_trust(request.home, membership, request.privacy, confidential=request.confidential)
@@ -310,7 +310,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
 
 
 @asynccontextmanager
-async def _local_pool(request: ServeRequest) -> AsyncIterator[LocalPool]:
+async def _local_pool(request: ServeRequest, say: Callable[[str], None]) -> AsyncIterator[LocalPool]:
     """Its homes lie beside this machine's own and go with it."""
     count = request.local or 0
     if not 1 <= count <= MOST_LOCAL:
@@ -328,7 +328,7 @@ async def _local_pool(request: ServeRequest) -> AsyncIterator[LocalPool]:
         for number in range(machines)
     ]
     with local_home(request.home / "local") as directory:
-        async with LocalPool(directory, peers, name="local") as pool:
+        async with LocalPool(directory, peers, name="local", say=say) as pool:
             yield pool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -64,3 +65,29 @@ def test_a_killed_peer_and_a_killed_broker_are_who_they_were(tmp_path: Path) -> 
         assert not any(runs(pid) for pid in now.values())
 
     asyncio.run(story())
+
+
+def test_a_peer_that_somebody_else_kills_comes_back(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def story() -> None:
+        back = asyncio.Event()
+
+        def say(text: str) -> None:
+            said.append(text)
+            if text == "laptop runs again":
+                back.set()
+
+        async with LocalPool(tmp_path, [LocalPeer("laptop")], say=say) as pool:
+            first = pool.pid("laptop")
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(100):
+                await back.wait()
+            assert pool.pid("laptop") != first
+            assert list(pool.names.values()) == ["laptop"]
+            assert set((await states(pool)).values()) == {"idle"}
+            last = pool.pid("laptop")
+        assert not runs(last)
+
+    asyncio.run(story())
+    assert said == ["laptop was killed (signal 9); it is started again in 1 s", "laptop runs again"]
