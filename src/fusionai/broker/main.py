@@ -51,7 +51,7 @@ class BrokerOptions:
     invitation_lifetime_s: float = 86_400.0
     lease_s: float = 12.0
     heartbeat_s: float = 3.0
-    unattended_s: float = 900.0
+    unattended_s: float = 120.0
     ticket_lifetime_s: float = 600.0
     inviters: frozenset[PeerId] = frozenset()
     losses_before_rest: int = 5

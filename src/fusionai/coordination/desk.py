@@ -33,7 +33,7 @@ class DeskRules:
     """Members that may invite besides."""
     lease_s: float = 12.0
     heartbeat_s: float = 3.0
-    unattended_s: float = 900.0
+    unattended_s: float = 120.0
     """How long a job may stay without its driver before it is given up."""
     losses_before_rest: int = 5
     """A machine lost so often within `loss_window_s` is given no new work for `rest_s`; 0: it never rests."""

@@ -200,8 +200,18 @@ def tick(turn: Turn) -> None:
             turn.record(events.JobUnattended(at_s=turn.wall_s, job=name, reason="its driver is out of touch"))
             again = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
             turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))
+        elif _is_driven(turn, name):
+            again = wait_for_driver(job, turn.now_s, turn.rules)
+            turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))
         else:
             turn.fail(job, f"given up after {turn.rules.unattended_s:g} s without its driver")
+
+
+def _is_driven(turn: Turn, name: JobId) -> bool:
+    """Whether a member holds something of the job: it drops that soon after its driver's connection has ended, so the
+    driver is there and only its way to this broker is not."""
+    there = (one.peer for one in turn.pool.members_of(name) if one.phase in PRESENT)
+    return any(peer not in turn.desk.dismissed for peer in there)
 
 
 def restart_leases(turn: Turn) -> None:

@@ -35,8 +35,10 @@ from fusionai.wire import messages as wire
 log = logging.getLogger(__name__)
 
 OPENING_TIMEOUT_S: Final = 10.0
-ORPHANED_S: Final = 900.0
-"""How long stages and snapshots wait for their driver."""
+ORPHANED_S: Final = 75.0
+"""How long stages and snapshots wait for their driver: for a process that is started again and captures its model. A
+later one begins at its newest checkpoint; an owner that does not come back holds nobody's machine. The broker gives the
+machine to others once its heartbeats have said for half a minute that it holds nothing."""
 EARLY_S: Final = 2.0
 """The driver tells all members of a round at the same time, so neighbours differ by the way there, not by more."""
 

@@ -13,6 +13,7 @@ from fusionai.coordination.desk import Decision, Desk, DeskRules, recovered
 from fusionai.coordination.events import Placement
 from fusionai.coordination.pool import Pool, replay
 from fusionai.coordination.requests import Answer, Certify, IssueTickets, Notify, Request
+from fusionai.peer.door import ORPHANED_S
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Done, LeaveNotice, Refused, StopNotice
 
@@ -548,6 +549,35 @@ def test_a_job_whose_driver_let_its_members_go_unheard_is_over(drive: Drive):
     assert not drive.desk.pool.jobs[JOB].live
     assert "let its members go" in drive.told()[-1]
     assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
+
+
+def test_a_dead_owners_machines_are_free_within_two_minutes(drive: Drive):
+    """The members drop what they hold by themselves, and say so with their heartbeats."""
+    drive.ask(want(A, B))
+    drive.ask(report("running"))
+    drive.ask(requests.Disconnected(500))
+    died_s = drive.now_s
+    while drive.phase(A) == "active":
+        drive.now_s += 3.0
+        held = (JOB,) if drive.now_s - died_s < ORPHANED_S else ()
+        for peer in (A, B, C):
+            drive.ask(requests.Beat(peer, ord(peer[0]), 1, held))
+        drive.ask(requests.Tick())
+    assert drive.now_s - died_s <= 120.0
+    assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
+
+
+def test_a_job_that_its_members_hold_runs_on_while_only_the_broker_misses_its_driver(drive: Drive):
+    drive.ask(want(A, B))
+    drive.ask(report("running"))
+    drive.ask(requests.Disconnected(500))
+    for _ in range(int(10 * RULES.unattended_s / 3)):
+        drive.now_s += 3.0
+        for peer in (A, B, C):
+            drive.ask(requests.Beat(peer, ord(peer[0]), 1, (JOB,) if peer != C else ()))
+        drive.ask(requests.Tick())
+    assert drive.desk.pool.jobs[JOB].phase == "running"
+    assert (drive.phase(A), drive.phase(B)) == ("active", "active")
 
 
 def test_stopping_an_unattended_job_ends_it(drive: Drive):
