@@ -571,7 +571,7 @@ def test_a_job_that_its_members_hold_runs_on_while_only_the_broker_misses_its_dr
     drive.ask(want(A, B))
     drive.ask(report("running"))
     drive.ask(requests.Disconnected(500))
-    for _ in range(int(10 * RULES.unattended_s / 3)):
+    for _ in range(int(3 * RULES.unattended_s / 3)):
         drive.now_s += 3.0
         for peer in (A, B, C):
             drive.ask(requests.Beat(peer, ord(peer[0]), 1, (JOB,) if peer != C else ()))
