@@ -30,6 +30,7 @@ from fusionai.cli.simulate_view import (
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling import planner
+from fusionai.scheduling.types import Problem
 
 
 @click.command()
@@ -83,7 +84,8 @@ def _trained(
         hours=read.scenario.hours if hours is None else hours,
     )
     console.line(f"Seed {scenario.seed}, {scenario.hours:g} h, {len(problem.peers)} machines.")
-    course = None if problem.owner is None else simulate_course(problem, scenario)
+    no_hours = _why_no_hours(problem)
+    course = simulate_course(problem, scenario) if no_hours is None else None
     found = planner.plan(problem) if course is None else course.first_plan
     rules = Rules(journal_s=scenario.timings.journal_s, weather=scenario.weather, seed=scenario.seed)
     shown = Simulated(
@@ -95,7 +97,7 @@ def _trained(
     show_steps(shown)
     figures = {"seed": scenario.seed, "hours": scenario.hours, **step_figures(shown)}
     if course is None:
-        console.line("No hours are simulated: the pool's file says nothing of the job owner's machine ([owner]).")
+        console.line(f"No hours are simulated: {no_hours}")
     else:
         show_course(course, shown)
         figures |= course_figures(course, shown)
@@ -108,6 +110,18 @@ def _trained(
             tokens = found.microbatches * problem.microbatch_tokens
             console.line(f"Drawn: {draw_course(course, tokens, plots / 'hours.png')}")
     return figures
+
+
+def _why_no_hours(problem: Problem) -> str | None:
+    """Hours need what a real job has: an owner's machine that feeds it, decides its steps and is never replaced."""
+    if problem.owner is None:
+        return "the pool's file says nothing of the job owner's machine ([owner])."
+    if any(role.role == "feed" and role.place == "pool" for role in problem.roles):
+        return (
+            'the pool\'s file places the feed in the pool (feed = "pool"), which is for single steps on paper: a job is '
+            'fed by its owner\'s process. Set feed = "owner" for hours.'
+        )
+    return None
 
 
 def _served(read: ScenarioOnPaper, graph: Graph) -> dict[str, object]:

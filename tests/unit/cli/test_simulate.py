@@ -167,6 +167,15 @@ def test_without_an_owner_a_step_is_simulated_and_no_hours(tmp_path: Path, capsy
     assert "No hours are simulated" in capsys.readouterr().out
 
 
+def test_a_feed_in_the_pool_is_simulated_for_a_step_and_no_hours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its machine would be replaced like any other, and no job is fed that way."""
+    found = figures(tmp_path, pool=POOL + OWNER + '[constraints]\nfeed = "pool"\nloss = "pool"\n')
+    assert ("step_time_s" in found, "goodput" in found) == (True, False)
+    assert 'Set feed = "owner" for hours' in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a captured model."""
