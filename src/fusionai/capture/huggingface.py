@@ -31,6 +31,8 @@ _STORED_KEYS = frozenset(
     | {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
 )
 """Keys that files carry besides a configuration class's own fields."""
+_EARLIER_KEYS = frozenset({"rope_theta", "rope_scaling"})
+"""Fields of earlier versions that classes still read: what a misspelt field may have meant."""
 
 
 _HEADS: Mapping[Architecture, tuple[str, ...]] = {
@@ -135,7 +137,9 @@ def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str
     known = set(config_class().to_dict()) | set(config_class.attribute_map) | _STORED_KEYS
     notes: list[str] = []
     for key in sorted(set(fields) - known):
-        near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8)
+        if _has_effect(config_class, fields, key):
+            continue
+        near = difflib.get_close_matches(key, sorted(known | _EARLIER_KEYS), n=1, cutoff=0.8)
         if near:
             raise ModelError(
                 f"the configuration of {model_type} has no field {key!r}.", hint=f"Did you mean {near[0]!r}?"
@@ -145,6 +149,20 @@ def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str
         return config_class(**{key: value for key, value in fields.items() if key != "model_type"}), tuple(notes)
     except Exception as error:
         raise ModelError(f"the configuration of {model_type} does not hold: {_last_line(error)}.") from error
+
+
+def _has_effect(config_class: type[PreTrainedConfig], fields: Mapping[str, Any], key: str) -> bool:
+    """Whether the class reads a field that it does not list, such as `rope_theta`, which becomes a part of
+    `rope_parameters`. False too for fields with which no configuration can be made."""
+    try:
+        with_it, without = (
+            config_class(**{name: value for name, value in fields.items() if name not in ("model_type", left_out)})
+            for left_out in ("", key)
+        )
+    except Exception:  # noqa: BLE001 - what is wrong with it is said where the configuration is made
+        return False
+    read = {name: value for name, value in with_it.to_dict().items() if name != key}
+    return read != {name: value for name, value in without.to_dict().items() if name != key}
 
 
 def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:

@@ -118,8 +118,8 @@ def _why_no_hours(problem: Problem) -> str | None:
         return "the pool's file says nothing of the job owner's machine ([owner])."
     if any(role.role == "feed" and role.place == "pool" for role in problem.roles):
         return (
-            'the pool\'s file places the feed in the pool (feed = "pool"), which is for single steps on paper: a job is '
-            'fed by its owner\'s process. Set feed = "owner" for hours.'
+            'the pool\'s file places the feed in the pool (feed = "pool"), which is for single steps on paper: a job '
+            'is fed by its owner\'s process. Set feed = "owner" for hours.'
         )
     return None
 

@@ -196,6 +196,8 @@ class ServingEngine:
             adapter=self._adapter(generation.adapter),
         )
         self._admit(spec)
+        if not self._generations:
+            self._faults.asked()
         generating = self._generations[number] = Generating(number, generation, self._left)
         if self._state in ("recovering", "waiting"):
             generating.held(Held(self._state, self._detail))
@@ -407,6 +409,8 @@ class ServingEngine:
             return
         match state:
             case "ready":
+                if not self._generations:
+                    self._faults.recovered_unnoticed()
                 held = Held("running", detail)
             case "recovering" | "waiting":
                 held = Held(state, detail)

@@ -28,6 +28,8 @@ class FaultLog:
         self._open: FaultNote | None = None
         """The first that tokens have not flowed since, and when it was, on the monotonic clock."""
         self._open_at_s = 0.0
+        self._asked_at_s = 0.0
+        """Since when somebody has been waiting for tokens without a break, on the monotonic clock."""
 
     @property
     def notes(self) -> tuple[FaultNote, ...]:
@@ -71,11 +73,20 @@ class FaultLog:
             self._open, self._open_at_s = note, self._clock.now_s()
         self._on_note(note)
 
+    def asked(self) -> None:
+        """A generation begins, and no other is under way: before it, nobody waited for tokens."""
+        self._asked_at_s = self._clock.now_s()
+
+    def recovered_unnoticed(self) -> None:
+        """The job is ready again and no generation is under way: no tokens stood still."""
+        self._open = None
+
     def flowed(self) -> None:
-        """A token was given out."""
+        """A token was given out. The gap counts from when tokens were both wanted and not given."""
         if self._open is None:
             return
-        note = FaultNote(self._open.at_s, self._open.text, self._clock.now_s() - self._open_at_s)
+        since_s = max(self._open_at_s, self._asked_at_s)
+        note = FaultNote(self._open.at_s, self._open.text, self._clock.now_s() - since_s)
         self._notes = deque((note if one is self._open else one for one in self._notes), maxlen=REMEMBERED)
         self._open = None
         self._on_note(note)

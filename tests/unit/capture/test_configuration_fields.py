@@ -1,0 +1,33 @@
+"""Fields of a configuration: those with an effect are taken without a word, others are reported."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionai.capture.huggingface import resolve
+from fusionai.capture.source import ConfigSource
+from fusionai.primitives.errors import ModelError
+
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "notes"),
+    [
+        ({"rope_theta": 500_000.0}, ()),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ()),
+        ({"attention_dropout": 0.1, "torch_dtype": "bfloat16"}, ()),
+        ({"colour": "red"}, ("The configuration's field 'colour' is unknown to llama and has no effect.",)),
+    ],
+)
+def test_a_field_without_effect_is_reported_and_no_other(fields: dict[str, object], notes: tuple[str, ...]):
+    made = resolve(ConfigSource({**LLAMA, **fields}))
+    assert made.notes == notes
+    if "rope_theta" in fields:
+        assert made.config.rope_parameters["rope_theta"] == 500_000.0
+
+
+def test_a_misspelt_field_is_refused_with_the_nearest():
+    with pytest.raises(ModelError, match="rope_thetta") as refused:
+        resolve(ConfigSource({**LLAMA, "rope_thetta": 1.0}))
+    assert "rope_theta" in (refused.value.hint or "")

@@ -1,0 +1,59 @@
+"""How long tokens stood still: only while somebody waited for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionai.coordination.serving_commands import TellFault
+from fusionai.primitives.clock import VirtualClock
+from fusionai.serving.faults import FaultLog
+from fusionai.serving.interface import FaultNote
+from harness.pool import peer_id
+
+LOST = TellFault(kind="peer", peer=peer_id(1), stages=(0,), heirs={}, reason="it closed the connection")
+
+
+class Story:
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.told: list[FaultNote] = []
+        self.log = FaultLog({}, self.clock, self.told.append)
+
+    @property
+    def gaps_s(self) -> list[float | None]:
+        return [note.gap_s for note in self.told]
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def test_a_gap_lasts_from_the_fault_to_the_next_token(story: Story):
+    story.log.asked()
+    story.clock.advance(5.0)
+    story.log.seen(LOST)
+    story.clock.advance(2.0)
+    story.log.flowed()
+    story.log.flowed()
+    assert story.gaps_s == [None, 2.0]
+
+
+def test_a_gap_begins_when_somebody_asks(story: Story):
+    story.log.seen(LOST)
+    story.clock.advance(70.0)
+    story.log.asked()
+    story.clock.advance(3.0)
+    story.log.flowed()
+    assert story.gaps_s == [None, 3.0]
+
+
+def test_no_tokens_stood_still_where_nobody_asked_until_it_was_over(story: Story):
+    story.log.seen(LOST)
+    story.clock.advance(1.0)
+    story.log.recovered_unnoticed()
+    story.clock.advance(76.0)
+    story.log.asked()
+    story.clock.advance(0.9)
+    story.log.flowed()
+    assert story.gaps_s == [None]
