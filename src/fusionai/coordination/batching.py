@@ -7,15 +7,16 @@ is never asked to and fits alone, so something always goes on.
 
 Decoding sessions are spread over the pipeline: with n of them and S passes that can be computed at a time, a pass
 carries about n/S, and no more than S such passes are under way: who is ready meanwhile goes together. Prompts are read
-in chunks whose ends are fixed multiples from the first computed position, whatever the load; a pass with decoding
-sessions carries one chunk's worth of them at most, one without fills up. A session is in one pass at most. After
-`rewind` all of them go on from their last emitted token: only what `returned` took counts.
+in pieces (`piece_sizes`); a pass with decoding sessions carries one piece's worth of them at most, one without fills up.
+A session that decodes is in one pass at most. One that reads sends its next piece while earlier ones are under way:
+attention looks back only, and links keep their order, so each stage computes a piece when it has computed those before.
+After `rewind` all of them go on from their last emitted token: only what `returned` took counts.
 
 Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
 that pass writes is overwritten. Where texts may be checked when they are over (`holds`), their pages are held until
 `let_go`, or until somebody needs the room.
 
-Never sees a tensor, never chooses a token. Neighbours: `pages`, `fair_queue`, `sessions`, `passes`;
+Never sees a tensor, never chooses a token. Neighbours: `pages`, `fair_queue`, `sessions`, `passes`, `piece_sizes`;
 `coordination.serving` owns it and says when passes may go; the serving driver submits, sends and samples.
 """
 
@@ -30,7 +31,9 @@ from typing import Final
 from fusionai.coordination.fair_queue import FairQueue
 from fusionai.coordination.pages import Match, Pages
 from fusionai.coordination.passes import Part, PassPlan, packed
-from fusionai.coordination.sessions import Session, SessionSpec, Text
+from fusionai.coordination.piece_sizes import PieceSizes
+from fusionai.coordination.sessions import Flight, Session, SessionSpec, Text
+from fusionai.coordination.stage_times import StageTimes, Work
 from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 
@@ -55,7 +58,9 @@ class TooLong(FusionError):
 class BatchLimits:
     """`sessions`: admitted at a time; stages need room for one more, the probe's. `reserve_tokens`: of its answer, for
     which an admitted session must find pages. `queue`: sessions that may wait. `decoding_passes`: over how many passes
-    sessions that decode are spread; None: as many as are in flight."""
+    sessions that decode are spread; None: as many as are in flight. `chunk_tokens`: of a prompt's piece at most;
+    `tile_tokens`: what pieces are multiples of, None: as `chunk_tokens`. `ahead_tokens`: of one session in passes under
+    way, where stages could not go back further; None: any number."""
 
     pages: int
     page_tokens: int
@@ -68,13 +73,21 @@ class BatchLimits:
     reserve_tokens: int = 64
     probe_tokens: int = 8
     decoding_passes: int | None = None
+    tile_tokens: int | None = None
+    ahead_tokens: int | None = None
 
     def __post_init__(self) -> None:
         counts = (self.page_tokens, self.sessions, self.in_flight, self.chunk_tokens, self.queue, self.probe_tokens)
-        if min(*counts, self.spread) < 1 or self.reserve_tokens < 0 or self.chunk_tokens > self.pass_tokens:
+        if min(*counts, self.spread, self.tile) < 1 or self.reserve_tokens < 0 or self.chunk_tokens > self.pass_tokens:
             raise ValueError(f"expected counts of at least 1 and chunks no longer than a pass, got {self}")
+        if self.tile > self.chunk_tokens:
+            raise ValueError(f"expected tiles no longer than a chunk, got {self}")
         if self.sessions >= MAX_SESSIONS or self.probe_tokens > self.pass_tokens:
             raise ValueError(f"expected fewer than {MAX_SESSIONS} sessions and a probe of one pass, got {self}")
+
+    @property
+    def tile(self) -> int:
+        return self.chunk_tokens if self.tile_tokens is None else self.tile_tokens
 
     @property
     def spread(self) -> int:
@@ -90,14 +103,20 @@ class _Sent:
     decodes: bool
     forget: tuple[int, ...]
     at_s: float
+    work: Work
 
 
 @dataclass(slots=True)
 class Batcher:
+    """`times`: what stages take, by which pieces of prompts are as long as is good; without it all are of
+    `chunk_tokens`. The machine tells it what was measured."""
+
     limits: BatchLimits
     holds: bool = False
     """Whether pages of texts that are over are held: `take_over` gives these texts, `let_go` must follow."""
+    times: StageTimes | None = None
     pages: Pages = field(init=False)
+    pieces: PieceSizes = field(init=False)
     _sessions: dict[int, Session] = field(default_factory=dict[int, Session])
     _queue: FairQueue = field(init=False)
     _passes: dict[int, _Sent] = field(default_factory=dict[int, _Sent])
@@ -120,6 +139,7 @@ class Batcher:
         limits = self.limits
         self.pages = Pages(limits.pages, limits.page_tokens, prefix=limits.prefix)
         self._queue = FairQueue(limits.queue)
+        self.pieces = PieceSizes(limits.tile, limits.chunk_tokens, self.times)
         self.pages.admit(PROBE_SESSION, "", Match((), 0))
         if not self.pages.extend(PROBE_SESSION, limits.probe_tokens):
             raise ValueError(f"expected more pages than a probe takes, got {limits.pages}")
@@ -231,8 +251,10 @@ class Batcher:
         if not parts:
             return None
         forget = self._take_forgotten()
-        self._passes[number] = _Sent(tuple(parts), any(part.session.decodes for part in parts), forget, now_s)
-        return packed(number, parts, self.pages.table, forget)
+        plan = packed(number, parts, self.pages.table, forget)
+        work = (self.times or StageTimes()).work_of(plan.segments)
+        self._passes[number] = _Sent(tuple(parts), any(part.decodes for part in parts), forget, now_s, work)
+        return plan
 
     def sessions_of(self, number: int) -> tuple[int, ...]:
         """Sessions for which this pass still counts: of those the driver samples. Nobody for one that is void."""
@@ -255,7 +277,7 @@ class Batcher:
             session = part.session
             if self._counts(part, number):
                 counted.add(session.number)
-                self._advance(part, tuple(tokens.get(session.number, ())), session.number in finished, now_s)
+                self._advance(number, part, tuple(tokens.get(session.number, ())), session.number in finished, now_s)
         return frozenset(counted)
 
     def failed(self, number: int, now_s: float) -> tuple[int, ...]:
@@ -362,6 +384,16 @@ class Batcher:
         """When the oldest pass under way was made."""
         return min((sent.at_s for sent in self._passes.values()), default=None)
 
+    def work_of(self, number: int) -> Work | None:
+        """Of a pass under way."""
+        sent = self._passes.get(number)
+        return None if sent is None else sent.work
+
+    @property
+    def sessions_under_way(self) -> tuple[int, ...]:
+        """Those that some pass under way still counts for."""
+        return tuple(number for number, session in self._sessions.items() if session.flights)
+
     def matched(self, number: int) -> int:
         """Tokens of the session's prompt that were known from before."""
         session = self._sessions.get(number)
@@ -400,7 +432,11 @@ class Batcher:
     def _chosen(self, number: int) -> list[Part]:
         """Of those that can go together: whose turn it is and the like of it. Where these all lack pages, others."""
         ready = sorted(
-            (one for one in self._sessions.values() if one.admitted and one.under_way is None and not one.held),
+            (
+                one
+                for one in self._sessions.values()
+                if one.admitted and not one.held and (not one.flights or one.reads_on)
+            ),
             key=lambda one: one.turn,
         )
         while ready:
@@ -417,8 +453,10 @@ class Batcher:
         """Marks whom it takes as under way in pass `number`."""
         decoding = [one for one in ready if one.decodes]
         ranked = self._queue.rank((one.number, one.spec.scope) for one in ready if not one.decodes)
-        reading = [self._sessions[one] for one in ranked]
-        chunk = self._chunk_end(reading[0]) - reading[0].computed if reading else 0
+        others_wait = any(one.decodes for one in self._sessions.values())
+        ends = {one: self._piece_end(self._sessions[one], others_wait=others_wait) for one in ranked}
+        reading = [self._sessions[one] for one in ranked if self._may_send(self._sessions[one], ends[one])]
+        chunk = ends[reading[0].number] - reading[0].sent if reading else 0
         takes_turns = chunk == self.limits.pass_tokens
         if takes_turns and decoding and decoding[0].turn > reading[0].turn:
             decoding = []
@@ -428,16 +466,29 @@ class Batcher:
         room = self.limits.pass_tokens - sum(1 + len(part.proposals) for part in parts)
         if parts:
             room = min(room, self.limits.chunk_tokens)
+        if reading:
+            # Where pieces are short because they take long, passes are no longer than one.
+            allowed = self.pieces.allowed(reading[0].sent, others_wait=others_wait)
+            room = room if allowed >= self.limits.chunk_tokens else min(room, max(chunk, allowed))
         for session in reading:
             if not session.admitted:
                 continue  # it made room for one that decodes
-            end = self._chunk_end(session)
-            if end - session.computed > room:
+            end, start = ends[session.number], session.sent
+            if end - start > room:
                 break
-            room -= end - session.computed
-            session.under_way = number
-            parts.append(Part(session, session.computed, end, ()))
+            room -= end - start
+            session.flights.append(Flight(number, end))
+            session.turn = next(self._turns)
+            parts.append(Part(session, start, end, ()))
         return parts
+
+    def _piece_end(self, session: Session, *, others_wait: bool) -> int:
+        return self.pieces.end(session.sent, len(session.tokens), others_wait=others_wait)
+
+    def _may_send(self, session: Session, end: int) -> bool:
+        """Whether a piece up to there leaves stages able to go back to what is computed."""
+        ahead = self.limits.ahead_tokens
+        return ahead is None or not session.flights or end - session.computed <= ahead
 
     def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[Part]:
         """About as many as make all passes with such sessions equal; all of them count, also those under way."""
@@ -455,9 +506,9 @@ class Batcher:
                 continue
             if not self.pages.extend(session.number, len(session.tokens) + len(proposals)):
                 proposals = ()
-            session.under_way = number
+            session.flights.append(Flight(number, len(session.tokens)))
             room -= 1 + len(proposals)
-            parts.append(Part(session, session.computed, len(session.tokens), proposals))
+            parts.append(Part(session, session.computed, len(session.tokens), proposals, decodes=True))
             self._queue.charge(session.spec.scope, 1)
         return parts
 
@@ -473,7 +524,7 @@ class Batcher:
             younger = [
                 one
                 for one in self._sessions.values()
-                if one.admitted and one.under_way is None and one.number > session.number
+                if one.admitted and not one.flights and one.number > session.number
             ]
             if not younger:
                 session.lacking = True
@@ -488,13 +539,10 @@ class Batcher:
         self._queue.push_back(session.number)
         session.leave_pages()
 
-    def _chunk_end(self, session: Session) -> int:
-        chunk = self.limits.chunk_tokens
-        done = (session.computed - session.origin) // chunk
-        return min(len(session.tokens), session.origin + (done + 1) * chunk)
-
-    def _advance(self, part: Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
+    def _advance(self, number: int, part: Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
         session, spec = part.session, part.session.spec
+        flight = session.flight(number)
+        assert flight is not None
         self.computed_positions += part.end - part.start + len(part.proposals)
         reads_on = part.end < len(session.tokens)
         if (reads_on and emitted) or (not reads_on and spec.max_tokens and not emitted and not finished):
@@ -503,12 +551,12 @@ class Batcher:
         if accepted != part.proposals[: len(accepted)] or session.emitted + len(emitted) > spec.max_tokens:
             raise ValueError(f"session {spec.number} was given {emitted}, proposed were {part.proposals}")
         session.tokens += emitted
-        session.computed = part.end + len(accepted)
-        session.delivered = max(session.delivered, session.computed)
+        flight.accepted = len(accepted)
+        session.land()
+        session.delivered = max(session.delivered, part.end if part.start <= session.delivered else 0)
         session.failures = 0
         session.passes += 1
         session.proposals = ()
-        session.under_way = None
         session.turn = next(self._turns)
         self.pages.confirm(spec.number, session.tokens[: session.computed])
         if finished or (not reads_on and session.emitted >= spec.max_tokens):
@@ -516,7 +564,7 @@ class Batcher:
 
     def _counts(self, part: Part, number: int) -> bool:
         session = part.session
-        return self._sessions.get(session.number) is session and session.under_way == number
+        return self._sessions.get(session.number) is session and session.flight(number) is not None
 
     def _end(self, number: int, now_s: float) -> None:
         self.cancel(number)

@@ -34,6 +34,8 @@ class Part:
     start: int
     end: int
     proposals: tuple[int, ...]
+    decodes: bool = False
+    """Whether the session was decoding, not reading its prompt."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ Neighbours: `coordination.batching` moves it on, `coordination.passes` packs its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Output = Literal["logits", "hidden"]
@@ -52,6 +52,16 @@ class Text:
 
 
 @dataclass(slots=True, eq=False)
+class Flight:
+    """A session's share of a pass under way: positions up to `end`. `accepted`: proposals behind them that were right,
+    once it came back, which may be before shares that were sent earlier."""
+
+    number: int
+    end: int
+    accepted: int | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     spec: SessionSpec
     tokens: list[int]
@@ -69,8 +79,9 @@ class Session:
     """Prompt tokens found in the prefix cache when it was first admitted."""
     told: int = 0
     """Entries of its page table that the stages know."""
-    under_way: int | None = None
-    """Number of its pass."""
+    flights: list[Flight] = field(default_factory=list[Flight])
+    """Its passes under way, in the order they were sent: of one that decodes one, of one that reads any number. From
+    the first on that is not back, so that `computed` leaves nothing out."""
     proposals: tuple[int, ...] = ()
     held: bool = False
     """Until somebody has guessed what follows."""
@@ -94,9 +105,29 @@ class Session:
     def decodes(self) -> bool:
         return self.emitted > 0 and self.computed == len(self.tokens) - 1
 
+    @property
+    def sent(self) -> int:
+        """Positions that are computed or in a pass under way."""
+        return self.flights[-1].end if self.flights else self.computed
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether tokens that it has are in no pass yet, though another pass with it is under way."""
+        last = self.flights[-1] if self.flights else None
+        return last is not None and last.accepted is None and not self.failures and last.end < len(self.tokens)
+
+    def flight(self, number: int) -> Flight | None:
+        """Of this pass, where it still counts."""
+        return next((one for one in self.flights if one.number == number and one.accepted is None), None)
+
+    def land(self) -> None:
+        """What is back counts as computed as far as nothing before it is missing."""
+        while self.flights and (accepted := self.flights[0].accepted) is not None:
+            self.computed = self.flights.pop(0).end + accepted
+
     def put_back(self) -> None:
-        """Its pass is void: it goes on from what is computed, and stages are told its whole page table."""
-        self.under_way = None
+        """Its passes are void: it goes on from what is computed, and stages are told its whole page table."""
+        self.flights.clear()
         self.told = 0
         self.proposals = ()
 

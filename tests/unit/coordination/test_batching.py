@@ -16,11 +16,11 @@ LIMITS = BatchLimits(
 )
 
 
-def limited(**changes: int | bool) -> Batcher:
+def limited(**changes: int | bool | None) -> Batcher:
     return Batcher(_changed(**changes))
 
 
-def _changed(**changes: int | bool) -> BatchLimits:
+def _changed(**changes: int | bool | None) -> BatchLimits:
     return BatchLimits(**{name: changes.get(name, getattr(LIMITS, name)) for name in BatchLimits.__slots__})
 
 
@@ -76,6 +76,82 @@ def test_chunks_end_at_the_same_positions_whatever_the_load() -> None:
             ends += [one.start + one.length for one in plan.segments if one.session == 1]
             back(batcher, plan)
         assert ends == [8, 16, 21]
+
+
+def test_pieces_of_one_prompt_follow_each_other_without_waiting() -> None:
+    batcher = limited(in_flight=3)
+    batcher.submit(session(1, 22, 2), 0.0)
+    plans = [sent(batcher) for _ in range(3)]
+    assert [(one.start, one.length) for plan in plans for one in plan.segments] == [(0, 8), (8, 8), (16, 6)]
+    assert [plan.wanted for plan in plans] == [(), (), (5,)]
+    assert plans[0].segments[0].pages
+    assert all(not plan.segments[0].pages for plan in plans[1:]), "pages are told once"
+    for plan in plans[:2]:
+        assert back(batcher, plan) == {1}
+        assert batcher.next_pass(0.0) is None, "all of the prompt is under way"
+    assert batcher.live == {1: 16}
+    back(batcher, plans[2])
+    assert [one.start for one in sent(batcher).segments] == [22]
+
+
+def test_a_piece_that_is_back_before_earlier_ones_counts_from_when_they_are() -> None:
+    batcher = limited(in_flight=3)
+    batcher.submit(session(1, 20, 2), 0.0)
+    first, second, last = (sent(batcher) for _ in range(3))
+    assert back(batcher, last) == {1}
+    assert batcher._sessions[1].emitted == 1
+    assert batcher.live == {}
+    assert batcher.next_pass(0.0) is None, "what comes before its answer is not known to be computed"
+    assert back(batcher, second) == {1}
+    assert batcher.live == {}
+    assert back(batcher, first) == {1}
+    assert batcher.live == {1: 20}
+    assert [one.start for one in sent(batcher).segments] == [20]
+
+
+def test_a_prompt_with_pieces_under_way_goes_on_from_what_is_back_after_a_fault() -> None:
+    batcher = limited(in_flight=3)
+    batcher.submit(session(1, 24, 2), 0.0)
+    first, second, third = (sent(batcher) for _ in range(3))
+    back(batcher, first)
+    back(batcher, third)
+    batcher.rewind()
+    assert back(batcher, second) == frozenset()
+    again = [sent(batcher) for _ in range(2)]
+    assert [(one.start, one.length, one.first_page) for plan in again for one in plan.segments] == [
+        (8, 8, 0),
+        (16, 8, 6),
+    ]
+
+
+def test_a_failed_piece_voids_those_behind_it_and_is_tried_alone() -> None:
+    batcher = limited(in_flight=3)
+    batcher.submit(session(1, 24, 2), 0.0)
+    first, second, _ = (sent(batcher) for _ in range(3))
+    assert batcher.failed(first.number, 0.0) == ()
+    assert batcher.failed(second.number, 0.0) == (), "it could not be computed without the one before"
+    alone = sent(batcher)
+    assert [(one.start, one.length) for one in alone.segments] == [(0, 8)]
+    assert batcher.next_pass(0.0) is None, "until it is back, nothing follows it"
+    back(batcher, alone)
+    assert [one.start for one in sent(batcher).segments] == [8]
+
+
+def test_prompts_take_turns_though_their_pieces_do_not_wait() -> None:
+    batcher = limited(in_flight=4, pass_tokens=8)
+    batcher.submit(session(1, 32, 1), 0.0)
+    batcher.submit(session(2, 32, 1), 0.0)
+    assert [plan.segments[0].session for plan in (sent(batcher) for _ in range(4))] == [1, 2, 1, 2]
+
+
+def test_no_more_of_a_text_is_under_way_than_stages_can_go_back() -> None:
+    batcher = limited(in_flight=4, ahead_tokens=16)
+    batcher.submit(session(1, 32, 1), 0.0)
+    first = sent(batcher)
+    assert sent(batcher).segments[0].start == 8
+    assert batcher.next_pass(0.0) is None
+    back(batcher, first)
+    assert sent(batcher).segments[0].start == 16
 
 
 def test_decoding_sessions_are_spread_over_the_passes_in_flight() -> None:
@@ -615,7 +691,11 @@ def test_whose_rows_have_all_come_may_go_on_from_the_prefix_cache() -> None:
     batcher.propose(2, ())
     batcher.cancel(1)
     plan = sent(batcher)
-    assert [(one.session, one.start) for one in plan.segments] == [(2, 4)]
+    assert [(one.session, one.start, one.length) for one in plan.segments] == [(2, 4, 4)]
+    assert plan.wanted == ()
+    back(batcher, plan)
+    plan = sent(batcher)
+    assert plan.segments[0].start == 8
     assert plan.wanted_sessions == (2,)
 
 
