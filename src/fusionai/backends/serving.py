@@ -18,6 +18,9 @@ from fusionai.wire.serving import Segment, ServeOptions
 
 FEW_POSITIONS: Final = 16
 """So many positions of a session, behind others, have the same bits together as one by one."""
+TILE_POSITIONS: Final = 32
+"""Attention of a prompt is computed by so many positions at a time, which end at multiples: pieces that end there too
+leave bits alone, whatever their lengths."""
 
 
 class ServingProgram(Protocol):

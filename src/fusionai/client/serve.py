@@ -16,6 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Final, Literal
@@ -24,6 +25,7 @@ import msgspec
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import open_backend
+from fusionai.backends.serving import TILE_POSITIONS
 from fusionai.client.background import in_background
 from fusionai.client.beginning import first_deployment, nobody
 from fusionai.client.circle_watch import watch_circle
@@ -47,6 +49,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.ir.ends import ends
 from fusionai.ir.serving import SEQUENCE
+from fusionai.ir.serving_cost import balance_tokens
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
 from fusionai.primitives.garbage import set_aside_what_stays
@@ -255,7 +258,17 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         on_event(ServePlanned(job, deployment.plan, dict(names), model))
         if (sentence := trust.sentence(deployment.plan)) is not None:
             on_event(Noted(sentence))
-        served_job = _serving_job(model, job, membership.peer, deployment.plan, weights, request)
+        served_job = _serving_job(
+            model,
+            job,
+            membership.peer,
+            deployment.plan,
+            weights,
+            request,
+            # Other backends compute all rows of a piece in one product, whose bits depend on how many they are.
+            tiled=not model.whole and all(profile.backend == "torch" for profile in profiles.values()),
+            balanced_at=balance_tokens(model.graph),
+        )
         engine = ServingEngine(
             served_job,
             Host(
@@ -399,8 +412,18 @@ def _whole_needs(needs: ServingNeeds, model: ServedModel) -> ServingNeeds:
 
 
 def _serving_job(
-    model: ServedModel, job: JobId, owner: PeerId, plan: Plan, weights: ModelWeights, request: ServeRequest
+    model: ServedModel,
+    job: JobId,
+    owner: PeerId,
+    plan: Plan,
+    weights: ModelWeights,
+    request: ServeRequest,
+    *,
+    tiled: bool = False,
+    balanced_at: float = inf,
 ) -> ServingJob:
+    """`tiled`: bits of all stages leave pieces of prompts any length in tiles. `balanced_at`: see
+    `ServingJob.balance_tokens`."""
     sizes = plan.serving
     if sizes is None:
         raise PlanError("expected a plan for serving.")
@@ -425,6 +448,8 @@ def _serving_job(
         stop_tokens=model.texts.stop_tokens,
         adapters=tuple(adapter.name for adapter in model.adapters),
         prefix_cache=not model.windows,
+        tile_tokens=TILE_POSITIONS if tiled else None,
+        balance_tokens=balanced_at,
         in_flight=max(sizes.passes_in_flight, len(plan.stages)),
         speculate=request.speculate,
         secret=secrets.token_bytes(32) if request.checks else b"",

@@ -7,9 +7,9 @@ is never asked to and fits alone, so something always goes on.
 
 Decoding sessions are spread over the pipeline: with n of them and S passes that can be computed at a time, a pass
 carries about n/S, and no more than S such passes are under way: who is ready meanwhile goes together. Prompts are read
-in pieces (`piece_sizes`); a pass with decoding sessions carries one piece's worth of them at most, one without fills up.
-A session that decodes is in one pass at most. One that reads sends its next piece while earlier ones are under way:
-attention looks back only, and links keep their order, so each stage computes a piece when it has computed those before.
+in pieces (`piece_sizes`); a pass with decoding sessions carries one piece's worth of them at most, one without fills
+up. A session that decodes is in one pass at most. One that reads sends its next piece while earlier ones are under way:
+attention looks back only, and links keep their order, so each stage has computed what comes before a piece.
 After `rewind` all of them go on from their last emitted token: only what `returned` took counts.
 
 Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
@@ -388,6 +388,11 @@ class Batcher:
         """Of a pass under way."""
         sent = self._passes.get(number)
         return None if sent is None else sent.work
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """Of all passes under way."""
+        return tuple(sent.work for sent in self._passes.values())
 
     @property
     def sessions_under_way(self) -> tuple[int, ...]:

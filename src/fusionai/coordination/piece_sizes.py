@@ -1,9 +1,9 @@
 """How long the next piece of a prompt is. Decides it from what pieces take; knows no session and no clock.
 
-Pieces go through the stages one behind the other. Long ones use a machine best; short ones fill the pipeline sooner, let
-others' tokens pass and tell early that something is slow. So a piece is as long as the slowest stage computes in
-`TARGET_S`, half of that where others wait for their next token. It ends at multiples of a tile, whose bits do not depend
-on the piece it is computed in (`backends.torch.paged_attention`), so that lengths may follow the clock and tokens don't.
+Pieces go through the stages one behind the other. Long ones use a machine best; short ones fill the pipeline sooner,
+let others' tokens pass and tell early that something is slow. So a piece is as long as the slowest stage computes in
+`TARGET_S`, half of that where others wait for their next token. It ends at a multiple of a tile, whose bits do not
+depend on the piece it is computed in (`backends.torch.tiled_attention`): lengths may follow the clock, tokens don't.
 
 Neighbours: `stage_times` estimates, `batching` asks; `serving` halves lengths where nothing came back.
 """

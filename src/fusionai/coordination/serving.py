@@ -15,11 +15,16 @@ A lost stage goes to its guard at once, under the same plan version; the broker 
 stages is prepared first (their new holders load as guards do, beside the passes) and then costs one round. Other guards
 cost none.
 
+Progress is what arrives: results, and stages that say what they work on. A stage is waited for as long as it works
+within what `patience` grants it for this piece of work, however slow it is. Where nothing came back in time a round
+begins with shorter pieces of prompts and longer limits; after `ATTEMPTS` such rounds the sessions concerned fail, with
+the stage and its speed, and others have their turn.
+
 Where work is checked (`checks`), texts that are over are read again by the stages' guards beside the passes. A peer
 whose results were found wrong is lost for good: all that is under way is read again from its tokens by others.
 
 Neighbours: `serving_events`, `serving_commands` are its words, `serving_roles` who shall do what, `serving_muster` who
-is in, `batching` and `pages` the sessions.
+is in, `batching` and `pages` the sessions, `stage_times` and `patience` what is slow and what is stuck.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from typing import Final, Literal
 
 from fusionai.coordination.batching import PROBE_SESSION, Batcher
 from fusionai.coordination.passes import PassPlan
+from fusionai.coordination.patience import ATTEMPTS, IDLE_MARGIN, Patience
 from fusionai.coordination.serving_commands import (
     AskPlan,
     BeginCheck,
@@ -66,6 +72,7 @@ from fusionai.coordination.serving_events import (
     ServingEvent,
     StageFailed,
     StageLoaded,
+    StageWorking,
     StandbyLoaded,
     StopAsked,
     TextChecked,
@@ -73,6 +80,7 @@ from fusionai.coordination.serving_events import (
 )
 from fusionai.coordination.serving_muster import Muster
 from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.stage_times import StageTimes, Work
 from fusionai.coordination.text_checks import TextChecks
 from fusionai.coordination.verification import Found
 from fusionai.wire.base import Fence
@@ -94,7 +102,8 @@ class ServingPhase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundLimits:
-    """How long a phase may go without a sign of progress before it is given up."""
+    """How long a phase may go without a sign of progress before it is given up. `pass_s`: the least that a stage may
+    work on a pass, and that passes may be under way without a sign (`Patience.floor_s`)."""
 
     enlist_s: float = 10.0
     load_s: float = 60.0
@@ -143,11 +152,14 @@ class ServingMachine:
     """A plan that moves stages, until their new holders have loaded."""
     _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
     _stage_faults: Counter[int] = field(default_factory=Counter[int])
-    _stalls: int = 0
-    """All three since the last pass came back."""
+    """Both since the last pass came back."""
+    _patience: Patience = field(init=False)
     _now_s: float = 0.0
     _moved_s: float | None = None
     """When there was last a sign of progress; None until the next tick tells."""
+
+    def __post_init__(self) -> None:
+        self._patience = Patience(self.batcher.times or StageTimes(), self.limits.pass_s)
 
     # ------------------------------------------------------------------------------------------------ interface
 
@@ -162,13 +174,24 @@ class ServingMachine:
         if not isinstance(event, Tick):
             self.story.append(f"{self.phase.value}: {event!r}")
             del self.story[:-STORY_LENGTH]
-            self._moved_s = None
+            if not isinstance(event, StageWorking):
+                self._moved_s = None
         commands = [*transition.act(self, event), *self._dismiss_idle()]
         assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
         return commands
 
     def next_pass(self, now_s: float) -> PassPlan | None:
-        return self.batcher.next_pass(now_s) if self.phase is ServingPhase.RUNNING else None
+        if self.phase is not ServingPhase.RUNNING:
+            return None
+        if not self.batcher.under_way:
+            self._moved_s = now_s
+        return self.batcher.next_pass(now_s)
+
+    def measured(self, fence: Fence, number: int, stage: int, seconds: float) -> None:
+        """A stage has computed this pass or probe. To be told before `returned`."""
+        work = self._work_of(number) if fence == self.fence else None
+        if work is not None:
+            self._patience.times.measured(stage, work, seconds)
 
     def sessions_of(self, fence: Fence, number: int) -> tuple[int, ...]:
         """For whom a result that just came counts: the driver samples for those."""
@@ -186,8 +209,10 @@ class ServingMachine:
         if fence != self.fence:
             return frozenset()
         counted = self.batcher.returned(number, tokens, finished, now_s)
+        self._moved_s = now_s
         if counted:
-            self._stalls = 0
+            self._patience.stalls = 0
+            self.batcher.pieces.recover()
             self._link_faults.clear()
             self._stage_faults.clear()
         return counted
@@ -235,6 +260,7 @@ class ServingMachine:
         # Whoever is not placed with a stage drops it, also when a later round gives it back before passes run.
         self._sound = {stage: one for stage, one in self._sound.items() if self.roles.places.get(stage) == one}
         self._muster.begin(self.roles)
+        self._patience.times.begin(self.roles)
         state: Final = "recovering" if self._ready else "starting"
         return [TellState(state, why), BeginRound(self.fence, self.roles)]
 
@@ -671,7 +697,7 @@ class ServingMachine:
     def on_tick(self, event: ServingEvent) -> list[ServingCommand]:
         assert isinstance(event, Tick)
         self._now_s = event.now_s
-        if self._moved_s is None:
+        if self._moved_s is None or (self.phase is ServingPhase.RUNNING and not self.batcher.under_way):
             self._moved_s = event.now_s
         idle_s = event.now_s - self._moved_s
         match self.phase:
@@ -680,32 +706,99 @@ class ServingMachine:
             case ServingPhase.LOADING if idle_s > self.limits.load_s:
                 late = {peer for stage, peer in self.roles.places.items() if stage not in self._loaded}
                 return self._lose_late(late, "it does not load its stage")
-            case ServingPhase.REBUILDING if idle_s > self.limits.rebuild_s:
-                return self._stalled({self.roles.places[asked.through] for asked, _ in self._rebuilds.values()})
-            case ServingPhase.PROBING if idle_s > self.limits.probe_s:
-                return self._stalled({self.roles.places[stage] for stage in self._unsound()})
-            case ServingPhase.RUNNING:
-                oldest_s = self.batcher.oldest_s
-                overdue = oldest_s is not None and event.now_s - oldest_s > self.limits.pass_s
-                return self._stalled(frozenset()) if overdue else []
+            case ServingPhase.REBUILDING if idle_s > self._patience.grown_s(self.limits.rebuild_s):
+                return self._stalled({asked.through for asked, _ in self._rebuilds.values()})
+            case ServingPhase.PROBING if idle_s > self._patience.grown_s(self.limits.probe_s):
+                return self._stalled(self._unsound())
+            case ServingPhase.RUNNING if idle_s > self._patience.grown_s(self.limits.pass_s) or self._is_overdue(
+                event.now_s
+            ):
+                return self._stalled(())
             case _:
                 return []
+
+    def _is_overdue(self, now_s: float) -> bool:
+        """Whether a pass is under way for longer than all of them together should take: its result went astray."""
+        oldest_s = self.batcher.oldest_s
+        return oldest_s is not None and now_s - oldest_s > self._patience.whole_s(self.batcher.works)
 
     def _lose_late(self, peers: Collection[str], reason: str) -> list[ServingCommand]:
         """The driver's own machine is waited for."""
         self._moved_s = self._now_s
         return self._lose(sorted(set(peers) - {self.roles.owner}), "late", reason)
 
-    def _stalled(self, suspects: Collection[str]) -> list[ServingCommand]:
-        """Nothing moves although everybody answers: another round; then one without anything to rebuild; then others
-        instead of the suspects."""
-        self._stalls += 1
-        reason = f"nothing came back in time while {self.phase.value}"
-        if self._stalls > 2 and set(suspects) - {self.roles.owner}:
+    def on_working(self, event: ServingEvent) -> list[ServingCommand]:
+        """Slow is not stuck: only a stage that is beyond its limit is no sign of progress."""
+        assert isinstance(event, StageWorking)
+        if self.roles.places.get(event.stage) != event.peer:
+            return []
+        work = self._work_of(event.number) if event.number >= 0 else None
+        # What is of an earlier round, or waits behind other work, may be as much as a pass can carry.
+        most = Work(self.batcher.limits.pass_tokens, float(self.batcher.limits.pass_tokens))
+        limit_s = self._patience.limit_s(event.stage, work or most) * (1.0 if work is not None else IDLE_MARGIN)
+        if event.busy_s <= limit_s:
+            self._moved_s = None
+            return []
+        if self.phase in (ServingPhase.ENLISTING, ServingPhase.LOADING):
+            return []  # whoever does not get on is missed there
+        if work is not None:
+            self._patience.times.measured(event.stage, work, event.busy_s)
+        return self._stalled((event.stage,), busy_s=event.busy_s, work=work)
+
+    def _work_of(self, number: int) -> Work | None:
+        """Of a pass, a probe, or the largest pass of a rebuild; None for one that is not under way in this round."""
+        times = self._patience.times
+        if number in self._probes:
+            return Work(len(self.probe), times.units(0, len(self.probe)))
+        if number in self._rebuilds:
+            asked, _ = self._rebuilds[number]
+            rows = min(self.batcher.limits.pass_tokens, sum(one.length for one in asked.segments))
+            end = max(one.start + one.length for one in asked.segments)
+            return Work(rows, times.units(max(0, end - rows), end))
+        return self.batcher.work_of(number)
+
+    def _stalled(
+        self, stages: Collection[int], *, busy_s: float | None = None, work: Work | None = None
+    ) -> list[ServingCommand]:
+        """Nothing came back in time although everybody answers: another round, with shorter pieces and longer limits;
+        where caches are rebuilt or probed then one without anything to rebuild; then others instead of those whose
+        `stages` are late; at last the sessions concerned fail."""
+        patience = self._patience
+        patience.stalls += 1
+        self.batcher.pieces.shrink()
+        reason = self._why_late(stages, busy_s, work)
+        suspects = {self.roles.places[stage] for stage in stages} - {self.roles.owner}
+        waiting = self.phase is not ServingPhase.RUNNING
+        replaceable = waiting or all(self.is_warm(stage) for stage in stages)
+        if patience.stalls > 2 and suspects and replaceable:
             return self._lose_late(suspects, reason)
-        if self._stalls > 1:
+        if patience.stalls > ATTEMPTS:
+            return self._fail(reason) if waiting else self._give_up_sessions(reason)
+        if patience.stalls > 1 and waiting:
             self.batcher.compute_again()
         return [TellFault("late", "", (), reason, {}), *self._begin_round(reason)]
+
+    def _why_late(self, stages: Collection[int], busy_s: float | None, work: Work | None) -> str:
+        if busy_s is None or not stages:
+            return f"nothing came back in time while {self.phase.value}"
+        stage = min(stages)
+        what = "another piece of work" if work is None else f"a piece of {work.rows} positions"
+        speed = self._patience.times.tokens_per_s(stage)
+        known = "" if speed is None else f", after {speed:.3g} tokens a second"
+        return f"stage {stage} on {self.roles.places[stage]} works on {what} for {busy_s:.0f} s{known}"
+
+    def _give_up_sessions(self, reason: str) -> list[ServingCommand]:
+        """Of those that were under way nobody gets on; others may."""
+        sessions = self.batcher.sessions_under_way
+        why = (
+            f"given up after {ATTEMPTS} attempts with shorter pieces and more time: {reason}. Free the machine of "
+            "other work, let a faster one join, or ask for less at a time."
+        )
+        for number in sessions:
+            self.batcher.cancel(number)
+        self._patience.stalls = 0
+        failed: list[ServingCommand] = [FailSessions(sessions, why)] if sessions else []
+        return [*failed, TellFault("late", "", (), reason, {}), *self._begin_round(reason)]
 
     # -------------------------------------------------------------------------------------------------- the end
 
@@ -738,6 +831,7 @@ class ServingMachine:
                 | LoadProgressed(fence, peer)
                 | StandbyLoaded(fence, peer)
                 | StageFailed(fence, peer)
+                | StageWorking(fence, peer)
             ):
                 return fence == self._muster.fence_of(peer, self.fence) and peer in self._parts()
             case (
@@ -804,6 +898,7 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     (_N, StageLoaded): _row(ServingMachine.on_loaded, _N),
     (_L, StageLoaded): _row(ServingMachine.on_loaded, _L, _B, _P, _G, _N),
     **{(phase, LoadProgressed): _row(ServingMachine.stay, phase) for phase in (_N, _L, _G)},
+    **{(phase, StageWorking): _row(ServingMachine.on_working, phase, _N, _W, _E) for phase in (*_ROUND, _G)},
     (_G, StandbyLoaded): _row(ServingMachine.on_standby_loaded, _G, _N),
     (_B, Rebuilt): _row(ServingMachine.on_rebuilt, _B, _P, _G, _N),
     (_B, RebuildFailed): _row(ServingMachine.on_rebuild_failed, _N),
@@ -821,7 +916,7 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     **{(phase, PlanGiven): _row(ServingMachine.on_plan, phase) for phase in _ROUND},
     (_G, PlanGiven): _row(ServingMachine.on_plan, _G, _N),
     (_W, PlanGiven): _row(ServingMachine.on_plan, _N, _W),
-    **{(phase, Tick): _row(ServingMachine.on_tick, phase, _N, _W) for phase in _ROUND},
+    **{(phase, Tick): _row(ServingMachine.on_tick, phase, _N, _W, _E) for phase in _ROUND},
     (_G, Tick): _row(ServingMachine.on_tick, _G, _N),
     **{(phase, StopAsked): _row(ServingMachine.on_stop, _E) for phase in _ALIVE},
     **{(phase, CommandFailed): _row(ServingMachine.on_command_failed, _E) for phase in _ALIVE},

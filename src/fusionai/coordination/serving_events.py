@@ -80,6 +80,19 @@ class RebuildFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StageWorking:
+    """Now and then, while passes are at a stage: it works on pass `number`, which may be of an earlier round, for
+    `busy_s` so far. `number` -1: on none, though the first of those that wait came `busy_s` ago; 0.0 where none waits
+    and some were computed since it said so last."""
+
+    fence: Fence
+    peer: str
+    stage: int
+    number: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeReturned:
     """A probe crossed all stages. `digest`: SHA-256 of its output's bytes, in hexadecimal. `distance`: greatest
     relative difference from the job's first probe, 0.0 for that one; at most `tolerance` is right."""
@@ -171,6 +184,7 @@ MemberEvent = (
     | StageFailed
     | Rebuilt
     | RebuildFailed
+    | StageWorking
     | ProbeReturned
     | PassFailed
     | TextChecked

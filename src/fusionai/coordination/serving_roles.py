@@ -24,6 +24,8 @@ class ServingRoles:
     """Stages of which others know what they got and what they gave."""
     partition: str = ""
     """Names the cut: programs and caches of another cut are of no use here."""
+    predicted_s: Mapping[int, float] = field(default_factory=dict[int, float])
+    """By stage, what the plan expects one token to take."""
 
     @property
     def stages(self) -> tuple[int, ...]:

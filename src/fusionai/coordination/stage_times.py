@@ -2,8 +2,8 @@
 
 The work of a pass is counted in positions: one whose attention looks at `balance_tokens` others counts twice. Passes of
 many positions take time in proportion to their work; passes of few take what reading the weights takes, however many
-positions they have. So both kinds have an estimate of their own, by stage: a moving mean and a moving mean deviation, as
-TCP keeps for round trips (Jacobson and Karels, "Congestion avoidance and control", SIGCOMM 1988).
+positions they have. So both kinds have an estimate of their own, by stage: a moving mean and a moving mean deviation,
+as TCP keeps for round trips (Jacobson and Karels, "Congestion avoidance and control", SIGCOMM 1988).
 
 Before anything was measured the plan's prediction of one token counts, for every position: no stage takes longer for
 many positions together than for each alone.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
+from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.wire.serving import Segment
 
 FEW: Final = 16
@@ -62,17 +63,17 @@ class StageTimes:
     """`balance_tokens`: positions that attention must look at for one position to cost what all else of it costs."""
 
     balance_tokens: float = inf
+    _partition: str = ""
     _holders: Mapping[int, str] = field(default_factory=dict[int, str])
     _predicted_s: Mapping[int, float] = field(default_factory=dict[int, float])
     _measured: dict[tuple[int, bool], Estimate] = field(default_factory=dict[tuple[int, bool], Estimate])
 
-    def begin(self, holders: Mapping[int, str], predicted_s: Mapping[int, float], *, anew: bool = False) -> None:
-        """A round. `predicted_s`: of one token, by stage. What was measured of a stage elsewhere says nothing; `anew`:
-        the stages are others."""
-        moved = {stage for stage, holder in holders.items() if anew or self._holders.get(stage) != holder}
-        for key in [key for key in self._measured if key[0] in moved or key[0] not in holders]:
-            del self._measured[key]
-        self._holders, self._predicted_s = dict(holders), dict(predicted_s)
+    def begin(self, roles: ServingRoles) -> None:
+        """A round. What was measured of a stage on another machine, or of another cut, says nothing."""
+        anew = roles.partition != self._partition
+        kept = {stage for stage, one in roles.places.items() if not anew and self._holders.get(stage) == one}
+        self._measured = {key: known for key, known in self._measured.items() if key[0] in kept}
+        self._partition, self._holders, self._predicted_s = roles.partition, roles.places, roles.predicted_s
 
     def work_of(self, segments: Iterable[Segment]) -> Work:
         rows, units = 0, 0.0
@@ -98,13 +99,13 @@ class StageTimes:
 
     def expected_s(self, stage: int, work: Work) -> float | None:
         """The mean; None where nothing is known."""
-        known = self._estimate(stage, work)
-        return None if known is None else known.mean_s * work.amount
+        known, amount = self._estimate(stage, work)
+        return None if known is None else known.mean_s * amount
 
     def nearly_always_s(self, stage: int, work: Work) -> float | None:
         """What a pass of this work hardly ever takes longer than; None where nothing is known."""
-        known = self._estimate(stage, work)
-        return None if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * work.amount
+        known, amount = self._estimate(stage, work)
+        return None if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * amount
 
     def tokens_per_s(self, stage: int) -> float | None:
         """Of prompts without a context, as measured; None where none was."""
@@ -115,12 +116,13 @@ class StageTimes:
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._holders))
 
-    def _estimate(self, stage: int, work: Work) -> Estimate | None:
+    def _estimate(self, stage: int, work: Work) -> tuple[Estimate | None, float]:
+        """With the amount that it is of. Where nothing like it was measured, each position is as if it came alone."""
         known = self._measured.get((stage, work.is_few))
         if known is not None:
-            return known
+            return known, work.amount
         single = self._measured.get((stage, True))
-        if single is not None:  # each position as if it came alone
-            return single
+        if single is not None:
+            return single, work.units
         predicted_s = self._predicted_s.get(stage, 0.0)
-        return Estimate(predicted_s, predicted_s / 2) if predicted_s > 0 else None
+        return (Estimate(predicted_s, predicted_s / 2) if predicted_s > 0 else None), work.units

@@ -11,7 +11,9 @@ moves tensors. `execution.member` is the same for training.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -54,6 +56,8 @@ MAX_UNREAD: Final = 1024
 """Messages to a driver that does not read them."""
 LOADING_S: Final = 0.5
 """Between two words of how far the weights are."""
+WORKING_BEATS: Final = 4
+"""So many pings' intervals lie between two words of what stages compute."""
 
 
 class ServingMember:
@@ -472,9 +476,18 @@ class ServingMember:
         return self._host.memory_limit_bytes - sum(stage.reserved_bytes for stage in self._stages.values())
 
     async def _beat(self) -> None:
-        while True:
+        for beat in itertools.count():
             await asyncio.sleep(PING_S)
             self._links.beat()
+            if beat % WORKING_BEATS == 0:
+                self._tell_work()
+
+    def _tell_work(self) -> None:
+        """A stage that works long is told from one that is stuck by what it says."""
+        now_s = time.monotonic()
+        for number, stage in self._stages.items():
+            if number in self._own and (told := stage.working(now_s)) is not None:
+                self.to_driver(wire.Working(fence=self._placement.fence, stage=number, number=told[0], busy_s=told[1]))
 
     # ------------------------------------------------------------------------------------------------- spot checks
 

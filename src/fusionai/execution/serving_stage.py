@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -120,7 +121,12 @@ class ServingStage:
         keeps = identity.options.retain and not identity.select and not identity.last
         self._retained = Retained(boundary.sends, identity.options.page_tokens) if keeps else None
         self._book: MarkBook | None = None
-        self._waiting = 0
+        self._orders: deque[_Order] = deque()
+        """Here and not done, in the order they are computed."""
+        self._computing: tuple[int, float] | None = None
+        """Number of the pass that is computed and since when."""
+        self._computed_any = False
+        """Since `working` was asked last."""
         self._waiting_bytes = 0
 
     @property
@@ -131,6 +137,16 @@ class ServingStage:
     def reserved_bytes(self) -> int:
         """With what will be retained once all pages are in use."""
         return self._program.resident_bytes + retained_bytes(self._boundary, self.identity)
+
+    def working(self, now_s: float) -> tuple[int, float] | None:
+        """What `wire.Working` says, at a time on this machine's monotonic clock; None where nothing is to be said."""
+        computed, self._computed_any = self._computed_any, False
+        computing = self._computing  # set in the compute thread
+        if computing is not None:
+            return computing[0], max(0.0, now_s - computing[1])
+        if self._orders:
+            return -1, max(0.0, now_s - self._orders[0].arrived_s)
+        return (-1, 0.0) if computed else None
 
     async def begin(self, *, fresh: bool) -> tuple[tuple[int, int], ...]:
         """Take part in passes from now on. `fresh`: nothing of what was computed and kept is of use any more. Gives
@@ -166,18 +182,23 @@ class ServingStage:
     def take(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> None:
         """Compute a pass when its turn comes. Raises `ExecutionError` for one that breaks the protocol."""
         order = self._checked(message, tensors)
-        self._waiting += 1
-        self._waiting_bytes += order.nbytes
-        if self._waiting > MAX_WAITING or self._waiting_bytes > MAX_WAITING_BYTES:
-            self._waiting -= 1
-            self._waiting_bytes -= order.nbytes
+        if len(self._orders) >= MAX_WAITING or self._waiting_bytes + order.nbytes > MAX_WAITING_BYTES:
             raise ExecutionError(f"stage {self.stage} is sent more passes than it can hold.")
+        self._orders.append(order)
+        self._waiting_bytes += order.nbytes
         self._compute.submit(lambda: self._run(order), lambda outcome: self._done(order, outcome))
 
     def _run(self, order: _Order) -> dict[str, HostTensor] | None:
         """In the compute thread. None for a pass of a round that is over."""
         if order.message.fence != self._postman.present:
             return None
+        self._computing = order.message.number, time.monotonic()
+        try:
+            return self._values(order)
+        finally:
+            self._computing = None
+
+    def _values(self, order: _Order) -> dict[str, HostTensor]:
         inputs = {name: order.tensors[name] for name in self._inputs}
         if order.message.forget:
             self._program.forget(order.message.forget)
@@ -186,8 +207,9 @@ class ServingStage:
         return self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
 
     def _done(self, order: _Order, outcome: Outcome[dict[str, HostTensor] | None]) -> None:
-        self._waiting -= 1
+        self._orders.popleft()  # passes are done in their order
         self._waiting_bytes -= order.nbytes
+        self._computed_any = True
         message = order.message
         match outcome:
             case FusionError():

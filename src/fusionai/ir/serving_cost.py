@@ -10,7 +10,7 @@ Neighbours: `ir.cost` counts operations, `ir.serving` makes the graph, `scheduli
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import Final, Literal
 
 import msgspec
@@ -34,6 +34,8 @@ INT4_GROUP: Final = 32
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
 EMBEDDING: Final = "aten.embedding.default"
 ATTENTION: Final = "fusion.attention"
+LENGTH: Final = 256
+"""Of a text by which it is found out what grows with it."""
 
 
 class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,6 +92,22 @@ def serving_costs(
             )
         )
     return tuple(found)
+
+
+def balance_tokens(graph: Graph) -> float:
+    """How many positions attention must look at for one position to take twice the operations; infinity where nothing
+    grows with a text."""
+    symbols = dict.fromkeys(graph.symbols, 1)
+    if SEQUENCE not in symbols:
+        return inf
+
+    def flops(length: int) -> float:
+        records = block_costs(graph, {**symbols, SEQUENCE: length}, training=False)
+        return sum(record.forward_flops for record in records)
+
+    alone = flops(1)
+    growing = (flops(LENGTH) - LENGTH * alone) / (LENGTH * (LENGTH - 1))
+    return alone / growing if growing > 0 else inf
 
 
 def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:

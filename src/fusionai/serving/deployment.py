@@ -70,6 +70,7 @@ class Cut:
             caching=frozenset(number for number, stage in enumerate(self.stages) if stage.caches),
             checkable=self.checkable,
             partition=self.name,
+            predicted_s={placement.stage: placement.compute_s for placement in plan.stages},
         )
 
 

@@ -52,6 +52,8 @@ from fusionai.wire.messages import Fence, Hop, Segment
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
+LATE_S: Final = 1.0
+"""A tick that comes so much later than it should says that this process stood still itself."""
 LINK_GRACE_S: Final = 0.2
 """A lost link is often the first sign of a lost peer, whose own connection says so a moment later."""
 FEED: Final = -1
@@ -181,11 +183,14 @@ class ServingDriver:
             ticking.cancel()
 
     async def _tick(self) -> None:
+        expected_s = self._host.clock.now_s()
         while True:
             now_s = self._host.clock.now_s()
             self._sink.passes(now_s)
             self._checking.passes(now_s)
-            self.tell(events.Tick(now_s))
+            if now_s - expected_s < LATE_S:  # else what came meanwhile is to be read before anybody is called late
+                self.tell(events.Tick(now_s))
+            expected_s = now_s + TICK_S
             await asyncio.sleep(TICK_S)
 
     def tell(self, event: ServingEvent | None) -> None:
@@ -476,6 +481,7 @@ class ServingDriver:
         for hop in message.hops:
             mean_s = self.compute_s.get(hop.stage, hop.compute_s)
             self.compute_s[hop.stage] = mean_s + 0.05 * (hop.compute_s - mean_s)
+            self.machine.measured(message.fence, message.number, hop.stage, hop.compute_s)
         if message.number in self._probes:
             del self._probes[message.number]
             rows = self._rows(message, tensors, 1, LOGITS)

@@ -26,6 +26,7 @@ from fusionai.coordination.serving import ServingMachine, ServingPhase
 from fusionai.coordination.serving_commands import ServingState
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.sessions import SessionSpec
+from fusionai.coordination.stage_times import StageTimes
 from fusionai.coordination.text_checks import TextChecks
 from fusionai.coordination.verification import Inspector
 from fusionai.execution.deployment import Deployment, Replanner
@@ -94,6 +95,8 @@ class ServingEngine:
         self._numbers = itertools.count(1)
         self._generations: dict[int, Generating] = {}
         self._embeddings: dict[int, Embedding] = {}
+        self._judged_now: Counter[int] = Counter()
+        """Generations whose rows are looked at in the thread, or wait for it."""
         self._judging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
         self._state: ServingState = "starting"
         self._detail = ""
@@ -115,11 +118,15 @@ class ServingEngine:
                 in_flight=job.in_flight or len(peers),
                 decoding_passes=stations(peers, job.owner, deployment.members, os.cpu_count() or 1),
                 chunk_tokens=min(job.chunk_tokens, options.pass_tokens),
+                tile_tokens=job.tile_tokens and min(job.tile_tokens, job.chunk_tokens, options.pass_tokens),
+                # Rings of layers with a window hold the window and a pass.
+                ahead_tokens=None if job.prefix_cache else options.pass_tokens,
                 queue=job.queue,
                 prefix=job.prefix_cache,
                 probe_tokens=PROBE_TOKENS,
             ),
             holds=bool(job.secret),
+            times=StageTimes(job.balance_tokens),
         )
 
         def machine_of(roles: ServingRoles) -> ServingMachine:
@@ -283,11 +290,16 @@ class ServingEngine:
         todo = [(self._generations[number], *share) for number, share in rows.items() if number in self._generations]
         size = sum(len(share) for _, share, _, _ in todo) * self.vocabulary
         plain = all(generating.is_plain for generating, *_ in todo)
-        if size <= (INLINE_PLAIN if plain else INLINE):
+        # Of one text nothing overtakes what is looked at in the thread: rows are given out in their order.
+        follows = any(generating.number in self._judged_now for generating, *_ in todo)
+        if size <= (INLINE_PLAIN if plain else INLINE) and not follows:
             self._take(result, rows, lambda: _judged(todo, self.vocabulary))
             return
+        self._judged_now.update(generating.number for generating, *_ in todo)
 
         def done(judged: asyncio.Future[dict[int, Verdict]]) -> None:
+            self._judged_now.subtract(generating.number for generating, *_ in todo)
+            self._judged_now += Counter()
             if not judged.cancelled():
                 self._take(result, rows, judged.result)
 

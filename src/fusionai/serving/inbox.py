@@ -41,6 +41,8 @@ def event_of(
         case wire.StageFailed(fence=fence):
             reason = f"peer {short(peer)}: {message.reason}"
             return events.StageFailed(fence, peer, message.stage, reason, fatal=message.code == "bad_graph")
+        case wire.Working(fence=fence):
+            return events.StageWorking(fence, peer, message.stage, message.number, message.busy_s)
         case wire.PassFailed(fence=fence):
             return events.PassFailed(fence, message.number, message.stage, message.reason)
         case _:

@@ -6,6 +6,7 @@ Neighbours: `client.serve` builds it from a model, `serving.deployment` cuts it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from fusionai.ir.schema import Graph
 from fusionai.primitives.ids import JobId, PeerId
@@ -43,4 +44,9 @@ class ServingJob:
     secret: bytes = b""
     """32 bytes that no peer learns, by which spot checks are drawn and marks made; empty: nothing is checked."""
     chunk_tokens: int = 256
-    """Prompts are read in pieces of so many positions, counted from their start."""
+    """Prompts are read in pieces of so many positions at most."""
+    tile_tokens: int | None = None
+    """What lengths of pieces are multiples of, as stages' times suggest; None: all pieces are as long as may be. For
+    stages whose bits do not depend on it."""
+    balance_tokens: float = inf
+    """Positions that attention must look at for one position to take twice the operations."""

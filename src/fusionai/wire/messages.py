@@ -81,6 +81,7 @@ from fusionai.wire.serving import (
     WeightRefused,
     WeightSource,
     WeightSpec,
+    Working,
 )
 
 MAX_BACK_BYTES: Final = 4 * 2**20
@@ -923,6 +924,7 @@ Message = (
     | PassFailed
     | Rebuild
     | Rebuilt
+    | Working
     | TellMarks
     | ToldMarks
     | ReadAgain

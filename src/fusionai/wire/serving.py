@@ -243,6 +243,17 @@ class PassFailed(WireMessage, frozen=True, kw_only=True, tag="pass_failed"):
     reason: Text
 
 
+class Working(WireMessage, frozen=True, kw_only=True, tag="working"):
+    """Stage -> driver, every second while passes are there: it computes pass `number`, which may be of an earlier
+    round, for `busy_s` so far. `number` -1: none just now, though the first that waits came `busy_s` ago; 0.0 where
+    none waits and some were computed since the last word."""
+
+    fence: Fence
+    stage: Count
+    number: Annotated[int, Meta(ge=-1, le=2**62)]
+    busy_s: Seconds
+
+
 class TellMarks(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
     """Driver -> member: tell your marks of these positions of a text that is over. Answered by `ToldMarks`."""
 

@@ -16,11 +16,11 @@ LIMITS = BatchLimits(
 )
 
 
-def limited(**changes: int | bool | None) -> Batcher:
+def limited(**changes: int | bool) -> Batcher:
     return Batcher(_changed(**changes))
 
 
-def _changed(**changes: int | bool | None) -> BatchLimits:
+def _changed(**changes: int | bool) -> BatchLimits:
     return BatchLimits(**{name: changes.get(name, getattr(LIMITS, name)) for name in BatchLimits.__slots__})
 
 

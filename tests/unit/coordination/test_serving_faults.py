@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fusionai.coordination import serving_commands as commands
 from fusionai.coordination import serving_events as events
+from fusionai.coordination.patience import ATTEMPTS
 from fusionai.coordination.serving import ServingPhase
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.sessions import SessionSpec
+from fusionai.coordination.stage_times import Work
 from harness.serving_job import Job, decoding, rebuilding, roles, running
 
 
@@ -316,8 +320,10 @@ def test_a_round_that_stalls_is_repeated_then_sessions_are_read_again_then_it_co
 
     def stall() -> None:
         nonlocal now_s
-        job.tell(events.Tick(now_s), events.Tick(now_s + 21.0))
-        now_s += 30.0
+        limit_s = 20.0 * 2**job.machine._patience.stalls
+        assert job.tell(events.Tick(now_s), events.Tick(now_s + limit_s)) == []
+        job.tell(events.Tick(now_s + limit_s + 1.0))
+        now_s += limit_s + 10.0
 
     stall()
     assert (job.machine.lost, job.batcher.live) == ({"b"}, {1: computed})
@@ -348,23 +354,123 @@ def test_a_pass_that_came_back_forgives_a_stall() -> None:
         job.batcher.propose(1, ())
 
 
-def test_the_owner_alone_is_never_a_suspect() -> None:
+def test_the_owner_alone_is_never_a_suspect_but_not_waited_for_for_ever() -> None:
     given = ServingRoles(version=1, owner="me", places={0: "me", 1: "me"}, caching=frozenset({1}))
     job = Job(given)
-    for attempt in range(5):
+    for attempt in range(ATTEMPTS + 1):
         assert job.fence.attempt == attempt
         job.enlist()
         job.load()
-        job.tell(events.Tick(100.0 * attempt), events.Tick(100.0 * attempt + 21.0))
-    assert job.phase is ServingPhase.ENLISTING
+        assert job.phase is ServingPhase.PROBING
+        job.tell(events.Tick(1000.0 * attempt), events.Tick(1000.0 * attempt + 20.0 * 2**attempt + 1.0))
+    assert "nothing came back in time while probing" in (job.of(commands.EndJob)[0].failed or "")
 
 
-def test_passes_that_never_come_back_cost_nobody() -> None:
+def test_sessions_whose_passes_never_come_back_fail_and_others_have_their_turn() -> None:
     """Every stage has them; who is late can't be told."""
     job = running()
     job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
-    for time in range(5):
-        assert job.machine.next_pass(100.0 * time) is not None
-        job.tell(events.Tick(100.0 * time + 31.0))
+    told: list[commands.FailSessions] = []
+    for time in range(ATTEMPTS + 1):
+        assert not told
+        assert job.machine.next_pass(10_000.0 * time) is not None
+        job.tell(events.Tick(10_000.0 * time + 30.0 * 2**time + 1.0))
+        told += job.of(commands.FailSessions)
         again(job)
     assert job.machine.lost == frozenset()
+    (failed,) = told
+    assert failed.sessions == (1,)
+    assert "5 attempts" in failed.reason
+    assert "let a faster one join" in failed.reason
+    job.batcher.submit(SessionSpec(number=2, scope="", prompt=(1, 2), max_tokens=3), 0.0)
+    assert job.machine.next_pass(99_000.0) is not None
+    assert job.tell(events.Tick(99_030.0)) == [], "limits are what they were"
+
+
+# ------------------------------------------------------------------------------------------------- slow, not stuck
+
+
+def slow_job(given: ServingRoles | None = None) -> tuple[Job, int]:
+    """A prompt under way, and the number of its first pass."""
+    job = running(given)
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(7,) * 40, max_tokens=3), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    return job, plan.number
+
+
+def test_a_stage_that_says_that_it_works_is_waited_for_within_its_limit() -> None:
+    """The prediction of 20 s a token makes a piece of 8 tokens no surprise after ten minutes."""
+    job, number = slow_job(slow_roles(20.0))
+    fence = job.fence
+    for second in range(1, 600):
+        job.tell(events.StageWorking(fence, "a", 1, number, float(second)), events.Tick(float(second)))
+        assert job.given == []
+    assert job.machine.returned(fence, number, {}, (), 600.0) == {1}
+
+
+def test_a_stage_beyond_its_limit_is_stuck_and_the_next_attempt_is_shorter_and_has_more_time() -> None:
+    job, number = slow_job(slow_roles(1.0))
+    limit_s = job.machine._patience.limit_s(1, Work(8, 8.0))
+    assert limit_s > 4 * 8.0
+    assert job.tell(events.StageWorking(job.fence, "a", 1, number, limit_s)) == []
+    job.tell(events.StageWorking(job.fence, "a", 1, number, limit_s + 1.0))
+    assert job.phase is ServingPhase.ENLISTING
+    (told,) = job.of(commands.TellFault)
+    assert told.kind == "late"
+    assert f"stage 1 on a works on a piece of 8 positions for {limit_s + 1:.0f} s" in told.reason
+    again(job)
+    plan = job.machine.next_pass(1000.0)
+    assert plan is not None
+    assert job.machine._patience.limit_s(1, Work(8, 8.0)) > 2 * limit_s, "and what it took is known"
+
+
+def test_without_a_word_passes_are_given_up_sooner_than_a_stage_that_works() -> None:
+    job, number = slow_job(slow_roles(20.0))
+    job.tell(events.Tick(0.0), events.StageWorking(job.fence, "a", 1, number, 20.0), events.Tick(20.0))
+    job.tell(events.Tick(50.0))
+    assert job.phase is ServingPhase.RUNNING
+    job.tell(events.Tick(50.1))
+    assert job.phase is ServingPhase.ENLISTING
+
+
+def test_a_stage_that_is_stuck_again_and_again_goes_to_its_guard() -> None:
+    job = running(slow_roles(1.0))
+    for attempt in range(3):
+        job.batcher.submit(SessionSpec(number=attempt + 1, scope="", prompt=(7,) * 8, max_tokens=3), 0.0)
+        plan = job.machine.next_pass(1000.0 * attempt)
+        assert plan is not None
+        limit_s = job.machine._patience.limit_s(2, Work(8, 8.0))
+        job.tell(events.StageWorking(job.fence, "b", 2, plan.number, limit_s + 1.0))
+        if attempt < 2:
+            assert job.machine.lost == frozenset()
+            again(job)
+    assert job.machine.lost == {"b"}
+    assert job.machine.roles.places[2] == "g"
+
+
+def test_a_stage_still_busy_with_an_earlier_round_keeps_its_place_while_it_loads() -> None:
+    job = running()
+    job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
+    job.enlist()
+    for second in range(1, 100):
+        job.tell(events.StageWorking(job.fence, "b", 2, 5, float(second)), events.Tick(float(second)))
+    assert job.machine.lost == frozenset()
+    for second in range(100, 1000):
+        job.tell(events.StageWorking(job.fence, "b", 2, 5, float(second)), events.Tick(float(second)))
+    assert "b" in job.machine.lost, "it never ends"
+
+
+def test_one_pass_that_went_astray_is_missed_while_others_come_back() -> None:
+    job, _ = slow_job()
+    limit_s = job.machine._patience.whole_s(())
+    seconds = 0.0
+    while job.phase is ServingPhase.RUNNING:
+        seconds += 1.0
+        assert seconds < 3 * limit_s
+        job.tell(events.StageWorking(job.fence, "a", 1, -1, 0.0), events.Tick(seconds))
+    assert seconds >= limit_s
+
+
+def slow_roles(token_s: float) -> ServingRoles:
+    return replace(roles(), predicted_s=dict.fromkeys(range(5), token_s))

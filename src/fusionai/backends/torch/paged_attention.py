@@ -2,8 +2,9 @@
 
 Sessions are computed one after the other, in shapes that depend on nothing but the session, so their bits do not depend
 on who else is in the pass. Kernels round differently for one query and for several: a few positions that follow others
-are computed as if they had come one by one, which guesses that turn out right rely on. Arithmetic is float32 whatever
-the cache's format. Neighbours: `paged_cache` keeps keys and values, `attention` is the same operator on dense tensors.
+are computed as if they had come one by one, which guesses that turn out right rely on; prompts go by tiles, which
+pieces of any length rely on. Arithmetic is float32 whatever the cache's format. Neighbours: `paged_cache` keeps keys
+and values, `tiled_attention` has the tiles, `attention` is the same operator on dense tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fusionai.backends.layer_shapes import first_key, one_by_one
 from fusionai.backends.torch.paged_cache import ALIGNMENT_BYTES, LayerCache, PassLayout, cut
+from fusionai.backends.torch.tiled_attention import tiled_attention
 from fusionai.primitives.errors import ExecutionError
 
 
@@ -44,14 +46,8 @@ def cached_attention(
                 part = _single(singles[span.first + row], *seen, scale=scale, softcap=softcap, sinks=sinks)
                 parts.append(part)
             continue
-        queries = q[:, :, span.first : span.first + span.length].contiguous()
-        # From position 0 without a window is what the kernel itself calls causal.
-        plain = cache.window is None and span.start == 0 and softcap is None and sinks is None
-        mask = None if plain else layout.mask(number, cache.window)
-        if softcap is None and sinks is None:
-            part = _fused(queries, keys, values, mask, scale=scale, plain=plain)
-        else:
-            part = _explicit(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+        queries = q[:, :, span.first : span.first + span.length]
+        part = tiled_attention(span, cache.window, queries, keys, values, scale=scale, softcap=softcap, sinks=sinks)
         parts.append(part[0].transpose(0, 1))
     joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)[None]
     return joined if joined.dtype == wanted else joined.to(wanted)
@@ -83,26 +79,14 @@ def _single(
         out = scaled_dot_product_attention(q, keys, values, scale=scale)
     else:
         whole = q.reshape(1, shared * groups, 1, width)
-        out = _explicit(whole, keys, values, None, scale=scale, softcap=softcap, sinks=sinks)
+        out = _explicit(whole, keys, values, scale=scale, softcap=softcap, sinks=sinks)
     return out.reshape(1, shared * groups, -1)
-
-
-def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, scale: float, plain: bool
-) -> torch.Tensor:
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    if plain:
-        return scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True)
-    return scaled_dot_product_attention(q, k, v, scale=scale, attn_mask=mask)
 
 
 def _explicit(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None,
     *,
     scale: float,
     softcap: float | None,
@@ -116,8 +100,6 @@ def _explicit(
     weights = (torch.matmul(grouped, k.transpose(2, 3)) * scale).reshape(1, heads, queries, -1)
     if softcap is not None:
         weights = torch.tanh(weights / softcap) * softcap
-    if mask is not None:
-        weights = weights.masked_fill(~mask, torch.finfo(weights.dtype).min)
     if sinks is None:
         weights = torch.softmax(weights, dim=-1)
     else:

@@ -32,24 +32,6 @@ class PassLayout:
     slots: torch.Tensor | None
     ring_slots: Mapping[int, torch.Tensor]
     runs: tuple[torch.Tensor | None, ...]
-    device: torch.device
-    masks: dict[tuple[int, int | None], torch.Tensor]
-
-    def mask(self, number: int, window: int | None) -> torch.Tensor | None:
-        """bool [length, keys], True where seen, for the keys that `LayerCache.read` gives; None: all are. Made once per
-        pass and window."""
-        span = self.spans[number]
-        first = first_key(span.start, window)
-        inside = window is None or span.end - first <= window
-        if span.length == 1 and inside:
-            return None
-        key = (number, window)
-        if key not in self.masks:
-            queries = torch.arange(span.start, span.end, device=self.device)[:, None]
-            keys = torch.arange(first, span.end, device=self.device)[None, :]
-            seen = keys <= queries
-            self.masks[key] = seen if window is None else seen & (keys > queries - window)
-        return self.masks[key]
 
 
 def lay_out(
@@ -70,9 +52,7 @@ def lay_out(
         )
         for window, capacity in windows.items()
     }
-    return PassLayout(
-        spans, size, torch.tensor(slots, device=device) if paged else None, rings, tuple(runs), device, {}
-    )
+    return PassLayout(spans, size, torch.tensor(slots, device=device) if paged else None, rings, tuple(runs))
 
 
 class LayerCache:

@@ -1,0 +1,83 @@
+"""Attention by tiles: right, and of the same bits whatever pieces a prompt comes in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusionai.backends.layer_shapes import first_key
+from fusionai.backends.paged_table import Span
+from fusionai.backends.serving import TILE_POSITIONS
+from fusionai.backends.torch.tiled_attention import BLOCK_KEYS, tiled_attention, tiles
+
+WIDTH, GROUPS, SHARED = 16, 3, 2
+LONG = BLOCK_KEYS + 3 * TILE_POSITIONS + 5
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+Q, K, V = (drawn(1, heads, LONG, WIDTH) for heads in (GROUPS * SHARED, SHARED, SHARED))
+K, V = (rows[0].transpose(0, 1).contiguous().transpose(0, 1)[None] for rows in (K, V))
+SINKS = drawn(GROUPS * SHARED)
+
+
+def piece(start: int, end: int, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    span = Span(1, 0, start, end - start, (), -1)
+    first = first_key(start, window)
+    return tiled_attention(
+        span,
+        window,
+        Q[:, :, start:end],
+        K[:, :, first:end],
+        V[:, :, first:end],
+        scale=0.25,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def plainly(window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    q, k, v = Q.double(), K.double().repeat_interleave(GROUPS, 1), V.double().repeat_interleave(GROUPS, 1)
+    weights = q @ k.transpose(2, 3) * 0.25
+    if softcap is not None:
+        weights = torch.tanh(weights / softcap) * softcap
+    at = torch.arange(LONG)
+    seen = at[None, :] <= at[:, None]
+    if window is not None:
+        seen &= at[None, :] > at[:, None] - window
+    weights = weights.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        weights = torch.cat([weights, sinks.double().reshape(1, -1, 1, 1).expand(1, -1, LONG, 1)], dim=-1)
+    weights = torch.softmax(weights, dim=-1)
+    return weights[..., :LONG] @ v
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, BLOCK_KEYS])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, None), (None, SINKS), (2.0, SINKS)])
+def test_it_is_attention_and_pieces_change_no_bit(
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> None:
+    whole = piece(0, LONG, window, softcap, sinks)
+    assert (whole.double() - plainly(window, softcap, sinks)).abs().max() < 2e-6
+    for length in (1, 2, 7):
+        ends = [*range(length * TILE_POSITIONS, LONG, length * TILE_POSITIONS), LONG]
+        parts = [piece(start, end, window, softcap, sinks) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        assert torch.equal(torch.cat(parts, dim=2), whole)
+
+
+def test_parameters_stay_as_they_are() -> None:
+    before = SINKS.clone()
+    first = piece(0, 1, None, None, SINKS)
+    assert torch.equal(piece(0, 1, None, None, SINKS), first)
+    assert torch.equal(SINKS, before)
+
+
+def test_tiles_end_at_multiples_of_the_text_not_of_the_piece() -> None:
+    size = TILE_POSITIONS
+    assert list(tiles(Span(1, 0, size - 3, size + 5, (), -1))) == [
+        (size - 3, size),
+        (size, 2 * size),
+        (2 * size, 2 * size + 2),
+    ]
