@@ -82,6 +82,12 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
     help="Let others come over the broker's relay when they can't dial this machine.  [default: unless --address says "
     "where they can]",
 )
+@click.option(
+    "--weights-beside",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The weights.json of a job owner's home on this machine: model files it lists are read in place, not fetched.",
+)
 @click.option("--measure", is_flag=True, help="Measure this machine's speed even if it was done in the last 7 days.")
 @address_option
 @lifeline_option
@@ -103,6 +109,7 @@ def join(
     host: str,
     port: int,
     relay: bool | None,
+    weights_beside: Path | None,
     measure: bool,
     addresses: tuple[str, ...],
     lifeline: bool,
@@ -141,6 +148,7 @@ def join(
         advertise=addresses,
         relay=relay,
         measure=measure,
+        weights_beside=weights_beside,
     )
 
     def ready(announced: PeerReady) -> None:

@@ -57,7 +57,7 @@ _Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
 class LocalPeer:
     """A peer to start. `share` makes machines unequal by resting between pieces of work. `memory_bytes`: what it lends,
     None: what it thinks is free. `port`: where it listens, None: anywhere. `address`: what it tells others instead.
-    `limit_bytes_per_s`: what it sends at most, and what it takes."""
+    `limit_bytes_per_s`: what it sends at most, and what it takes. `weights_beside`: see `peer.options`."""
 
     name: str
     share: float = 1.0
@@ -67,6 +67,7 @@ class LocalPeer:
     port: int | None = None
     address: str | None = None
     limit_bytes_per_s: float | None = None
+    weights_beside: Path | None = None
 
 
 @dataclass(slots=True)
@@ -186,6 +187,8 @@ class LocalPool:
         if peer.limit_bytes_per_s is not None:
             limit = f"{peer.limit_bytes_per_s * 8 / 1e6:g}Mbit"
             arguments += ["--upload-limit", limit, "--download-limit", limit]
+        if peer.weights_beside is not None:
+            arguments += ["--weights-beside", str(peer.weights_beside)]
         home = self.directory / peer.name
         if invited:
             child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")

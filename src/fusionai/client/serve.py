@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -66,6 +66,8 @@ from fusionai.storage.weight_store import WeightStore
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 
+T = TypeVar("T")
+
 MOST_LOCAL: Final = 16
 LOCAL_NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
 OWNERS_SHARE: Final = 2
@@ -73,6 +75,8 @@ OWNERS_SHARE: Final = 2
 GRACE_S: Final = 10.0
 """How long a machine for a lost stage is waited for before the model is cut anew over those that remain: weights are
 loaded again then, so that who is back at once had better be waited for."""
+REMEMBERED: Final = "weights.json"
+"""Hashes of model files, in this machine's home."""
 LAST_WORD_S: Final = 5.0
 REPORT_S: Final = 5.0
 
@@ -175,6 +179,10 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
         clock = SystemClock()
         home, invitation, local = request.home, request.invitation, None
+        on_event(Noted(f"capturing {files.name}"))
+        # Opened and hashed while processes start and the pool is looked for.
+        opening = _beside(stack, in_background(lambda: open_model(files, adapters)))
+        hashing = _beside(stack, _hashed(opening, request, on_event))
         if request.local is not None:
             on_event(
                 Noted(f"starting a pool of {request.local} peers and {request.local_spares} spare on this machine")
@@ -209,18 +217,20 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             lambda: open_backend("torch", device=request.device, threads=_owner_threads(request))
         )
         report, _ = await compute.run(backend.probe)
-        on_event(Noted(f"capturing {files.name}"))
-        model = await in_background(lambda: open_model(files, adapters))
+        model = await opening
         for adapter in adapters:
             on_event(Noted(adapter.words))
         for note in model.captured.notes:
             on_event(Noted(note))
-        weights = await _hashed(model, request, stack, on_event)
+        weights = await hashing
+        stack.callback(weights.close)
         draft: DraftModel | None = None
         if small is not None and request.speculate != "off":
             on_event(Noted(f"capturing {small.name}, which guesses"))
             opened = await in_background(lambda: open_draft(small, model))
-            draft = DraftModel(opened, await _hashed(opened, request, stack, on_event))
+            draft_weights = await _hashed(opened, request, on_event)
+            stack.callback(draft_weights.close)
+            draft = DraftModel(opened, draft_weights)
         await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
         owner = _owner_profile(membership.peer, report, request, 0 if draft is None else draft.weight_bytes)
         names[membership.peer] = owner.name
@@ -337,6 +347,7 @@ async def _local_pool(request: ServeRequest, say: Callable[[str], None]) -> Asyn
             LOCAL_NAMES[number] if number < len(LOCAL_NAMES) else f"peer{number}",
             threads=_local_threads(count),
             memory_bytes=lent,
+            weights_beside=request.home / REMEMBERED,
         )
         for number in range(machines)
     ]
@@ -376,20 +387,27 @@ def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
     )
 
 
+def _beside(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+    """Begun now, awaited later; ends with `stack` at the latest."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever awaits it is told
+    stack.callback(task.cancel)
+    return task
+
+
 async def _hashed(
-    model: ServedModel, request: ServeRequest, stack: AsyncExitStack, on_event: Callable[[ServeEvent], None]
+    model: ServedModel | asyncio.Task[ServedModel], request: ServeRequest, on_event: Callable[[ServeEvent], None]
 ) -> ModelWeights:
-    """The list of its weights, let go with `stack`."""
-    weights = await in_background(
+    """The list of its weights, to be closed."""
+    opened = model if isinstance(model, ServedModel) else await asyncio.shield(model)
+    return await in_background(
         lambda: hash_weights(
-            model,
+            opened,
             WeightStore(request.home / "weights"),
-            request.home / "weights.json",
+            request.home / REMEMBERED,
             lambda done, total: on_event(Hashed(done, total)),
         )
     )
-    stack.callback(weights.close)
-    return weights
 
 
 def _kept(request: ServeRequest, model: ServedModel) -> tuple[int, int]:

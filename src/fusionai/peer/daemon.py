@@ -30,6 +30,7 @@ from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.storage.weight_store import WeightStore
+from fusionai.storage.weights_in_files import WeightsInFiles
 from fusionai.transport.circle import carried_endorsements
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.peer_transport import PeerTransport
@@ -83,7 +84,10 @@ async def run_peer(
         fingerprint=report.fingerprint,
         clock=pool_clock,
         memory_limit_bytes=profile.memory_bytes,
-        weights=WeightStore(options.home / "weights"),
+        weights=WeightStore(
+            options.home / "weights",
+            beside=None if options.weights_beside is None else WeightsInFiles(options.weights_beside),
+        ),
     )
     door = Door(host, membership.credentials.authority_key)
     listener = await transport.listen(door.accept, host=options.host, port=options.port)

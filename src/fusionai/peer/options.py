@@ -36,6 +36,8 @@ class PeerOptions:
     advertise: tuple[str, ...] = ()
     relay: bool | None = None
     measure: bool = False
+    weights_beside: Path | None = None
+    """Remembered hashes of files on this machine whose tensors are read in place (`storage.weights_in_files`)."""
 
 
 @dataclass(frozen=True, slots=True)

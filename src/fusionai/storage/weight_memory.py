@@ -7,7 +7,7 @@ Neighbours: `weight_manifest` asks and tells.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
@@ -63,6 +63,11 @@ class WeightMemory:
         """The tensor `name` of a file, its key the name."""
         file = self._files.get(stamp.path)
         return file.tensors.get(name) if file is not None and file.stamp == stamp else None
+
+    def files(self) -> Iterator[tuple[FileStamp, Mapping[str, WeightSpec]]]:
+        """All that is remembered: tensors by their names in the file."""
+        for file in self._files.values():
+            yield file.stamp, file.tensors
 
     def put(self, stamp: FileStamp, specs: Mapping[str, WeightSpec]) -> None:
         before = self._files.get(stamp.path)

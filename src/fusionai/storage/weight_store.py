@@ -33,6 +33,7 @@ from fusionai.storage.directory_lock import directory_lock
 from fusionai.storage.mapped_file import Stretch
 from fusionai.storage.weight_part import PART_SUFFIX, WeightPart
 from fusionai.storage.weight_pieces import good_pieces, spec_bytes
+from fusionai.storage.weights_in_files import WeightsInFiles
 from fusionai.wire.serving import PIECE_BYTES, WeightSpec
 
 log = logging.getLogger(__name__)
@@ -49,10 +50,17 @@ class WeightStore:
     Hold what is in use: `with store.holding(digests)` around loading and the stage's life."""
 
     def __init__(
-        self, directory: Path, limit_bytes: int | None = None, *, wall_s: Callable[[], float] = time.time
+        self,
+        directory: Path,
+        limit_bytes: int | None = None,
+        *,
+        beside: WeightsInFiles | None = None,
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
-        """Makes the directory. Raises `StorageError`."""
+        """Makes the directory. `beside`: tensors found there are read in place and not kept here. Raises
+        `StorageError`."""
         self.directory = directory
+        self._beside = beside
         self._limit_bytes = limit_bytes
         self._wall_s = wall_s
         self._mutex = threading.Lock()
@@ -73,7 +81,7 @@ class WeightStore:
         try:
             found = path.stat().st_size
         except FileNotFoundError:
-            return False
+            return self._elsewhere(spec.digest) is not None
         except OSError as problem:
             raise StorageError(f"{path} can't be read: {problem.strerror or problem}.") from problem
         if found == nbytes:
@@ -88,6 +96,9 @@ class WeightStore:
         if not self.has(spec):
             raise StorageError(f"{spec.key} is not among the weights in {self.directory}.")
         path = self._path(spec.digest)
+        elsewhere = None if path.exists() else self._elsewhere(spec.digest)
+        if elsewhere is not None:
+            return host_tensor(spec.dtype, spec.shape, elsewhere.mapped())
         with suppress(OSError):
             os.utime(path)
         return host_tensor(spec.dtype, spec.shape, Stretch(path, 0, spec_bytes(spec)).mapped())
@@ -103,7 +114,14 @@ class WeightStore:
             if data is not None:
                 return data
             # It has got its name meanwhile: what was a part when it was looked for is the whole now.
-        return _read(whole, first, count) or b""
+        data = _read(whole, first, count)
+        if data is None and (elsewhere := self._elsewhere(digest)) is not None:
+            start = min(first * PIECE_BYTES, elsewhere.nbytes)
+            return elsewhere.read(start, min(max(0, count) * PIECE_BYTES, elsewhere.nbytes - start))
+        return data or b""
+
+    def _elsewhere(self, digest: bytes) -> Stretch | None:
+        return None if self._beside is None else self._beside.find(digest)
 
     @property
     def used_bytes(self) -> int:

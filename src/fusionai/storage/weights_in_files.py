@@ -1,0 +1,66 @@
+"""Tensors that lie in files of this machine whose hashes somebody here has remembered: read where they are.
+
+Processes of one machine that serve a model of its own (`fusion serve --local`) need not send the weights to each
+other: the one that hashed the files has noted what they hold (`weight_memory`). Decides that a file is the same while
+its path, size and time of change are. Never hashes: whoever names the memory trusts whoever wrote it, as it trusts its
+own files.
+
+Neighbours: `weight_store` asks here for what it does not have.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from fusionai.primitives.errors import StorageError
+from fusionai.storage.mapped_file import Stretch
+from fusionai.storage.safetensors_file import SafetensorsFile
+from fusionai.storage.weight_memory import FileStamp, WeightMemory
+
+
+class WeightsInFiles:
+    """`memory`: the file of remembered hashes; it may be written or replaced later. Methods may be called from any
+    thread."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._mutex = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        """Time of change and size of the memory when it was read."""
+        self._stretches: dict[bytes, tuple[FileStamp, Stretch]] = {}
+
+    def find(self, digest: bytes) -> Stretch | None:
+        """Where the tensor lies; None where no unchanged file has it."""
+        with self._mutex:
+            self._refresh()
+            found = self._stretches.get(digest)
+        if found is None:
+            return None
+        stamp, stretch = found
+        try:
+            return stretch if FileStamp.of(stretch.path) == stamp else None
+        except StorageError:
+            return None
+
+    def _refresh(self) -> None:
+        try:
+            stat = self._memory.stat()
+        except OSError:
+            return
+        seen = stat.st_mtime_ns, stat.st_size
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self._stretches.clear()
+        for stamp, tensors in WeightMemory(self._memory).files():
+            path = Path(stamp.path)
+            try:
+                if FileStamp.of(path) != stamp:
+                    continue
+                file = SafetensorsFile(path)
+                for name, spec in tensors.items():
+                    _, _, offset, nbytes = file.span(name)
+                    self._stretches[spec.digest] = stamp, Stretch(path, offset, nbytes)
+            except StorageError:
+                continue  # of another job, and gone since
