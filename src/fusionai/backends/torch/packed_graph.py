@@ -8,7 +8,7 @@ blocks, so that a value's bits do not depend on how many there are. Neighbours: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,21 +17,40 @@ import torch
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import LOOKUPS, PLAIN, guarded
 from fusionai.backends.torch.packed_linear import PackedLinear
+from fusionai.backends.torch.steady_rows import aligned
 from fusionai.ir.graph import reads
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, Ref
 
 _LINEAR: Final = "aten.linear.default"
 _ADDMM: Final = "aten.addmm.default"
 _PLAIN_PRODUCTS: Final = frozenset({"aten.mm.default", "aten.matmul.default"})
 _EMBEDDING: Final = "aten.embedding.default"
-_TAILED: Final = frozenset(
-    f"aten.{name}.default"
+_BATCHED: Final = frozenset({"aten.bmm.default", "aten.matmul.default"})
+_EXACT: Final = frozenset(
+    f"aten.{name}"
     for name in (
-        *("silu", "gelu", "sigmoid", "softplus", "tanh", "exp", "log", "log1p", "erf", "elu", "mish", "log_sigmoid"),
-        *("hardswish", "hardsigmoid", "cos", "sin"),
+        *("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "neg.default", "abs.default"),
+        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode"),
+        *("square.default", "sqrt.default", "rsqrt.default", "reciprocal.default"),
+        *("relu.default", "relu6.default", "leaky_relu.default", "hardtanh.default", "prelu.default"),
+        *("clamp.default", "clamp.Tensor", "clamp_min.default", "clamp_max.default", "maximum.default"),
+        *("minimum.default", "where.self", "where.ScalarOther", "where.ScalarSelf", "sign.default"),
+        *("masked_fill.Scalar", "masked_fill.Tensor", "floor.default", "ceil.default", "round.default"),
     )
-) | {"aten.pow.Tensor_Scalar"}
-"""Functions of one operand whose vectorised and scalar forms may round differently. Roots and quotients are exact."""
+)
+"""Elementwise operators of few roundings, all of which IEEE 754 prescribes: any loop gives the same bits."""
+_NO_NUMBERS: Final = (
+    *(f"aten.{name}." for name in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "__and__", "__or__")),
+    *("aten.logical_", "aten.bitwise_"),
+)
+"""How names of elementwise operators begin that answer yes or no."""
+_TAILED: Final = frozenset(
+    name
+    for name, operator in OPERATORS.items()
+    if operator.category == "elementwise" and name not in _EXACT and not name.startswith(_NO_NUMBERS)
+)
+"""Elementwise functions whose vectorised and scalar forms may round differently: all that are not known to be exact."""
 _BLOCK: Final = 64
 """Elements that every vectorised loop takes in whole steps."""
 _UNSPLIT: Final = 16_384
@@ -110,30 +129,61 @@ def kernels(graph: Graph, uses: Mapping[int, Use], tables: frozenset[str]) -> di
             found[node.id] = _lookup(DTYPES[graph.values[node.outputs[0]].dtype])
         elif any(value in held for value in reads(node)):
             found[node.id] = _unwrapped(node)
+        elif node.op in _BATCHED:
+            found[node.id] = one_by_one(PLAIN[node.op])
         elif node.op in _TAILED and not _whole_blocks(graph, node):
             found[node.id] = whole_blocks(PLAIN[node.op])
     return found
 
 
 def whole_blocks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`compute`, elementwise on its first operand, given full blocks of contiguous elements only."""
+    """`compute`, elementwise on its tensors, given full blocks of contiguous elements only."""
     one_thread = torch.get_num_threads() == 1
 
-    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if x.device.type != "cpu" or not x.is_floating_point():
-            return compute(x, *args, **kwargs)
-        if one_thread and x.numel() % _BLOCK == 0 and x.is_contiguous():
-            return compute(x, *args, **kwargs)
-        flat = x.reshape(-1)
-        missing = -flat.numel() % _BLOCK
-        padded = torch.cat([flat, flat.new_ones(missing)]) if missing else flat.contiguous()
-        if padded.numel() > _UNSPLIT and torch.get_num_threads() > 1:
-            result = torch.cat([compute(part, *args, **kwargs) for part in padded.split(_UNSPLIT)])
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if any(x.device.type != "cpu" or not x.is_floating_point() for x in given):
+            return compute(*args, **kwargs)
+        shape = given[0].shape
+        whole = all(x.shape == shape and x.is_contiguous() for x in given)
+        if one_thread and whole and given[0].numel() % _BLOCK == 0:
+            return compute(*args, **kwargs)
+        spread = given if whole else torch.broadcast_tensors(*given)
+        blocks = [_padded(x.reshape(-1)) for x in spread]
+        if blocks[0].numel() > _UNSPLIT and torch.get_num_threads() > 1:
+            shares = zip(*(x.split(_UNSPLIT) for x in blocks), strict=True)
+            result = torch.cat([compute(*_with(args, share), **kwargs) for share in shares])
         else:
-            result = compute(padded, *args, **kwargs)
-        return result[: flat.numel()].reshape(x.shape)
+            result = compute(*_with(args, blocks), **kwargs)
+        return result[: spread[0].numel()].reshape(spread[0].shape)
 
     return run
+
+
+def one_by_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A product of two batches of matrices, item by item: the number of items depends on all rows of a pass (mixtures
+    gather a matrix for every row), and libraries may choose kernels by it. Every call has the sizes of one item."""
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        # Sums of one product have one order. Other devices would wait for every call.
+        if a.dim() != 3 or b.dim() != 3 or a.shape[2] == 1 or a.shape[0] == 0 or a.device.type != "cpu":
+            return compute(a, b)
+        if a.shape[0] != b.shape[0]:
+            return compute(a, b)
+        return torch.stack([torch.mm(aligned(one), aligned(other)) for one, other in zip(a, b, strict=True)])
+
+    return run
+
+
+def _padded(flat: torch.Tensor) -> torch.Tensor:
+    missing = -flat.numel() % _BLOCK
+    return torch.cat([flat, flat.new_ones(missing)]) if missing else flat.contiguous()
+
+
+def _with(args: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """`args` with other tensors in the places of its own."""
+    others = iter(tensors)
+    return [next(others) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
 def _use(node: Node) -> Use | None:
@@ -191,7 +241,8 @@ def _whole_blocks(graph: Graph, node: Node) -> bool:
 
 
 def _contiguous(graph: Graph, node: Node) -> bool:
-    """Whether the operand is surely not a strided view: of one position it would be contiguous, of several not."""
-    source = next(reads(node))
+    """Whether there is one operand, and it is surely not a strided view: of one position it would be contiguous, of
+    several not."""
+    source, *others = reads(node)
     maker = next((other for other in graph.nodes if source in other.outputs), None)
-    return maker is not None and maker.op in (_LINEAR, _ADDMM, "aten.add.Tensor", "aten.mul.Tensor")
+    return not others and maker is not None and maker.op in (_LINEAR, _ADDMM, "aten.add.Tensor", "aten.mul.Tensor")

@@ -47,12 +47,12 @@ def in_steady_calls(product: Product, counts: Counts, x: torch.Tensor) -> torch.
     """`product` of x [rows, in] in calls of `counts` rows."""
     rows, most = x.shape[0], counts[-1]
     whole = rows - rows % most
-    parts = [product(_aligned(part)) for part in x[:whole].split(most)] if whole else []
+    parts = [product(aligned(part)) for part in x[:whole].split(most)] if whole else []
     if whole < rows or not parts:
         rest = rows - whole
         size = next(count for count in counts if count >= rest)
         last = x[whole:]
-        parts.append(product(_aligned(pad(last, (0, 0, 0, size - rest)) if size > rest else last))[:rest])
+        parts.append(product(aligned(pad(last, (0, 0, 0, size - rest)) if size > rest else last))[:rest])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -104,7 +104,7 @@ def _calls(count: int) -> list[range]:
     return [range(first, first + count) for first in range(0, _ROWS, count)]
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Libraries may choose by the address as well: calls begin as fresh memory does."""
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Libraries may choose by the address and the strides as well: an operand that begins and lies as fresh memory."""
     begins = x.is_contiguous() and x.data_ptr() % _ALIGNMENT_BYTES == 0
     return x if begins else x.clone(memory_format=torch.contiguous_format)
