@@ -1,5 +1,7 @@
 """The comparison of two fleets as Markdown: findings, tables and assumptions. Decides the order of things; no pictures.
 
+Only what a reader needs to judge the claim: the page and the CSV file have every cell with its stages.
+
 Neighbours: `analysis_tables` has the words; the generated document and `analysis_page` are written from the same.
 """
 
@@ -38,12 +40,9 @@ def document(comparisons: Sequence[Comparison]) -> str:
         tables.peaks(first),
         tables.against(comparisons),
         tables.counts(first),
-        *tables.levers(first, "train"),
-        *tables.levers(first, "decode"),
-        *tables.levers(first, "forward"),
+        *(table for task in tables.TASKS for table in tables.levers(first, task, layouts=False)),
         tables.effects(),
         tables.costs(first),
-        *tables.grids(first),
         tables.sensitivity(first),
         tables.assumptions(first.assumptions),
         tables.shapes(),

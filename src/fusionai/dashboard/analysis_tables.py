@@ -316,6 +316,8 @@ def effects() -> Table:
 
 LIMITS: Final = (
     "Precision: fp16 or bf16 arithmetic with fp32 accumulation on both sides; dense peaks.",
+    "Arithmetic of a token's forward pass: two operations per parameter, and four per layer, number of its width and "
+    "token it attends to (half of the sequence where attention is causal). Norms and activations are left out.",
     "Boundary tensors are half precision; 8-bit and 2-bit have the bytes of this software's codecs, both ways, scales "
     "included, and coding is taken to cost no time. 64x compression of activations is a result from the literature, "
     "for models built for it; this software has nothing like it.",

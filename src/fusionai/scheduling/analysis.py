@@ -67,6 +67,20 @@ class Shape:
     batch_tokens: int
     """Of one optimizer step."""
     trainable: float = 1.0
+    causal: bool = True
+    """Each token attends to those before it; False: to all of its sequence."""
+
+    def attention_flops(self, context_tokens: float) -> float:
+        """Arithmetic of one token's forward pass that no parameter counts for: products of its query with the keys of
+        `context_tokens` tokens, and of its scores with their values, in all layers (Chowdhery et al., PaLM, appendix B;
+        heads together are as wide as the model in all shapes here)."""
+        return 4.0 * self.layers * self.width * context_tokens
+
+    @property
+    def sequence_flops(self) -> float:
+        """Forward pass of one token of a whole sequence, on average."""
+        attended = self.sequence_tokens / 2 if self.causal else self.sequence_tokens
+        return 2 * self.parameters + self.attention_flops(attended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +255,8 @@ def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assum
     sessions = floor((group * room - weights) / cache)
     bandwidth = group * fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part
     memory_s = (weights + sessions * cache) / bandwidth
-    compute_s = 2 * shape.parameters * sessions / (group * fleet.flops_per_s * known.decode_part)
+    flops = 2 * shape.parameters + shape.attention_flops(known.context_tokens)
+    compute_s = flops * sessions / (group * fleet.flops_per_s * known.decode_part)
     replicas = fleet.count // group
     return Outcome(
         tokens_per_s=replicas * sessions / (max(memory_s, compute_s) + known.overhead_s),
@@ -278,7 +293,7 @@ def forward_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assump
     missing = shape.parameters * levers.weight_bytes + logits - fleet.count * fleet.memory_bytes * known.memory_part
     if missing > 0:
         return Misfit(missing_bytes=missing)
-    rate = fleet.count * fleet.flops_per_s * known.reference_forward_part / (2 * shape.parameters)
+    rate = fleet.count * fleet.flops_per_s * known.reference_forward_part / shape.sequence_flops
     return Outcome(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
 
 
@@ -289,9 +304,11 @@ def state_bytes(shape: Shape, known: Assumptions) -> float:
 
 
 def _training_flops(shape: Shape, recompute: bool) -> tuple[float, float]:
-    """Forward and backward of one token. Frozen parameters need no gradient of their own."""
-    forward = 2 * shape.parameters
-    backward = 2 * shape.parameters * (1 + (shape.trainable if shape.trainable == 1.0 else 0.0))
+    """Forward and backward of one token. Frozen parameters need no gradient of their own; both operands of attention's
+    products do."""
+    forward = shape.sequence_flops
+    attention = forward - 2 * shape.parameters
+    backward = 2 * shape.parameters * (1 + (shape.trainable if shape.trainable == 1.0 else 0.0)) + 2 * attention
     return forward, backward + (forward if recompute else 0.0)
 
 
@@ -312,7 +329,7 @@ def _sequences(
         passes=1,
         rows=tokens,
         weights_s=0.0,
-        compute_s=2 * shape.parameters * tokens / stages / speed,
+        compute_s=shape.sequence_flops * tokens / stages / speed,
         overhead_s=0.0,
         transfer_s=0.0 if stages == 1 else tokens * row_bytes / network.bandwidth_bytes_per_s,
         latency_s=network.latency_s,
@@ -334,7 +351,8 @@ def _generation(
     bandwidth = fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part
     speed = fleet.flops_per_s * known.decode_part
     cache = shape.cache_token_bytes * known.context_tokens / stages
-    weights, parameters = shape.parameters * levers.weight_bytes / stages, shape.parameters / stages
+    weights = shape.parameters * levers.weight_bytes / stages
+    flops = (2 * shape.parameters + shape.attention_flops(known.context_tokens)) / stages
     row_bytes = HALF_BYTES * shape.width * levers.boundary_part
 
     def with_passes(passes: int) -> GenerationTerms:
@@ -345,7 +363,7 @@ def _generation(
             passes=passes,
             rows=rows,
             weights_s=(weights + rows * cache) / bandwidth,
-            compute_s=2 * parameters * rows / speed,
+            compute_s=flops * rows / speed,
             overhead_s=known.overhead_s,
             transfer_s=0.0 if stages == 1 else rows * row_bytes / network.bandwidth_bytes_per_s,
             latency_s=network.latency_s,

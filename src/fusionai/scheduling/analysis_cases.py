@@ -44,6 +44,7 @@ BERT: Final = Shape(
     vocabulary=30_522,
     sequence_tokens=512,
     batch_tokens=2**19,
+    causal=False,
 )
 GPT3_24: Final = Shape(
     name="GPT-3 type, 24 layers",

@@ -71,7 +71,7 @@ def test_projections_are_not_passed_off_as_measurements(comparisons: list[Compar
 def test_the_findings_name_both_sides(comparisons: list[Comparison]):
     said = " ".join(findings(comparisons[0]))
     assert "50 x RTX 3080 have 0.75 of the dense fp16 peak of 4 x H100 SXM" in said
-    assert "Llama-3-8B 0.046 (fails), with overlap, 2-bit, local updates " in said
+    assert "Llama-3-8B 0.049 (fails), with overlap, 2-bit, local updates " in said
     assert "Llama-3-8B 0.12 (fails), with 4-bit weights 1.6 (holds)" in said
     assert overall(comparisons[0]).startswith("Training: the claim holds in no cell of 1120")
 

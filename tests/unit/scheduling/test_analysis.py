@@ -16,6 +16,7 @@ from fusionai.scheduling.analysis import (
     Misfit,
     Network,
     Outcome,
+    Shape,
     forward,
     forward_in_one_box,
     generate,
@@ -71,6 +72,24 @@ def trained_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(analysis_cases, "DECODED", ())
 
 
+@pytest.fixture
+def without_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures that were worked out before count two operations per parameter and nothing for attention's products."""
+    monkeypatch.setattr(Shape, "attention_flops", lambda self, context_tokens: 0.0)
+
+
+def test_attention_counts_for_what_it_computes():
+    bert, llama = (next(one for one in TRAINED if one.name == name) for name in ("BERT-Large", "Llama-3-8B"))
+    # By hand: 24 layers x 512 keys x 1024 numbers, twice for scores and values, a product and a sum each.
+    assert bert.sequence_flops == 2 * 335e6 + 24 * 512 * 1024 * 4
+    # Causal: half of 4,096 keys on average. 6.7 % more than the parameters' products.
+    assert llama.sequence_flops == 2 * 8.03e9 + 32 * 2048 * 4096 * 4
+    box = train_in_one_box(llama, fleet("H100 SXM", 4), KNOWN)
+    assert isinstance(box, Outcome)
+    # Forward once, backward twice, attention too.
+    assert box.tokens_per_s == pytest.approx(4 * 989e12 * KNOWN.reference_training_part / (3 * llama.sequence_flops))
+
+
 def ratio(comparison: Comparison, task: str, model: str, levers: str, mbit: int, ms: int) -> float:
     found = comparison.cell(task, model, levers, mbit, ms).ratio  # type: ignore[arg-type]
     assert found is not None
@@ -99,6 +118,7 @@ def test_the_claim_on_paper(monkeypatch: pytest.MonkeyPatch):
     assert round(pcie.peaks[0].ratio, 2) == 0.98
 
 
+@pytest.mark.usefixtures("without_attention")
 @pytest.mark.parametrize(
     ("model", "worked_out"),
     [
@@ -157,7 +177,8 @@ def test_adapters_are_what_was_worked_out_less_the_fill(levers: Levers, mbit: in
     ("model", "levers", "worked_out", "slack"),
     [
         ("Llama-3-8B", HALF, (6_600, 14_800, 39_800), 0.02),
-        ("Llama-3-8B", INT4, (91_000, 91_000, 91_000), 0.01),
+        # 91,000 without attention's products, which are 3.3 % of this model's arithmetic at 1,024 tokens.
+        ("Llama-3-8B", INT4, (88_060, 88_060, 88_060), 0.01),
         ("Llama-3-70B", HALF, (303, 680, 2_100), 0.04),
         # The earlier figures don't say how wide the scales of 4-bit weights are: 4.5 bits here leave less for caches.
         ("Llama-3-70B", INT4_INT8, (1_300, 2_900, 8_300), 0.17),
@@ -170,13 +191,14 @@ def test_decoding_is_what_was_worked_out_before(model: str, levers: str, worked_
         assert ours.tokens_per_s == pytest.approx(expected, rel=slack), (mbit, ms)
 
 
-@pytest.mark.parametrize(("model", "worked_out"), [("Llama-3-8B", 57_000), ("Llama-3-70B", 14_600)])
+@pytest.mark.parametrize(("model", "worked_out"), [("Llama-3-8B", 57_000), ("Llama-3-70B", 14_330)])
 def test_the_box_decodes_what_was_worked_out_before(model: str, worked_out: float):
     theirs = shipped().cell("decode", model, HALF, 100, 50).theirs
     assert isinstance(theirs, Outcome)
     assert theirs.tokens_per_s == pytest.approx(worked_out, rel=0.05)
 
 
+@pytest.mark.usefixtures("without_attention")
 @pytest.mark.parametrize(
     ("model", "boundary_part", "worked_out"),
     [
