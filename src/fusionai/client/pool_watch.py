@@ -24,11 +24,11 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.scheduling.going_on import keeps_bits
+from fusionai.scheduling.going_on import handed_on, keeps_bits, widened
 from fusionai.scheduling.promises import Promises, promised, stepped
 from fusionai.scheduling.promotion import Promotion, promoted
 from fusionai.scheduling.straggling import Better, better_plan, observed, watching
-from fusionai.scheduling.takeover import handed_over, reinforced
+from fusionai.scheduling.takeover import handed_over, reinforced, told
 from fusionai.scheduling.types import Plan
 from fusionai.training import progress
 from fusionai.transport.tickets import expiry_s
@@ -83,6 +83,10 @@ class PoolWatch:
         """Whether the broker may have another plan in force: an answer was lost, or overtaken by a guard's loss."""
         self._compared: object = None
         """Plan, machines and guards among which nobody was found to do a stage's work faster."""
+        self._leaving: tuple[frozenset[str], float] = (frozenset(), 0.0)
+        """Who leaves, and since when."""
+        self._widest: object = None
+        """Stages and machines among which no cut was found that is worth the move."""
         self._lasts_s = self._left_s()
         self._step = 0
         self._slow = watching(0)
@@ -132,7 +136,8 @@ class PoolWatch:
         self._fallen.clear()
         self._replanner.keep_in_mind(stage.peer for stage in self._driver.plan.stages)
         members = await self._replanner.pool.pool()
-        found = self._handed_over(members) or self._guarded(members) or await self._faster(members)
+        found = self._handed_over(members) or await self._widened(members)
+        found = found or self._guarded(members) or await self._faster(members)
         if found is not None:
             await self._offer(*found)
         elif (promotion := await self._promoted(members)) is not None:
@@ -191,12 +196,32 @@ class PoolWatch:
             for one in self._replanner.usable(members)
             if one.view.peer not in gone and self._replanner.is_back(one)
         ]
-        found = handed_over(plan, self._replanner.problem, gone, candidates)
+        found = handed_over(plan, self._replanner.unforced, gone, candidates)
+        if self._leaving[0] != gone:
+            self._leaving = (gone, self._clock.now_s())
+        if found is None and self._clock.now_s() - self._leaving[1] >= self._replanner.grace_s:
+            found = handed_on(plan, self._replanner.problem, gone, candidates, self._replanner.policy)
         if found is None:
             return None  # it stays; the next look may find somebody
         names = ", ".join(one.profile.name or short(PeerId(one.view.peer)) for one in leaving)
         works = any(stage.peer in gone for stage in plan.stages)
         return found, f"{names} leaves and hands its work over" if works else f"{names} leaves"
+
+    async def _widened(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+        """A job whose model was cut anew for want of machines takes those in again that have come since."""
+        plan, step = self._plan(), self._step
+        there = tuple(one for one in self._replanner.usable(members) if self._replanner.is_back(one))
+        seen = (plan.stages, there)
+        if not self._replanner.is_shrunk or not self._slow.rested(step) or self._widest == seen:
+            return None
+        self._widest = seen
+        problem = msgspec.structs.replace(self._replanner.problem, links=near_links(there))
+        search = partial(widened, plan, problem, [one.profile for one in there])
+        left, tolerant = self._replanner.steps - step, self._replanner.is_tolerant
+        found = await in_background(partial(search, steps_left=left, tolerant=tolerant))
+        if found is None:
+            return None
+        return found.plan, f"there are machines again: {found.words(told(problem, [one.profile for one in there]))}"
 
     def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()

@@ -99,6 +99,8 @@ class PoolReplanner:
     _short_since_s: float | None = None
     """Since when nobody can stand in as it was."""
     _besides: _Besides | None = None
+    is_shrunk: bool = False
+    """Whether the model was cut anew for want of machines."""
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
     _missing: set[str] = field(default_factory=set[str])
     """Lost, and in no plan made real since: one that is named again was not lost again."""
@@ -166,6 +168,7 @@ class PoolReplanner:
             return self._unhelped(waiting, found, besides.unlike, told)
         left_s = self._short_since_s + self.grace_s - now_s
         if left_s <= 0:
+            self.is_shrunk = self.is_shrunk or found.recut
             return found.plan
         shown = next((mark for mark in reversed(COUNTED) if left_s <= mark), round(left_s))
         return f"{waiting.sentence}; {found.words(told)} in {shown} s"

@@ -19,12 +19,15 @@ from typing import Final, Literal
 import msgspec
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.guards import with_guards
+from fusionai.scheduling.guards import may_guard, with_guards
 from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.replicated import plan as planned_replicas
 from fusionai.scheduling.replicated import with_replicas
-from fusionai.scheduling.takeover import Waiting, replaced, told
-from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement, TolerantTakeover
+from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.straggling import GAIN
+from fusionai.scheduling.takeover import Waiting, handed_over, replaced, told
+from fusionai.scheduling.types import Guard, PeerProfile, Plan, Problem, StagePlacement, TolerantTakeover
 
 Takeover = Literal["any", "exact", "tolerant", "refuse"]
 """Who may go on in a lost peer's place: `any`, whoever computes the same bits, and after a grace period anybody;
@@ -34,6 +37,8 @@ GRACE_S: Final = 30.0
 anew is back in 10 s, a machine in a minute."""
 MOST_TAKEOVERS: Final = 64
 """That a plan lists: of more, the first and the newest."""
+MOVE_STEPS: Final = 10
+"""What another cut costs, in steps: a checkpoint written, read and sent."""
 FASTER: Final = 1.25
 """So many times the tokens per second: then another cut over other machines is worth going back to the checkpoint."""
 
@@ -225,6 +230,54 @@ def _is_guarded(plan: Plan, lost: frozenset[str]) -> bool:
     """Whether somebody who is there has snapshots of all that is lost."""
     kept = {guard.stage for guard in plan.guards if guard.peer not in lost}
     return all(stage.stage in kept for stage in plan.stages if stage.peer in lost)
+
+
+def handed_on(
+    plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
+) -> Plan | None:
+    """Where nobody of the same numerics takes the work of those who leave in order: as `otherwise`, but they stay in
+    the plan as guards until the state is elsewhere. None: nobody else will do, or they have no room for that."""
+    if takeover in ("any", "tolerant"):
+        found = handed_over(plan, msgspec.structs.replace(problem, takeover="tolerant"), leaving, candidates)
+        if found is not None:
+            return found
+    cut = otherwise(plan, problem, leaving, candidates, takeover)
+    if isinstance(cut, Nothing):
+        return None
+    found, known = cut.plan, told(problem, candidates)
+    guards = {guard.stage: guard for guard in found.guards}
+    pool = [stage for stage in found.stages if stage.peer != found.feed]
+    for peer in sorted(leaving & {stage.peer for stage in plan.stages}):
+        free = [stage for stage in pool if stage.stage not in guards] or pool
+        place = next((stage for stage in free if may_guard(found, known, stage, peer)), None)
+        if place is None:
+            return None
+        guards[place.stage] = Guard(stage=place.stage, peer=peer, exact=False)
+    every = found.snapshot_every or plan.snapshot_every or 1
+    return msgspec.structs.replace(found, guards=tuple(guards[stage] for stage in sorted(guards)), snapshot_every=every)
+
+
+def widened(
+    plan: Plan, problem: Problem, candidates: Sequence[PeerProfile], *, steps_left: int, tolerant: bool
+) -> Otherwise | None:
+    """For a job whose model was cut anew for want of machines: another cut over all that are there again, if it is
+    worth the way by a checkpoint. `tolerant`: bits are others already."""
+    known = told(problem, candidates)
+    there = {peer.peer for peer in candidates}
+    posed = msgspec.structs.replace(
+        known, peers=tuple(peer for peer in known.peers if peer.peer in there), required=(), incumbent=None
+    )
+    try:
+        found = planned_replicas(posed)
+    except PlanError:
+        return None
+    now_s = predict(plan.stages, StageCosts(known, plan)).step_s
+    then_s = predict(found.stages, StageCosts(known, found)).step_s
+    exact = keeps_bits(plan, found)
+    if then_s > (1 - GAIN) * now_s or steps_left * (now_s - then_s) < MOVE_STEPS * now_s or not (exact or tolerant):
+        return None
+    takers = frozenset(stage.peer for stage in found.stages) - {found.feed}
+    return Otherwise(found, exact=exact, recut=True, takers=takers)
 
 
 def _guarded_as(found: Plan, problem: Problem) -> Plan:

@@ -412,3 +412,50 @@ def test_an_exact_job_gets_no_machine_of_other_numerics_for_speed(bench: Make):
     ready(one, 0, 1)
     one.look()
     assert not one.driver.offers
+
+
+# ---------------------------------------------------------------------------------------------------- unlike, few
+
+
+def test_whoever_leaves_hands_its_work_to_an_unlike_machine_after_the_grace_period(bench: Make):
+    there = (working("a"), member("b", state="draining", job=JOB), member("e", fingerprint="other"))
+    one = bench(there, policy="any")
+    one.look()
+    assert not one.driver.offers
+    one.clock.seconds += 31.0
+    one.look()
+    ((found, reason),) = one.driver.offers
+    assert reason == "b leaves and hands its work over"
+    assert "e" in places(found.plan).values()
+    assert "b" in {guard.peer for guard in found.plan.guards}
+
+
+def test_whoever_leaves_a_job_with_nobody_else_hands_its_work_to_those_that_stay(bench: Make):
+    one = bench((working("a"), member("b", state="draining", job=JOB)), policy="any")
+    one.look()
+    one.clock.seconds += 31.0
+    one.look()
+    ((found, _),) = one.driver.offers
+    assert set(places(found.plan).values()) == {"a", "owner"}
+    assert {guard.peer for guard in found.plan.guards} == {"b"}, "its state is there until it is elsewhere"
+
+
+def test_machines_that_come_again_are_taken_in_where_the_model_was_cut_anew_without_them(bench: Make):
+    one = bench((working("a"), member("b"), member("c")), policy="any")
+    alone = planned(msgspec.structs.replace(one.watch._replanner.problem, peers=(profile("a"),), stages=None))
+    one.driver.deployment = Deployment(
+        plan=msgspec.structs.replace(alone, version=1), tickets=one.driver.deployment.tickets
+    )
+    blocks = tuple(
+        msgspec.structs.replace(block, forward_flops=1e9, backward_flops=2e9)
+        for block in one.watch._replanner.problem.blocks
+    )
+    one.watch._replanner.problem = msgspec.structs.replace(one.watch._replanner.problem, blocks=blocks)
+    one.watch._replanner.steps = 1000
+    one.watch._step = 60
+    one.watch._replanner.is_shrunk = True
+    one.look()
+    ((found, reason),) = one.driver.offers
+    assert len(set(places(found.plan).values()) - {"owner"}) == 2
+    assert reason.startswith("there are machines again: cutting the model anew over 2 machines (")
+    assert found.plan.tolerant_takeovers == ()
