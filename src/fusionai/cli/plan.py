@@ -38,6 +38,7 @@ from fusionai.primitives.units import format_speed
 from fusionai.scheduling import replicated
 from fusionai.scheduling.crossings import Crossing, crossings
 from fusionai.scheduling.expense import expense
+from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.guards import guarding
 from fusionai.scheduling.lighter import lighter
 from fusionai.scheduling.many_holders import ManyHolders, many_holders
@@ -119,8 +120,10 @@ FASTER: Final = 1.01
 )
 @click.option(
     "--takeover",
-    type=click.Choice(["exact", "tolerant"]),
-    help="Whether a machine that computes other bits may guard a stage.  [default: exact; serve: tolerant]",
+    type=click.Choice(["any", "exact", "tolerant"]),
+    default="any",
+    show_default=True,
+    help="Whether a machine that computes other bits may guard a stage: `exact`, never.",
 )
 @click.option(
     "--picture",
@@ -151,7 +154,7 @@ def plan(
     exclude: tuple[str, ...],
     served: ServingOptions,
     least_speed: float | None,
-    takeover: Literal["exact", "tolerant"] | None,
+    takeover: Literal["any", "exact", "tolerant"],
     picture_file: Path | None,
     catalogue_file: Path | None,
     home: Path,
@@ -193,7 +196,7 @@ def plan(
         microbatches=microbatches,
         sequence=sequence,
         constraints=_constraints(pool, stages, spares, require, exclude),
-        takeover=takeover or ("tolerant" if task == "serve" else "exact"),
+        takeover=numerics(takeover),
         served=served,
         compression=compression,
         recompute=recompute,

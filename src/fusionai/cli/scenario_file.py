@@ -22,6 +22,7 @@ from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.units import parse_seconds, parse_share
 from fusionai.scheduling.catalogue import Catalogue
+from fusionai.scheduling.going_on import Takeover, numerics
 from fusionai.scheduling.types import BlockCost, Problem
 from fusionai.simulator.network import Weather
 from fusionai.simulator.scenario import Churn, Scenario, Timings
@@ -38,7 +39,7 @@ class JobTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sequence: _Count = 512
     stages: _Count | None = None
     spares: Annotated[int, Meta(ge=0)] | None = None
-    takeover: Literal["exact", "tolerant"] | None = None
+    takeover: Takeover = "any"
     compression: Annotated[float, Meta(ge=1)] = 1.0
     checkpoint_every: Annotated[int, Meta(ge=0)] = 100
     sessions: _Count = 8
@@ -72,6 +73,7 @@ class RecoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     silence: str | None = None
     plan: str | None = None
     journal: str | None = None
+    grace: str | None = None
     patience: str | None = None
 
 
@@ -112,7 +114,7 @@ class ScenarioOnPaper:
                 stages=wishes.stages if job.stages is None else job.stages,
                 spares=wishes.spares if job.spares is None else job.spares,
             ),
-            takeover=job.takeover or ("tolerant" if self.table.task == "serve" else "exact"),
+            takeover=numerics(job.takeover),
             served=ServingOptions(
                 weights=job.weights, cache="fp32", context_tokens=job.context, sessions=job.sessions, ends="owner"
             ),
@@ -151,6 +153,7 @@ def _scenario(table: ScenarioTable, path: Path) -> Scenario:
         hours=table.hours,
         seed=table.seed,
         checkpoint_every=table.job.checkpoint_every,
+        takeover=table.job.takeover,
         churn=Churn(
             stay_s=defaults.stay_s if churn.stay is None else _time(churn.stay, "churn.stay", path),
             away_s=_time(churn.away, "churn.away", path),

@@ -102,6 +102,10 @@ def show_course(course: Course, shown: Simulated) -> None:
         f"{course.goodput:.1%} of what nothing disturbed would reach. {course.plans} plans, "
         f"{len(course.incidents)} interruptions, {course.lost_steps} steps lost."
     )
+    if course.takeovers:
+        told = {"exact": "exact", "tolerant": "by other numerics", "recut": "with the model cut anew"}
+        counts = (f"{course.takeovers.get(kind, 0)} {words}" for kind, words in told.items())
+        console.line(f"Taken over: {', '.join(counts)}")
     stopped = _stopped(course)
     if stopped:
         console.line(
@@ -159,6 +163,7 @@ def course_figures(course: Course, shown: Simulated) -> dict[str, object]:
         "redone_s": course.redone_s,
         "waiting_s": course.waiting_s,
         "plans": course.plans,
+        "takeovers": dict(course.takeovers),
         "recovery_s": (
             {"median": median(stopped), "p95": _part(stopped, 0.95), "worst": max(stopped)} if stopped else None
         ),

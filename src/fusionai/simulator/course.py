@@ -49,6 +49,9 @@ class Course:
     present: Mapping[str, float]
     """By peer, the part of the time it was there."""
     story: tuple[tuple[float, str], ...]
+    takeovers: Mapping[str, int]
+    """Plans after a loss by what they kept: `exact` bits, `tolerant` of other numerics, `recut` over those that
+    remained."""
 
     @property
     def steps(self) -> int:
@@ -101,4 +104,5 @@ def simulate_course(problem: Problem, scenario: Scenario, *, every_beat: bool = 
         working={peer: job.busy_s[peer] / lasted_s for peer in (owner.peer, *machines.names)},
         present={owner.peer: 1.0} | {peer: machines.present_s(peer) / lasted_s for peer in machines.names},
         story=tuple(job.story),
+        takeovers=dict(job.takeovers),
     )

@@ -21,13 +21,22 @@ import msgspec
 from fusionai.client.pool_watch import LOOK_S as WATCH_S
 from fusionai.client.replanning import LOOK_S
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.going_on import (
+    Nothing,
+    Otherwise,
+    handed_on,
+    keeps_bits,
+    otherwise,
+    stand_in,
+    widened,
+)
 from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.promotion import promoted
 from fusionai.scheduling.settling import Loss, lost
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.straggling import COOL_DOWN
-from fusionai.scheduling.takeover import Waiting, handed_over, reinforced, replaced
+from fusionai.scheduling.takeover import Waiting, handed_over, reinforced
 from fusionai.scheduling.types import Guard, Plan, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
@@ -136,6 +145,13 @@ class SimulatedJob:
         self._line = 0
         self._step = 0
         """All stages are at this step; below the official one after a return to the checkpoint."""
+        self._shrunk = False
+        """The model was cut anew for want of machines."""
+        self._leaving: tuple[frozenset[str], float] = (frozenset(), 0.0)
+        self._besides: tuple[object, Otherwise | Nothing] | None = None
+        """What there is where nobody can stand in, and for which machines that was found."""
+        self.takeovers: Counter[str] = Counter()
+        """Plans after a loss by what they kept: `exact`, `tolerant`, `recut`."""
 
     # ----------------------------------------------------------------------------------------------- the beginning
 
@@ -339,11 +355,11 @@ class SimulatedJob:
         """For a plan without those that are missing, until there is one."""
         if turn != self._turn or self._phase != "waiting":
             return
-        found = self._replacement()
-        if isinstance(found, Waiting):
+        found, waiting = self._replacement()
+        if found is None:
             self._wait()
             if self._open is not None:
-                self._open.waited_for = found.sentence
+                self._open.waited_for = waiting
             self._agenda.after(LOOK_S, partial(self._ask, turn))
             return
         minted = self._broker.mint(found, ENDLESS)
@@ -354,21 +370,34 @@ class SimulatedJob:
         self._stop_waiting()
         if self._open is not None:
             self._open.planned_s = self._agenda.now_s
-        self._adopt(minted, "others stand in")
+        before = self._current()
+        recut = _ranges(before) != _ranges(minted)
+        self._shrunk = self._shrunk or recut
+        self.takeovers["recut" if recut else "exact" if keeps_bits(before, minted) else "tolerant"] += 1
+        self._adopt(minted, "the model is cut anew" if recut else "others stand in")
 
-    def _replacement(self) -> Plan | Waiting:
-        """As `client.replanning` asks."""
+    def _replacement(self) -> tuple[Plan | None, str]:
+        """As `client.replanning` asks; without a plan, what is waited for."""
         plan = msgspec.structs.replace(self._current(), version=0)
         present, usable = self._broker.present(), self._broker.usable()
         gone = frozenset(self._missing) | ({stage.peer for stage in plan.stages} - present - {plan.feed})
         gone |= {guard.peer for guard in plan.guards} - present
         others = [self._profiles[peer] for peer in usable if peer not in gone]
-        found = replaced(plan, self._problem, gone, others)
-        if isinstance(found, Waiting):
-            returned = [self._profiles[peer] for peer in usable if peer in self._missing and self._is_there(peer)]
-            if returned:
-                found = replaced(plan, self._problem, gone, [*others, *returned])
-        return found
+        policy = self._scenario.takeover
+        found = stand_in(plan, self._problem, gone, others, policy)
+        returned = [self._profiles[peer] for peer in usable if peer in self._missing and self._is_there(peer)]
+        if isinstance(found, Waiting) and returned:
+            found = stand_in(plan, self._problem, gone, [*others, *returned], policy)
+        if not isinstance(found, Waiting):
+            return found, ""
+        there, away = [*others, *returned], gone - {one.peer for one in returned}
+        key = (plan, away, tuple(there))
+        if self._besides is None or self._besides[0] != key:
+            self._besides = (key, otherwise(plan, self._problem, away, there, policy))
+        besides = self._besides[1]
+        since_s = self._agenda.now_s if self._wait_began_s is None else self._wait_began_s
+        over = self._agenda.now_s - since_s >= self._timings.grace_s
+        return (besides.plan if isinstance(besides, Otherwise) and over else None), found.sentence
 
     def _is_back(self, peer: str) -> bool:
         loss = self._losses.get(peer)
@@ -388,11 +417,13 @@ class SimulatedJob:
         members = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
         leaving = frozenset(peer for peer in members if self._broker.phase(peer) == "draining")
         rested = self._step >= self._rests_until
-        seen = (usable, leaving, self._current().version, plan.guards, self._sheltered(), rested)
+        late = leaving == self._leaving[0] and self._agenda.now_s - self._leaving[1] >= self._timings.grace_s
+        seen = (usable, leaving, late, self._current().version, plan.guards, self._sheltered(), rested)
         if seen == self._looked_at:
             return
         found = (
             self._handed_over(plan, leaving, usable)
+            or self._widened(plan, usable, rested)
             or self._guarded(plan, usable)
             or self._promoted(plan, usable, rested)
         )
@@ -407,12 +438,33 @@ class SimulatedJob:
         if not leaving:
             return None
         candidates = [self._profiles[peer] for peer in usable if peer not in leaving]
-        found = handed_over(plan, self._problem, leaving, candidates)
+        strict = msgspec.structs.replace(self._problem, takeover="exact")
+        policy, now_s = self._scenario.takeover, self._agenda.now_s
+        found = handed_over(plan, self._problem if policy == "tolerant" else strict, leaving, candidates)
+        if self._leaving[0] != leaving:
+            self._leaving = (leaving, now_s)
+        if found is None and now_s - self._leaving[1] >= self._timings.grace_s:
+            found = handed_on(plan, self._problem, leaving, candidates, policy)
         if found is None:
             return None
         names = ", ".join(self._costs.name(peer) for peer in sorted(leaving))
         works = any(stage.peer in leaving for stage in plan.stages)
         return _Offer(found, f"{names} leaves and hands its work over" if works else f"{names} leaves")
+
+    def _widened(self, plan: Plan, usable: tuple[str, ...], rested: bool) -> _Offer | None:
+        if not self._shrunk or not rested:
+            return None
+        candidates = [self._profiles[peer] for peer in usable]
+        found = widened(plan, self._problem, candidates, steps_left=ENDLESS - self._step, tolerant=self._is_tolerant)
+        return None if found is None else _Offer(found.plan, "there are machines again: the model is cut anew")
+
+    @property
+    def _is_tolerant(self) -> bool:
+        """Bits are others than the first plan's already, or nobody minds."""
+        assert self.first_plan is not None, "the job has begun"
+        first = {stage.fingerprint for stage in self.first_plan.stages if stage.peer != self.first_plan.feed}
+        changed = self.takeovers["tolerant"] + self.takeovers["recut"] * (len(first) > 1)
+        return self._scenario.takeover == "tolerant" or (self._scenario.takeover == "any" and changed > 0)
 
     def _guarded(self, plan: Plan, usable: tuple[str, ...]) -> _Offer | None:
         found = reinforced(plan, self._problem, [self._profiles[peer] for peer in usable])
@@ -424,8 +476,9 @@ class SimulatedJob:
 
     def _promoted(self, plan: Plan, usable: tuple[str, ...], rested: bool) -> _Offer | None:
         candidates = [self._profiles[peer] for peer in usable]
+        strict = msgspec.structs.replace(self._problem, takeover="exact")
         found = promoted(
-            *(plan, self._problem, candidates),
+            *(plan, self._problem if self._is_tolerant else strict, candidates),
             sheltered=self._sheltered(),
             steps_left=ENDLESS - self._step,
             rested=rested,
@@ -443,10 +496,12 @@ class SimulatedJob:
         """At a step's boundary. State that moves goes by way of a checkpoint, unless its guard has it."""
         before = {stage.stage: stage.peer for stage in self._current().stages}
         guards = {guard.stage: guard.peer for guard in self._current().guards}
-        moved = [stage for stage in offer.plan.stages if before[stage.stage] != stage.peer]
+        recut = _ranges(self._current()) != _ranges(offer.plan)
+        moved = [stage for stage in offer.plan.stages if recut or before[stage.stage] != stage.peer]
         kept = {(guard.stage, guard.peer) for guard in offer.plan.guards}
         exchanged = (
             len(moved) == 1
+            and not recut
             and moved[0].stage in self._sheltered()
             and guards[moved[0].stage] == moved[0].peer
             and (moved[0].stage, before[moved[0].stage]) in kept
@@ -467,6 +522,11 @@ class SimulatedJob:
     # ------------------------------------------------------------------------------------------------------ rounds
 
     def _adopt(self, plan: Plan, reason: str) -> None:
+        if self.plan is not None and _ranges(self.plan) != _ranges(plan):
+            # Of another cut only the checkpoint is of use.
+            self._holdings.states.clear()
+            self._holdings.snapshots.clear()
+            self._line = self._step + 1
         self.plan = plan
         self.plans += 1
         self._rests_until = self._step + COOL_DOWN
@@ -541,3 +601,7 @@ class SimulatedJob:
     def _stop_waiting(self) -> None:
         self._waited_s = self.waited_s()
         self._wait_began_s = None
+
+
+def _ranges(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
+    return tuple((stage.replica, stage.blocks) for stage in plan.stages)

@@ -10,6 +10,7 @@ from math import inf
 import msgspec
 
 from fusionai.coordination.silence import SHORTEST_S
+from fusionai.scheduling.going_on import GRACE_S, Takeover
 from fusionai.simulator.network import CALM, Weather
 
 
@@ -41,6 +42,8 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """For another plan, its tickets and its way to the driver's disk."""
     journal_s: float = 0.005
     """For a commit to be on the driver's disk."""
+    grace_s: float = GRACE_S
+    """How long a machine of the same numerics is waited for before the job goes on otherwise."""
     patience_s: float = 600.0
     """How long whoever wants to leave in order waits for somebody to take over."""
 
@@ -52,6 +55,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seed: int = 1
     checkpoint_every: int = 100
     """Steps; 0: only the beginning can be gone back to."""
+    takeover: Takeover = "any"
+    """Who may go on in a lost machine's place."""
     churn: Churn = Churn()
     timings: Timings = Timings()
     weather: Weather = CALM

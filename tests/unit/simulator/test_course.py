@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError, UsageError
+from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator import course as module
 from fusionai.simulator.course import Course, simulate_course
@@ -156,9 +157,9 @@ def test_a_frozen_peer_that_nobody_can_replace_goes_on_with_what_it_has(monkeypa
 
 def test_a_crashed_peer_that_nobody_can_replace_comes_back_to_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     victim, _ = stage_peer(monkeypatch, 1, machines=3)
-    course = scripted(
-        monkeypatch, Event(300.0, victim, "crash"), Event(360.0, victim, "come"), machines=3, checkpoint_every=10
-    )
+    events = (Event(300.0, victim, "crash"), Event(360.0, victim, "come"))
+    patient = Timings(grace_s=3600.0)
+    course = scripted(monkeypatch, *events, machines=3, checkpoint_every=10, timings=patient)
     (incident,) = course.incidents
     assert incident.rollback
     assert 0 < incident.replayed_steps <= 20
@@ -180,11 +181,47 @@ def test_whoever_leaves_in_order_hands_over_first(monkeypatch: pytest.MonkeyPatc
 
 def test_whoever_must_wait_too_long_leaves_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     victim, _ = stage_peer(monkeypatch, 1, machines=3)
-    course = scripted(monkeypatch, Event(300.0, victim, "leave"), machines=3, timings=Timings(patience_s=60.0))
+    course = scripted(monkeypatch, Event(300.0, victim, "leave"), machines=3, timings=Timings(patience_s=20.0))
     (incident,) = course.incidents
-    assert incident.at_s == pytest.approx(360.0)
+    assert incident.at_s == pytest.approx(320.0)
     assert incident.causes == [f"{victim.upper()} left (stage 1)"]
-    assert incident.recovered_s is None
+    assert course.takeovers == {"recut": 1}
+
+
+def test_those_that_remain_go_on_after_the_grace_period_and_take_others_in_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On lines as slow as these two machines are as fast as three: nobody is taken in for nothing."""
+    victim, _ = stage_peer(monkeypatch, 1, machines=3)
+    events = (Event(300.0, victim, "crash"), Event(360.0, victim, "come"))
+    course = scripted(monkeypatch, *events, machines=3, checkpoint_every=10)
+    (incident,) = course.incidents
+    assert incident.planned_s == pytest.approx(330.0, abs=2.0)
+    assert incident.rollback
+    assert course.takeovers == {"recut": 1}
+    assert course.lost_steps == 0
+    assert {stage.peer for stage in course.last_plan.stages if stage.peer != "owner"} <= {"p0", "p1", "p2"} - {victim}
+
+
+def test_an_unlike_machine_that_stands_by_goes_on_after_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = tuple(
+        peer(f"p{n}", memory_bytes=110_000_000, fingerprint="other" if n == 3 else "gpu") for n in range(4)
+    )
+    heavy = tuple(
+        msgspec.structs.replace(block, parameter_bytes=10**7, trainable_bytes=10**7) for block in problem().blocks[:-1]
+    )
+    pool = {"peers": machines, "blocks": (*heavy, problem().blocks[-1]), "required": ("p0", "p1", "p2")}
+    coming = [Event(0.0, f"p{n}", "come") for n in range(4)]
+    monkeypatch.setattr(module, "fates", lambda *_: (*coming, Event(300.0, "p1", "crash")))
+    goodput: dict[str, float] = {}
+    for takeover in ("exact", "any"):
+        posed = problem(**pool, takeover=numerics(takeover))
+        scenario = Scenario(hours=0.2, checkpoint_every=100, takeover=takeover)
+        course = simulate_course(posed, scenario)
+        goodput[takeover] = course.goodput
+        assert course.lost_steps == 0
+        assert course.takeovers == ({"tolerant": 1} if takeover == "any" else {})
+    assert goodput["any"] > 1.5 * goodput["exact"]
 
 
 @pytest.mark.slow
