@@ -4,6 +4,7 @@
 #   make test       everything but the tests of many minutes
 #   make check      lint, types, import contracts, quick tests
 #   make test-long  the tests of many minutes
+#   make test-levels  what is promised about bits, on other processors than this one
 #   make bench      side-by-side measurements
 #   make clients    what the test of litellm needs, 350 MB
 #   make docs       regenerate the generated pages
@@ -19,7 +20,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo check lint types contracts quick test test-long bench clients docs
+.PHONY: setup demo check lint types contracts quick test test-long test-levels bench clients docs
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -57,6 +58,10 @@ test: lint types contracts
 
 test-long: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
+
+# Each level is a process of its own; part of `test-long`, and a few seconds of it of `test`.
+test-levels: setup
+	$(TEST_ENV) $(BIN)/python -m pytest tests/conformance/test_levels.py --timeout 3600 $(ARGS)
 
 bench: setup
 	for subject in planner transport training recovery serving; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done

@@ -82,12 +82,15 @@ class Unavailable(Exception):
     """This machine can't pass for such a processor: why."""
 
 
-def run_as(level: str, command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """`command` on that processor, one thread per process, output in one text."""
+def run_as(
+    level: str, command: Sequence[str], *, timeout_s: float, directory: Path
+) -> subprocess.CompletedProcess[str]:
+    """`command` on that processor, one thread per process, output in one text. Raises `Unavailable`."""
     single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.run(
         command,
         env={**os.environ, **single, **variables_of(level)},
+        cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,7 +4,8 @@ FUSION_HOME    where this machine keeps its key, pool membership and runs (defau
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
 TMPDIR         where large temporary files go (default: /var/tmp where there is one, else the system's)
 
-Variables of libraries are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run
+Variables of libraries that lower what they compute with are part of a machine's fingerprint (`arithmetic_limits`).
+Others are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run
 to run, and XLA_FLAGS, by which JAX computes on one thread.
 """
 
@@ -13,8 +14,18 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import platformdirs
+
+_LIMITS: Final = (
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("DNNL_DEFAULT_FPMATH_MODE", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "OPENBLAS_CORETYPE"),
+    *("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"),
+    *("GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
+"""Variables by which libraries choose other kernels."""
+_XLA_LIMITS: Final = "--xla_cpu_"
 
 
 def fusion_home() -> Path:
@@ -55,6 +66,18 @@ def limit_xla_threads(threads: int | None) -> int:
         os.sched_setaffinity(0, allowed[:threads])
         return min(threads, len(allowed))
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def arithmetic_limits() -> dict[str, str]:
+    """Variables that are set and make libraries compute with other instructions than the processor's."""
+    limits = {name: os.environ[name] for name in _LIMITS if name in os.environ}
+    # What `limit_xla_threads` adds is known by the number of threads.
+    flags = sorted(
+        flag
+        for flag in os.environ.get("XLA_FLAGS", "").split()
+        if flag.startswith(_XLA_LIMITS) and "thread" not in flag
+    )
+    return {**limits, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}
 
 
 def inherited() -> dict[str, str]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
+from fusionai.backends.arithmetic import arithmetic
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.jax.promotion import Device
 from fusionai.backends.scratch import scratch_bytes_per_s
@@ -79,8 +80,8 @@ def memory_bytes(device: Device, kind: str) -> int:
 
 
 def fingerprint(device: Device, kind: str, threads: int) -> str:
-    """Hex SHA-256 over versions, device, threads and the bits of a small training computation."""
-    described = ("jax", jax.__version__, platform.machine(), kind, device_name(device, kind), str(threads))
+    """Hex SHA-256 over versions, instruction set, device, threads and the bits of a small training computation."""
+    described = ("jax", jax.__version__, *arithmetic(), kind, device_name(device, kind), str(threads))
     digest = hashlib.sha256("\n".join(described).encode())
     for value in jax.jit(_probe_computation)(*(jax.device_put(one, device) for one in _patterns())):
         digest.update(np.asarray(value).tobytes())

@@ -18,6 +18,7 @@ import onnxruntime as ort
 import psutil
 from onnx import TensorProto, helper
 
+from fusionai.backends.arithmetic import arithmetic
 from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
 from fusionai.backends.onnxruntime.operators import OPERATORS
@@ -123,7 +124,7 @@ class OnnxBackend:
         return lambda a, b: session.run(None, {"a": a, "b": b})[0]
 
     def _fingerprint(self, multiply: Callable[[Any, Any], Any]) -> str:
-        described = ("onnxruntime", ort.__version__, platform.machine(), self.device, _processor(), str(self._threads))
+        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, _processor(), str(self._threads))
         digest = hashlib.sha256("\n".join(described).encode())
         values = ((np.arange(67 * 96) * 2_654_435_761 % 2_039 - 1_019) / 1_024).astype(np.float32).reshape(67, 96)
         digest.update(np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes())

@@ -15,6 +15,7 @@ from typing import Final
 import psutil
 import torch
 
+from fusionai.backends.arithmetic import arithmetic
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.scratch import scratch_bytes_per_s
 from fusionai.backends.torch.host import to_host
@@ -94,7 +95,7 @@ def fingerprint(device: torch.device) -> str:
         str(torch.version.cuda),
         str(torch.backends.cudnn.version()),
         torch.backends.cpu.get_cpu_capability(),
-        platform.machine(),
+        *arithmetic(),
         device.type,
         device_name(device),
         str(torch.get_num_threads()),

@@ -1,0 +1,37 @@
+"""What results on a CPU depend on besides the framework: instructions, and libraries that choose kernels by them.
+
+Every backend's fingerprint holds it. Two processors of one name may differ in what a hypervisor lets through, and one
+process may be told to use less than there is. Neighbours: `torch.probe`, `jax.probe`, `onnxruntime.backend`.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from fusionai.primitives.environment import arithmetic_limits
+
+_LIBRARIES = ("numpy", "numba", "llvmlite")
+
+
+@cache
+def arithmetic() -> tuple[str, ...]:
+    """The processor's kind and instructions, the libraries' versions, and the variables that limit them."""
+    limits = (f"{name}={value}" for name, value in sorted(arithmetic_limits().items()))
+    return (platform.machine(), _instructions(), *(f"{name} {_version(name)}" for name in _LIBRARIES), *limits)
+
+
+def _instructions() -> str:
+    try:
+        from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
+    except ImportError:
+        return platform.processor()
+    return " ".join([get_host_cpu_name(), *sorted(name for name, there in get_host_cpu_features().items() if there)])
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
