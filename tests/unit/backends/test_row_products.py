@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from ctypes import CFUNCTYPE, c_int64
+
 import pytest
 import torch
-from torch.nn.functional import pad
 
 pytest.importorskip("numba", reason="row products are machine code, made by numba")
 
-from fusionai.backends.torch.packed_linear import IN_BLOCKS, PackedLinear, Product, pack
+from fusionai.backends.torch.blocked_linear import Kernels, blocked_product, kernels, scratch_bytes
+from fusionai.backends.torch.packed_linear import PackedLinear, Product, block_pages, pack, packed_bytes
+from fusionai.backends.torch.row_blocks import (
+    GROUPS,
+    Blocks,
+    eight_bits_in_blocks,
+    floats_in_blocks,
+    four_bits_in_blocks,
+)
 from fusionai.backends.torch.row_code import Factor
-from fusionai.backends.torch.row_products import HALVES, as_blocks, factor_of, multiply
+from fusionai.backends.torch.row_products import FEW_ROWS, HALVES, ROWS, SUMMANDS
 from fusionai.wire.serving import WeightFormat
 
-BLOCKED: tuple[WeightFormat, ...] = ("fp32", "bf16")
-WAYS = [Factor.FP32, Factor.BF16]
-if HALVES:
-    WAYS.append(Factor.HALVES)
+FORMS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
+FLOATS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16")
+DTYPES = {
+    Factor.FP32: torch.float32,
+    Factor.BF16: torch.bfloat16,
+    Factor.HALVES: torch.bfloat16,
+    Factor.FP16: torch.float16,
+}
+WAYS = [way for way in Factor if way is not Factor.HALVES or HALVES]
 SIZES = [
     *((columns, 24, 5) for columns in (1, 2, 15, 16, 17, 31, 48, 64, 65, 100, 128, 129, 130, 144, 176, 250, 257)),
     *((33, count, 3) for count in (1, 2, 3, 15, 16, 17, 31, 64, 101)),
@@ -26,8 +44,10 @@ SIZES = [
     (16, 1, 8),
     (300, 257, 16),
     (1, 301, 9),
+    *((50, 257, rows) for rows in (17, 18, 23, 40)),
+    (20, 700, 33),
 ]
-"""Columns, summands, rows: every kernel of 1 to 4 blocks by 1 to 8 rows, and what is left over of each."""
+"""Columns, summands, rows: every kernel of 1 to 4 blocks by 1 to 8 rows, what is left over of each, and many rows."""
 
 
 def drawn(columns: int, count: int, rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,37 +60,49 @@ def packed(weight: torch.Tensor, form: WeightFormat, bias: torch.Tensor | None =
     return pack(weight, bias, form, "weight", in_blocks=True)
 
 
-def made(way: Factor, weight: torch.Tensor) -> Product:
-    """The product with a matrix in blocks, on memory that is NaN wherever nothing was written."""
-    blocks = as_blocks(weight.to(kept(way)))
+def laid(way: Factor, weight: torch.Tensor) -> tuple[Blocks, torch.Tensor]:
+    """In blocks, and the numbers that these stand for."""
     columns, count = weight.shape
+    if way in DTYPES:
+        kept = weight.to(DTYPES[way])
+        return floats_in_blocks(kept), kept.float()
+    if way is Factor.INT8:
+        levels, scales = (weight * 20).round().clamp(-127, 127).to(torch.int8), torch.arange(1.0, columns + 1) / 64
+        return eight_bits_in_blocks(levels, scales), levels.float() * scales[:, None]
+    group = group_of(way)
+    levels = (weight * 4 + 8).round().clamp(0, 15)
+    pairs = (
+        torch.arange(1.0, 1 + 2 * columns * (count // group)).reshape(-1, columns, 2).remainder(37).to(torch.bfloat16)
+    )
+    scales, middles = (pairs[..., at].float().t().repeat_interleave(group, 1) for at in (0, 1))
+    return four_bits_in_blocks(levels.to(torch.int32), pairs), (levels - 8) * scales + middles
 
-    def product(x: torch.Tensor) -> torch.Tensor:
-        rows = fed(way, x)
-        y = torch.full((x.shape[0], 16 * blocks.shape[0]), float("nan"))
-        step = rows.shape[1] * rows.element_size()
-        multiply(
-            int(way), blocks.data_ptr(), rows.data_ptr(), step, y.data_ptr(), 4 * y.shape[1], len(x), columns, count
-        )
-        return y[:, :columns]
 
-    return product
+def group_of(way: Factor) -> int:
+    """Summands come in groups of so many."""
+    return next((group for group, known in GROUPS.items() if known is way), 1)
 
 
-def kept(way: Factor) -> torch.dtype:
-    return torch.float32 if way is Factor.FP32 else torch.bfloat16
+def sizes(way: Factor) -> list[tuple[int, int, int]]:
+    group = group_of(way)
+    return [
+        (columns, -(-count // group) * group, rows) for columns, count, rows in (SIZES if group == 1 else SIZES[::3])
+    ]
+
+
+def made(way: Factor, weight: torch.Tensor) -> Product:
+    return blocked_product(laid(way, weight)[0])
 
 
 def fed(way: Factor, x: torch.Tensor) -> torch.Tensor:
-    """Rows as `multiply` takes them."""
-    return pad(x.to(torch.bfloat16), (0, x.shape[1] % 2)) if way is Factor.HALVES else x.contiguous()
+    """Rows as they are multiplied."""
+    return x.to(torch.bfloat16).float() if way is Factor.HALVES else x
 
 
 def exact(way: Factor, weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The product in float64 of what is really multiplied, and how far float32 sums in any order may be from it."""
-    wide = weight.to(kept(way)).double()
-    rows = fed(way, x)[:, : x.shape[1]].double()
-    return rows @ wide.t(), (rows.abs() @ wide.abs().t()) * (weight.shape[1] + 1) * 2.0**-24
+    wide, rows = laid(way, weight)[1].double(), fed(way, x).double()
+    return rows @ wide.t(), (rows.abs() @ wide.abs().t()) * (weight.shape[1] + 16) * 2.0**-24
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -80,7 +112,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("columns", "count"), [(1, 1), (15, 3), (16, 4), (17, 5), (40, 7), (32, 2)])
 def test_blocks_of_float32_hold_sixteen_columns_of_each_summand_in_turn(columns: int, count: int) -> None:
     weight, _ = drawn(columns, count, 1)
-    blocks = as_blocks(weight)
+    blocks = floats_in_blocks(weight).data
     assert blocks.shape == (-(-columns // 16), count, 16)
     assert blocks.is_contiguous()
     whole = torch.zeros((16 * blocks.shape[0], count))
@@ -92,7 +124,7 @@ def test_blocks_of_float32_hold_sixteen_columns_of_each_summand_in_turn(columns:
 @pytest.mark.parametrize(("columns", "count"), [(1, 1), (15, 3), (16, 4), (17, 5), (40, 7), (32, 2)])
 def test_blocks_of_bfloat16_hold_pairs_of_summands(columns: int, count: int) -> None:
     weight = drawn(columns, count, 1)[0].to(torch.bfloat16)
-    blocks = as_blocks(weight)
+    blocks = floats_in_blocks(weight).data
     assert blocks.dtype == torch.bfloat16
     assert blocks.shape == (-(-columns // 16), -(-count // 2), 16, 2)
     assert blocks.is_contiguous()
@@ -104,7 +136,7 @@ def test_blocks_of_bfloat16_hold_pairs_of_summands(columns: int, count: int) -> 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_products_of_many_sizes_are_float64s(way: Factor) -> None:
-    for columns, count, rows in SIZES:
+    for columns, count, rows in sizes(way):
         weight, x = drawn(columns, count, rows, seed=columns + count + rows)
         product = made(way, weight)
         got = product(x)
@@ -122,26 +154,56 @@ def test_small_whole_numbers_are_exact(way: Factor) -> None:
     for columns, count, rows in [(1, 1, 1), (17, 3, 2), (130, 9, 11), (48, 64, 8), (257, 31, 5)]:
         weight = torch.randint(-9, 10, (columns, count), generator=generator).float()
         x = torch.randint(-9, 10, (rows, count), generator=generator).float()
-        assert torch.equal(made(way, weight)(x).double(), x.double() @ weight.double().t())
+        if count % group_of(way) == 0:
+            expected = x.double() @ laid(way, weight)[1].double().t()
+            assert torch.equal(made(way, weight)(x).double(), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("columns", "count"), [(1, 7), (16, 33), (139, 21), (320, 50)])
 def test_a_rows_bits_are_the_same_whatever_rows_are_with_it(way: Factor, columns: int, count: int) -> None:
-    weight, x = drawn(columns, count, 34, seed=4)
+    weight, x = drawn(columns, count * group_of(way), 34, seed=4)
     product = made(way, weight)
     alone = torch.cat([product(row[None]) for row in x])
-    for rows in range(1, 18):
-        for offset in range(x.shape[0] - rows + 1):
+    for rows in range(1, 20):
+        for offset in range(0, x.shape[0] - rows + 1, 1 if rows < 10 else 5):
             assert same_bits(product(x[offset : offset + rows]), alone[offset : offset + rows]), (rows, offset)
     order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(1))
     assert same_bits(product(x[order]), alone[order])
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_rows_bits_are_the_same_among_hundreds_and_on_threads(way: Factor) -> None:
+    """More rows than share widened blocks, and more summands than are widened at a time."""
+    weight, x = drawn(150, 2 * SUMMANDS + group_of(way), ROWS + 30, seed=5)
+    product = made(way, weight)
+    whole = product(x)
+    some = [0, 1, FEW_ROWS, 300, ROWS - 1, ROWS, ROWS + 29]
+    assert same_bits(torch.cat([product(x[row : row + 1]) for row in some]), whole[some])
+    assert same_bits(product(x[200:256]), whole[200:256])
+    assert bool(((whole.double() - exact(way, weight, x)[0]).abs() <= exact(way, weight, x)[1]).all())
+    before, few = torch.get_num_threads(), x[:FEW_ROWS].repeat(1, 1)
+    torch.set_num_threads(3)
+    try:
+        assert scratch_bytes() == 3 * known().scratch_bytes
+        assert same_bits(product(x), whole)
+        assert same_bits(product(few), whole[:FEW_ROWS])
+    finally:
+        torch.set_num_threads(before)
+
+
+def known() -> Kernels:
+    found = kernels()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_columns_bits_do_not_depend_on_the_columns_beside_it(way: Factor) -> None:
     """Stacked matrices give what each gives."""
-    weight, x = drawn(177, 19, 13)
+    weight, x = drawn(177, 19 * group_of(way), 13)
+    if way is Factor.INT8 or way in GROUPS.values():
+        pytest.skip("a column's scale follows from its place in this test")
     whole = made(way, weight)(x)
     for first, end in ((0, 1), (0, 48), (5, 138), (16, 177), (176, 177)):
         assert same_bits(made(way, weight[first:end].contiguous())(x), whole[:, first:end])
@@ -149,14 +211,19 @@ def test_a_columns_bits_do_not_depend_on_the_columns_beside_it(way: Factor) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_rows_are_no_rows(way: Factor) -> None:
-    weight, x = drawn(20, 6, 0)
+    weight, x = drawn(20, 6 * group_of(way), 0)
     assert made(way, weight)(x).shape == (0, 20)
-    product = packed(weight, "fp32" if way is Factor.FP32 else "bf16")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows_are_no_rows_of_a_packed_product(form: WeightFormat) -> None:
+    weight, x = drawn(20, 6, 0)
+    product = packed(weight, form)
     assert product(x).shape == (0, 20)
     assert product(x.reshape(1, 0, 6)).shape == (1, 0, 20)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way in DTYPES])
 def test_what_is_no_number_passes_through_and_stays_in_its_row_and_column(way: Factor) -> None:
     weight, x = drawn(35, 9, 11)
     clean = made(way, weight)(x)
@@ -167,7 +234,7 @@ def test_what_is_no_number_passes_through_and_stays_in_its_row_and_column(way: F
         assert not bool(torch.isfinite(got[4]).any())
         assert bool(torch.isnan(got[4]).all()) == (value != value)
         if value == value:
-            assert torch.equal(torch.sign(got[4]), torch.sign(weight.to(kept(way)).float()[:, 8] * value))
+            assert torch.equal(torch.sign(got[4]), torch.sign(weight.to(DTYPES[way]).float()[:, 8] * value))
         others = [row for row in range(11) if row != 4]
         assert same_bits(got[others], clean[others])
         holed = weight.clone()
@@ -179,31 +246,78 @@ def test_what_is_no_number_passes_through_and_stays_in_its_row_and_column(way: F
         assert same_bits(got[:, columns], clean[:, columns])
 
 
-@pytest.mark.parametrize("way", [Factor.FP32, Factor.BF16])
-def test_what_fills_blocks_up_is_no_part_of_a_sum(way: Factor) -> None:
+@pytest.mark.parametrize("rows", [1, 12, 20])
+@pytest.mark.parametrize("way", [Factor.FP32, Factor.BF16, Factor.FP16, Factor.INT8])
+def test_what_fills_blocks_up_is_no_part_of_a_sum(way: Factor, rows: int) -> None:
     """With an odd number of summands the pair's second is none: what lies behind a row is not read into it."""
-    weight, x = drawn(18, 5, 12)
-    behind = torch.full((12, 6), float("nan"))
+    weight, x = drawn(18, 5, rows)
+    behind = torch.full((rows, 6), float("nan"))
     behind[:, :5] = x
-    blocks = as_blocks(weight.to(kept(way)))
-    y = torch.full((12, 40), 7.0)
-    multiply(int(way), blocks.data_ptr(), behind.data_ptr(), 24, y.data_ptr(), 160, 12, 18, 5)
+    blocks, compiled = laid(way, weight)[0], known().products(way)
+    y = torch.full((rows, 40), 7.0)
+    given = (blocks.data.data_ptr(), behind.data_ptr(), 24, y.data_ptr(), 160, rows, 18, 5)
+    if rows <= FEW_ROWS:
+        CFUNCTYPE(None, *[c_int64] * 8)(compiled.few)(*given)
+    else:
+        y[:, :32] = 0
+        scratch = torch.full((known().scratch_bytes + 64,), 255, dtype=torch.uint8)
+        CFUNCTYPE(None, *[c_int64] * 9)(compiled.many)(*given, scratch.data_ptr())
+        assert bool((scratch[-64:] == 255).all()), "nothing behind the scratch buffer is written"
     assert same_bits(y[:, :18], made(way, weight)(x))
     assert bool((y[:, 18:32] == 0).all()), "the rest of the last block is of zeros"
     assert bool((y[:, 32:] == 7).all()), "nothing behind it is written"
 
 
-@pytest.mark.parametrize("form", BLOCKED)
-def test_operators_get_the_products_that_row_programs_run(form: WeightFormat) -> None:
-    for columns, count, rows in [(1, 1, 1), (17, 5, 9), (40, 8, 2), (139, 21, 17)]:
-        weight, x = drawn(columns, count, rows)
-        product = packed(weight, form)
+def test_the_scratch_buffer_is_enough_for_the_largest_piece() -> None:
+    weight, x = drawn(50, SUMMANDS, ROWS)
+    blocks = floats_in_blocks(weight.to(torch.bfloat16))
+    y, scratch = torch.zeros((ROWS, 64)), torch.full((known().scratch_bytes + 64,), 255, dtype=torch.uint8)
+    CFUNCTYPE(None, *[c_int64] * 9)(known().products(Factor.BF16).many)(
+        blocks.data.data_ptr(), x.data_ptr(), 4 * SUMMANDS, y.data_ptr(), 256, ROWS, 50, SUMMANDS, scratch.data_ptr()
+    )
+    assert same_bits(y[:1, :50], made(Factor.BF16, weight)(x[:1]))
+    assert bool((scratch[-64:] == 255).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_matrices_take_what_was_planned(form: WeightFormat) -> None:
+    for columns, count in [(1, 1), (17, 5), (48, 64), (139, 96), (32, 256)]:
+        weight, x = drawn(columns, count, 20)
+        pages = block_pages([(columns, count)], form)
+        product = pack(weight, None, form, "weight", in_blocks=True, pages=pages)
         assert product.blocks is not None
-        assert torch.equal(product.blocks, as_blocks(weight.to(IN_BLOCKS[form])))
-        assert same_bits(product(x), made(factor_of(product.blocks), weight)(x))
+        assert product.nbytes == packed_bytes(columns, count, form, in_blocks=True)
+        assert product.blocks.data.is_contiguous()
+        assert same_bits(product(x), packed(weight, form)(x))
 
 
-@pytest.mark.parametrize("form", BLOCKED)
+@pytest.mark.parametrize(
+    ("form", "error"), [("int8", 0.02), ("int4", 0.2), ("fp16", 1e-3), ("bf16", 1e-2), ("fp32", 1e-6)]
+)
+def test_products_are_near_those_of_the_weights_that_came(form: WeightFormat, error: float) -> None:
+    weight, x = drawn(64, 256, 20)
+    expected = x @ weight.t()
+    assert float((packed(weight, form)(x) - expected).norm() / expected.norm()) < error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "level", [("avx2", "AVX2", "AVX2", "haswell"), ("default", "SSE41", "SSE4_2", "nehalem")], ids=["avx2", "sse"]
+)
+def test_bits_do_not_depend_on_rows_at_lower_instruction_sets(level: tuple[str, str, str, str]) -> None:
+    """This file's own tests of bits and of sums, in a process that takes the processor for a smaller one."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        pytest.skip("levels of x86 processors")
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "NUMBA_CPU_NAME")
+    lowered = {**os.environ, **dict(zip(names, level, strict=True)), "NUMBA_CPU_FEATURES": ""}
+    chosen = "rows_bits_are or float64s or whole_numbers"
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-k", chosen, "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=lowered, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_rows_may_lie_anyhow_and_have_more_dimensions(form: WeightFormat) -> None:
     weight, x = drawn(21, 10, 12)
     product = packed(weight, form)
@@ -218,7 +332,7 @@ def test_rows_may_lie_anyhow_and_have_more_dimensions(form: WeightFormat) -> Non
     assert same_bits(product(x[0].expand(5, 10)), expected[:1].expand(5, 21))
 
 
-@pytest.mark.parametrize("form", BLOCKED)
+@pytest.mark.parametrize("form", FORMS)
 def test_biases_and_narrow_rows(form: WeightFormat) -> None:
     weight, x = drawn(21, 10, 3)
     bias = torch.arange(21.0)
@@ -232,14 +346,10 @@ def test_biases_and_narrow_rows(form: WeightFormat) -> None:
 def test_a_matrix_that_lies_anyhow_is_packed_as_it_reads_and_said_to_be_as_large_as_it_is() -> None:
     weight, x = drawn(21, 10, 3)
     across = weight.t().contiguous().t()
-    for form in BLOCKED:
+    for form in FORMS:
         product = packed(across, form)
         assert same_bits(product(x), packed(weight, form)(x))
         assert product.blocks is not None
-        assert product.nbytes == 32 * 10 * (4 if form == "fp32" else 2) == product.blocks.nbytes
-
-
-@pytest.mark.parametrize("form", ["fp16", "int8", "int4"])
-def test_other_formats_are_not_kept_in_blocks(form: WeightFormat) -> None:
-    weight, _ = drawn(32, 64, 1)
-    assert packed(weight, form).blocks is None
+        assert product.nbytes == product.blocks.data.nbytes
+    for form in FLOATS:
+        assert packed(across, form).nbytes == 32 * 10 * (4 if form == "fp32" else 2)

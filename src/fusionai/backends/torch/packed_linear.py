@@ -16,6 +16,17 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import linear, pad
 
+from fusionai.backends.torch.blocked_linear import blocked_product
+from fusionai.backends.torch.row_blocks import (
+    GROUPS,
+    WIDTH,
+    Blocks,
+    block_bytes,
+    blocks_bytes,
+    eight_bits_in_blocks,
+    floats_in_blocks,
+    four_bits_in_blocks,
+)
 from fusionai.backends.torch.row_code import Factor
 from fusionai.backends.torch.steady_rows import Counts, Product, in_steady_calls, steady_counts
 from fusionai.backends.torch.wide_pages import WidePages
@@ -23,12 +34,15 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
 
 FLOAT16_LARGEST: Final = 65504.0
-INT4_GROUPS: Final = (32, 64, 128)
+INT4_GROUPS: Final = tuple(GROUPS)
 """Weights that share a scale, the smallest that divides a row: the closest to the original."""
 INT8_COLUMNS: Final = 32
 """The eight-bit kernel reads whole vectors and checks nothing: shorter ends would be read beyond the matrix."""
-IN_BLOCKS: Final[dict[WeightFormat, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Formats that `row_products` multiplies by."""
+_FLOATS: Final[dict[WeightFormat, tuple[torch.dtype, Factor]]] = {
+    "fp32": (torch.float32, Factor.FP32),
+    "bf16": (torch.bfloat16, Factor.BF16),
+    "fp16": (torch.float16, Factor.FP16),
+}
 _TRIED_INSTEAD: Final = 2**22
 """Elements up to which a matrix of random numbers is tried in the place of the one that is loaded, whose sums may be
 exact in any order, as zeros are."""
@@ -37,14 +51,14 @@ _PROBE_TOLERANCE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """`counts`: numbers of rows per call; None if any will do. `blocks`: what is multiplied by, where it lies as
-    `row_products.as_blocks` lays it."""
+    """`counts`: numbers of rows per call; None if any will do. `blocks`: what is multiplied by, where it lies in
+    them."""
 
     product: Product
     bias: torch.Tensor | None
     nbytes: int
     counts: Counts | None = None
-    blocks: torch.Tensor | None = None
+    blocks: Blocks | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
@@ -66,15 +80,15 @@ def pack(
     pages: WidePages | None = None,
 ) -> PackedLinear:
     """`weight` [out, in] in float32, kept as `form`; the caller lets the original go. `in_blocks`: as compiled row
-    programs read it (`blocks`), where the form can be, in `pages`.
+    products read it (`blocks`), in `pages`.
 
     Raises `ExecutionError` where values do not fit the form."""
     if weight.device.type != "cpu":
         product, nbytes = _on_accelerator(weight, form, key)
         return PackedLinear(product, bias, nbytes)
-    if in_blocks and form in IN_BLOCKS:
-        product, blocks = _in_blocks(weight, form, pages)
-        return PackedLinear(product, bias, blocks.nbytes, blocks=blocks)
+    if in_blocks:
+        blocks = _in_blocks(weight, form, key, pages)
+        return PackedLinear(blocked_product(blocks), bias, blocks.data.nbytes, blocks=blocks)
     kind, product, nbytes = _on_cpu(weight, form, key)
     shape = (weight.shape[0], weight.shape[1])
 
@@ -87,8 +101,10 @@ def pack(
     return PackedLinear(product, bias, nbytes, steady_counts(kind, shape, trial))
 
 
-def packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
+def packed_bytes(rows: int, columns: int, form: WeightFormat, *, in_blocks: bool = False) -> int:
     """What a matrix [rows, columns] takes about, before it is there; kernels may round sizes up."""
+    if in_blocks:
+        return -(-rows // WIDTH) * block_bytes(_factor(rows, columns, form), columns)
     match form:
         case "fp32":
             return 4 * rows * columns
@@ -105,9 +121,7 @@ def packed_bytes(rows: int, columns: int, form: WeightFormat) -> int:
 
 def block_pages(shapes: Iterable[Sequence[int]], form: WeightFormat) -> WidePages:
     """Room for matrices [out, in] in blocks."""
-    from fusionai.backends.torch.row_products import blocks_bytes
-
-    return WidePages(sum(blocks_bytes(columns, count, IN_BLOCKS[form]) for columns, count in shapes))
+    return WidePages(sum(blocks_bytes(_factor(rows, columns, form), rows, columns) for rows, columns in shapes))
 
 
 def int4_group(rows: int, columns: int) -> int | None:
@@ -196,23 +210,23 @@ def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int
     return f"onednn {dtype}", lambda x: compute(x.to(dtype), packed, None, "none", [], ""), nbytes
 
 
-def _in_blocks(weight: torch.Tensor, form: WeightFormat, pages: WidePages | None) -> tuple[Product, torch.Tensor]:
-    """A row's bits are its own by construction, so nothing is tried. Imported here: not everybody has the compiler."""
-    from fusionai.backends.torch.row_products import as_blocks, factor_of, multiply
+def _factor(rows: int, columns: int, form: WeightFormat) -> Factor:
+    """Of a matrix in blocks."""
+    if form in _FLOATS:
+        return _FLOATS[form][1]
+    group = int4_group(rows, columns) if form == "int4" else None
+    return Factor.INT8 if group is None else GROUPS[group]
 
-    columns, count = weight.shape
-    blocks = as_blocks(weight.to(IN_BLOCKS[form]), pages)
-    kind, padded = factor_of(blocks), 16 * blocks.shape[0]
 
-    def product(x: torch.Tensor) -> torch.Tensor:
-        x = pad(x.to(torch.bfloat16), (0, count % 2)) if kind is Factor.HALVES else x.to(torch.float32)
-        x = x.contiguous()
-        y = torch.empty((x.shape[0], padded), dtype=torch.float32)
-        rows, step = x.shape[0], x.shape[1] * x.element_size()
-        multiply(int(kind), blocks.data_ptr(), x.data_ptr(), step, y.data_ptr(), 4 * padded, rows, columns, count)
-        return y[:, :columns]
-
-    return product, blocks
+def _in_blocks(weight: torch.Tensor, form: WeightFormat, key: str, pages: WidePages | None) -> Blocks:
+    if form in _FLOATS:
+        if form == "fp16":
+            _check_float16(weight, key)
+        return floats_in_blocks(weight.to(_FLOATS[form][0]), pages)
+    group = int4_group(*weight.shape) if form == "int4" else None
+    if group is not None:
+        return four_bits_in_blocks(*quantise_groups(weight, group), pages)
+    return eight_bits_in_blocks(*quantise_rows(weight), pages)
 
 
 def _plain(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:

@@ -50,20 +50,26 @@ class Form(IntEnum):
 
 
 class Factor(IntEnum):
-    """What a product's two sides are: float32 both, a bfloat16 matrix and float32 rows, bfloat16 both."""
+    """How a matrix is kept, and what multiplies it: rows of float32, but of bfloat16 for HALVES. Four bits by how many
+    weights share a scale."""
 
     FP32 = 0
     BF16 = 1
     HALVES = 2
+    FP16 = 3
+    INT8 = 4
+    INT4_32 = 5
+    INT4_64 = 6
+    INT4_128 = 7
 
 
 class Field(IntEnum):
     """Places in a line; place 0 is the `Op`. Strides belong to `DIMS`, of which the last is the innermost.
 
     `DIMS`: element-wise three; reductions groups and length; LINEAR columns and summands; ATTENTION query heads, key
-    heads, key width. `A` is x or q, `B` k. `EXTRA`: LAYER_NORM eps, weight, bias; LINEAR factor, address,
-    bias; ATTENTION value width, v, scale, softcap, sinks, number of the cache. Offsets of constants, -1 where there is
-    none."""
+    heads, key width. `A` is x or q, `B` k. `EXTRA`: LAYER_NORM eps, weight, bias; LINEAR factor, address, bias, address
+    of the product; ATTENTION value width, v, scale, softcap, sinks, number of the cache. Offsets of constants, -1 where
+    there is none."""
 
     DIMS = 1
     OUT = 4

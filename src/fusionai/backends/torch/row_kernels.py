@@ -18,9 +18,8 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 
-from fusionai.backends.torch import row_code, row_products
+from fusionai.backends.torch import row_code
 from fusionai.backends.torch.row_code import Factor, Field, Form, Op
-from fusionai.backends.torch.row_products import multiply
 from fusionai.backends.torch.row_vectors import (
     FLOAT,
     FLOATS,
@@ -31,6 +30,7 @@ from fusionai.backends.torch.row_vectors import (
     SHORT,
     SIZE,
     at_address,
+    call_at,
     folded,
     fused,
     int64,
@@ -415,7 +415,7 @@ def _linear(
             halves[(row + 1) * words - 1] = np.float32(0.0)
             _KEEP_BF16(halves_address + 4 * row * words, 0, x + row * step, 0, 0, 0, count)
         x, step = halves_address, 4 * words
-    multiply(factor, line[_EXTRA + 1], x, step, y, 4 * width, rows, columns, count)
+    call_at(line[_EXTRA + 3], line[_EXTRA + 1], x, step, y, 4 * width, rows, columns, count)
     if bias >= 0:
         for row in range(rows):
             _binary(_ADD, mem, base + row * width + line[_OUT], base + row * width + line[_OUT], bias, columns, 1, 1)
@@ -571,7 +571,7 @@ def _run(stamp: int) -> Any:
     return run
 
 
-run = _run(stamp_of(__file__, row_code.__file__, row_products.__file__))
+run = _run(stamp_of(__file__, row_code.__file__))
 """`code`: lines as `row_code.Field` says. `mem`: constants, from `base` on `width` floats for every row; at
 `address`. `caches`: per attention keys' and values' address, window and ring's capacity (0: none). `form`: of the
 caches. Of every row its position, its pages, its ring. `scores`: room for one key head's queries;

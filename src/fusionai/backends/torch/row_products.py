@@ -1,31 +1,40 @@
-"""Products with matrices kept as blocks of 16 columns, read once from end to end: few rows wait for memory alone.
+"""Products with matrices kept as blocks of 16 columns, in every weight format: few rows wait for memory alone, many
+compute as fast as float32 does.
 
-A block has the columns' weights of the first summand, then those of the second ...: one vector each in float32, two
-summands in a vector of pairs in bfloat16. Every (row, column) is summed in float32 in the order of the summands, or of
-their pairs, however many rows and columns are computed together, so a row's bits depend on nothing but the row.
-`as_blocks` lays a matrix out; `row_kernels` and `packed_linear` call `multiply` with its address.
+Every (row, column) is summed in float32 in the order of the summands, or (HALVES) of their pairs, however many rows and
+columns are computed together, on however many threads: a row's bits depend on nothing but the row. Weights in other
+formats are made float32 exactly as they stand for, in vectors where few rows are multiplied, in a scratch buffer of a
+few blocks where many are, which changes no sum: both give the same bits.
 
-Neighbours: `row_vectors` has the instructions.
+How many sums are in the processor's vectors at a time is decided here by its instruction set: more than it has vectors
+go through memory at every step, which is ten times slower. Neighbours: `row_blocks` has the layouts, `row_vectors` the
+instructions.
 """
 
 # pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
-from numba import njit
-from numba.core import cgutils
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
+from numba import cfunc, njit
+from numba.core import cgutils, config
 
-from fusionai.backends.torch import row_code
+from fusionai.backends.torch import row_blocks, row_code
+from fusionai.backends.torch.row_blocks import GROUPS, block_bytes
 from fusionai.backends.torch.row_code import Factor, Form
 from fusionai.backends.torch.row_vectors import (
     BFLOAT,
     FLOATS,
     INT,
     LANES,
+    SHORT,
     WORDS,
     at_address,
     fused,
@@ -36,112 +45,143 @@ from fusionai.backends.torch.row_vectors import (
     prefetch,
     stamp_of,
 )
-from fusionai.backends.torch.wide_pages import WidePages, taken_bytes
 
-HALVES: Final[bool] = get_host_cpu_features().get("avx512bf16", False)
-"""Whether the processor multiplies bfloat16 by bfloat16, two summands an instruction."""
-_BF16, _HALVES = int(Factor.BF16), int(Factor.HALVES)
-_GROUP: Final = 12
-"""Blocks whose weights stay in the processor's cache while all rows pass: whole tiles of any number of rows."""
-
-
-def factor_of(blocks: torch.Tensor) -> Factor:
-    """How `multiply` takes a matrix that `as_blocks` laid out."""
-    if blocks.dtype == torch.float32:
-        return Factor.FP32
-    return Factor.HALVES if HALVES else Factor.BF16
-
-
-def as_blocks(matrix: torch.Tensor, pages: WidePages | None = None) -> torch.Tensor:
-    """[columns, summands] float32 or bfloat16 -> [blocks, summands, 16], or [blocks, pairs, 16, 2]; zeros fill up.
-    In `pages`, where given."""
-    columns, count = matrix.shape
-    paired = matrix.dtype == torch.bfloat16
-    whole = matrix.new_zeros((columns + -columns % LANES, count + (count % 2 if paired else 0)))
-    whole[:columns, :count] = matrix
-    blocks = whole.reshape(-1, LANES, whole.shape[1])
-    if paired:
-        blocks = blocks.reshape(*blocks.shape[:2], -1, 2)
-    blocks = blocks.transpose(1, 2)
-    if pages is None:
-        return blocks.contiguous()
-    return pages.take(tuple(blocks.shape), blocks.dtype).copy_(blocks)
+_LEVEL: Final = torch.backends.cpu.get_cpu_capability()
+"""Of the instructions that torch uses, which a user can lower."""
+_INTEL_LIKE: Final = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
+_WIDE: Final = _LEVEL.startswith("AVX512")
+HALVES: Final[bool] = (
+    _WIDE
+    and config.CPU_NAME is None
+    and get_host_cpu_features().get("avx512bf16", False)
+    and get_host_cpu_name().startswith("znver")
+)
+"""Whether the processor multiplies bfloat16 by bfloat16, two summands an instruction, as fast as float32 by float32.
+Intel's does it at half the speed, which gains nothing."""
+SUMMANDS: Final = 256
+"""That many rows multiply by at a time: their weights as float32 stay in the cache. Whole groups of four bits."""
+ROWS: Final = 512
+"""That share blocks made float32."""
+FEW_ROWS: Final = 16
+"""Up to so many rows read the matrix as it is kept."""
+_GROUP_BYTES: Final = 2**20
+"""Blocks whose weights stay in the processor's cache while all of few rows pass."""
+_PADDING: Final = 16
+"""Floats between copied rows, lest they all fall into the same lines of the cache."""
 
 
-def blocks_bytes(columns: int, count: int, dtype: torch.dtype) -> int:
-    """What `as_blocks` takes of pages."""
-    return taken_bytes((columns + -columns % LANES, count + (count % 2 if dtype == torch.bfloat16 else 0)), dtype)
+def _shapes(wide: tuple[tuple[int, int], ...], avx2: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]):
+    if _WIDE:
+        return wide
+    if _INTEL_LIKE and _LEVEL == "DEFAULT":
+        return other
+    return avx2
 
 
-def _tile(kind: Factor, blocks: int, rows: int) -> Any:
-    """`blocks` x `rows` vectors of inner products. `w`: the first block, `w_step`: bytes of one; y is overwritten."""
-    x_bytes = {Factor.FP32: 4, Factor.BF16: 8, Factor.HALVES: 4}[kind]
+# (blocks, rows) by falling rows, the last of one row. As many sums as there are vectors, less those for factors: 32 of
+# 16 numbers, 16 of 8, 16 of 4. Processors of other kinds have 32 of 4, as much as the second.
+_TILES: Final = _shapes(((3, 8), (4, 4), (4, 2), (4, 1)), ((1, 6), (1, 4), (2, 2), (4, 1)), ((1, 2), (2, 1)))
+_FOUR_BIT_TILES: Final = _shapes(((2, 8), (2, 4), (2, 2), (2, 1)), ((1, 4), (1, 2), (1, 1)), ((1, 2), (1, 1)))
 
-    def codegen(builder: Any, args: Any) -> None:
-        w, w_step, x, x_step, y, y_step, count = args
-        w_at = [builder.add(w, builder.mul(w_step, int64(block))) for block in range(blocks)]
-        x_at = [builder.add(x, builder.mul(x_step, int64(row))) for row in range(rows)]
-        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(rows)] for _ in range(blocks)]
-        for line in sums:
-            for place in line:
-                builder.store(ir.Constant(FLOATS, [0.0] * LANES), place)
-        tile = builder.mul(w_step, int64(blocks))
-        pairs = ir.VectorType(BFLOAT, 2 * LANES)
-        fma = fused(builder, FLOATS, "v16f32")
 
-        def add(factors: list[Any], x_off: Any) -> None:
-            for row, at in enumerate(x_at):
-                spread = _spread(builder, load_one(builder, Form.FP32, builder.add(at, x_off)))
-                for values, line in zip(factors, sums, strict=True):
-                    builder.store(builder.call(fma, [values, spread, builder.load(line[row])]), line[row])
+def factor_of(blocks: row_blocks.Blocks) -> Factor:
+    """How `multiply` takes a matrix."""
+    return Factor.HALVES if HALVES and blocks.factor is Factor.BF16 else blocks.factor
 
-        def add_pairs(words: list[Any], x_off: Any) -> None:
-            function = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
-            dot = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
-            factors = [builder.bitcast(word, pairs) for word in words]
-            for row, at in enumerate(x_at):
-                pair = builder.load(at_address(builder, builder.add(at, x_off), INT), align=2)
-                spread = builder.bitcast(_spread(builder, pair), pairs)
-                for values, line in zip(factors, sums, strict=True):
-                    builder.store(builder.call(dot, [builder.load(line[row]), values, spread]), line[row])
 
-        def step(index: Any, *, last: bool = False) -> None:
-            off = builder.mul(index, int64(4 * LANES))
-            x_off = builder.mul(index, int64(x_bytes))
-            if rows >= 4 and not last:
-                # The next tile's weights come while this one's are multiplied by: that takes as long. With fewer rows
-                # memory is busy anyway.
-                for at in w_at:
-                    prefetch(builder, builder.add(builder.add(at, tile), off))
-            if kind is Factor.FP32:
-                add([load_wide(builder, Form.FP32, builder.add(at, off)) for at in w_at], x_off)
-                return
-            words = [builder.load(at_address(builder, builder.add(at, off), WORDS), align=4) for at in w_at]
-            if kind is Factor.HALVES:
-                add_pairs(words, x_off)
-                return
-            add([_first(builder, word) for word in words], x_off)
-            if not last:
-                add([_second(builder, word) for word in words], builder.add(x_off, int64(4)))
+def scratch_bytes() -> int:
+    """Of `multiply_many`."""
+    return 4 * (ROWS * (SUMMANDS + _PADDING) + _TILES[0][0] * SUMMANDS * LANES)
 
-        match kind:
-            case Factor.FP32:
-                steps = count
-            case Factor.HALVES:
-                steps = builder.sdiv(builder.add(count, int64(1)), int64(2))
-            case Factor.BF16:
-                steps = builder.sdiv(count, int64(2))
-        with cgutils.for_range(builder, steps) as loop:
-            step(loop.index)
-        if kind is Factor.BF16:
+
+# ----------------------------------------------------------------------------------------------------- weights of kinds
+
+
+def _each_summand(
+    builder: Any,
+    kind: Factor,
+    w_at: list[Any],
+    count: Any,
+    body: Callable[[list[Any], Any], None],
+    ahead: Any | None = None,
+) -> None:
+    """`body(weights of every block in float32, number of the summand)`, ascending. `ahead`: bytes to what is fetched
+    meanwhile."""
+
+    def fetch(off: Any) -> None:
+        if ahead is not None:
+            for at in w_at:
+                prefetch(builder, builder.add(builder.add(at, ahead), off))
+
+    def words_at(off: Any) -> list[Any]:
+        return [builder.load(at_address(builder, builder.add(at, off), WORDS), align=4) for at in w_at]
+
+    match kind:
+        case Factor.FP32 | Factor.FP16 | Factor.INT8:
+            size = {Factor.FP32: 4, Factor.FP16: 2, Factor.INT8: 1}[kind]
+            with cgutils.for_range(builder, count) as loop:
+                off = builder.mul(loop.index, int64(size * LANES))
+                fetch(off)
+                body([_loaded(builder, kind, builder.add(at, off)) for at in w_at], loop.index)
+        case Factor.BF16:
+            pairs = builder.sdiv(count, int64(2))
+            with cgutils.for_range(builder, pairs) as loop:
+                off = builder.mul(loop.index, int64(4 * LANES))
+                fetch(off)
+                words, first = words_at(off), builder.mul(loop.index, int64(2))
+                body([_first(builder, word) for word in words], first)
+                body([_second(builder, word) for word in words], builder.add(first, int64(1)))
             with builder.if_then(builder.icmp_signed("!=", builder.and_(count, int64(1)), int64(0))):
-                step(steps, last=True)
-        for block, line in enumerate(sums):
-            for row, place in enumerate(line):
-                out = builder.add(y, builder.add(builder.mul(y_step, int64(row)), int64(4 * LANES * block)))
-                builder.store(builder.load(place), at_address(builder, out, FLOATS), align=4)
+                words = words_at(builder.mul(pairs, int64(4 * LANES)))
+                body([_first(builder, word) for word in words], builder.mul(pairs, int64(2)))
+        case _:
+            size = next(group for group, known in GROUPS.items() if known is kind)
+            fma = fused(builder, FLOATS, "v16f32")
+            eight, mask, four = (ir.Constant(FLOATS, [-8.0] * LANES), _all(15), _all(4))
+            with cgutils.for_range(builder, builder.sdiv(count, int64(size))) as group:
+                start = builder.mul(group.index, int64(block_bytes(kind, size)))
+                words = words_at(start)
+                scales = [_first(builder, word) for word in words]
+                bases = [
+                    builder.call(fma, [eight, scale, _second(builder, word)])
+                    for word, scale in zip(words, scales, strict=True)
+                ]
+                with cgutils.for_range(builder, int64(size // 2)) as loop:
+                    off = builder.add(builder.add(start, int64(4 * LANES)), builder.mul(loop.index, int64(LANES)))
+                    fetch(off)
+                    levels = [_bytes(builder, builder.add(at, off), signed=False) for at in w_at]
+                    first = builder.add(builder.mul(group.index, int64(size)), builder.mul(loop.index, int64(2)))
+                    for number, halves in enumerate(
+                        ([builder.and_(both, mask) for both in levels], [builder.lshr(both, four) for both in levels])
+                    ):
+                        floats = [builder.sitofp(half, FLOATS) for half in halves]
+                        weights = [builder.call(fma, list(given)) for given in zip(floats, scales, bases, strict=True)]
+                        body(weights, builder.add(first, int64(number)))
 
-    return intrinsic_of(f"tile_{kind.name}_{blocks}_{rows}", codegen)
+
+def _loaded(builder: Any, kind: Factor, address: Any) -> Any:
+    if kind is Factor.FP32:
+        return load_wide(builder, Form.FP32, address)
+    if kind is Factor.INT8:
+        return builder.sitofp(_bytes(builder, address, signed=True), FLOATS)
+    if not (_INTEL_LIKE and _LEVEL == "DEFAULT"):
+        return load_wide(builder, Form.FP16, address)
+    # No instruction: the exponent is moved, then mended by a product, which also makes numbers below the normal ones.
+    short = builder.load(at_address(builder, address, ir.VectorType(SHORT, LANES)), align=2)
+    bits = builder.zext(short, WORDS)
+    moved = builder.shl(builder.and_(bits, _all(0x7FFF)), _all(13))
+    sized = builder.fmul(builder.bitcast(moved, FLOATS), ir.Constant(FLOATS, [2.0**112] * LANES))
+    sign = builder.shl(builder.and_(bits, _all(0x8000)), _all(16))
+    return builder.bitcast(builder.or_(builder.bitcast(sized, WORDS), sign), FLOATS)
+
+
+def _bytes(builder: Any, address: Any, *, signed: bool) -> Any:
+    loaded = builder.load(at_address(builder, address, ir.VectorType(ir.IntType(8), LANES)), align=1)
+    return builder.sext(loaded, WORDS) if signed else builder.zext(loaded, WORDS)
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(WORDS, [value] * LANES)
 
 
 def _spread(builder: Any, value: Any) -> Any:
@@ -152,16 +192,121 @@ def _spread(builder: Any, value: Any) -> Any:
 
 def _first(builder: Any, words: Any) -> Any:
     """A bfloat16 is the upper half of its float32."""
-    return builder.bitcast(builder.shl(words, ir.Constant(words.type, [16] * LANES)), FLOATS)
+    return builder.bitcast(builder.shl(words, _all(16)), FLOATS)
 
 
 def _second(builder: Any, words: Any) -> Any:
-    return builder.bitcast(builder.and_(words, ir.Constant(words.type, [-65536] * LANES)), FLOATS)
+    return builder.bitcast(builder.and_(words, _all(-65536)), FLOATS)
 
 
-def _across(kind: Factor, width: int, rows: int) -> Any:
+# --------------------------------------------------------------------------------------------------------------- pieces
+
+
+def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any:
+    """`blocks` x `rows` vectors of inner products. `w`: the first block, `w_step`: bytes of one. y is overwritten, or
+    (`resumed`) added to."""
+
+    def codegen(builder: Any, args: Any) -> None:
+        w, w_step, x, x_step, y, y_step, count = args
+        w_at = [builder.add(w, builder.mul(w_step, int64(block))) for block in range(blocks)]
+        x_at = [builder.add(x, builder.mul(x_step, int64(row))) for row in range(rows)]
+        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(rows)] for _ in range(blocks)]
+
+        def place_of(block: int, row: int) -> Any:
+            out = builder.add(y, builder.add(builder.mul(y_step, int64(row)), int64(4 * LANES * block)))
+            return at_address(builder, out, FLOATS)
+
+        for block, line in enumerate(sums):
+            for row, place in enumerate(line):
+                start = ir.Constant(FLOATS, [0.0] * LANES)
+                builder.store(builder.load(place_of(block, row), align=4) if resumed else start, place)
+        # The next tile's weights come while this one's are multiplied by: that takes as long. With fewer rows memory is
+        # busy anyway; what is resumed is in the cache.
+        ahead = builder.mul(w_step, int64(blocks)) if rows >= 4 and not resumed else None
+        if kind is Factor.HALVES:
+            _add_pairs(builder, w_at, x_at, sums, count, ahead)
+        else:
+            fma = fused(builder, FLOATS, "v16f32")
+
+            def add(weights: list[Any], index: Any) -> None:
+                for row, at in enumerate(x_at):
+                    value = load_one(builder, Form.FP32, builder.add(at, builder.mul(index, int64(4))))
+                    spread = _spread(builder, value)
+                    for values, line in zip(weights, sums, strict=True):
+                        builder.store(builder.call(fma, [values, spread, builder.load(line[row])]), line[row])
+
+            _each_summand(builder, kind, w_at, count, add, ahead)
+        for block, line in enumerate(sums):
+            scale = None
+            if kind is Factor.INT8:
+                scale = load_wide(builder, Form.FP32, builder.add(w_at[block], builder.mul(count, int64(LANES))))
+            for row, place in enumerate(line):
+                value = builder.load(place)
+                value = value if scale is None else builder.fmul(value, scale)
+                builder.store(value, place_of(block, row), align=4)
+
+    return intrinsic_of(f"tile_{kind.name}_{blocks}_{rows}_{resumed}", codegen)
+
+
+def _add_pairs(builder: Any, w_at: list[Any], x_at: list[Any], sums: Any, count: Any, ahead: Any) -> None:
+    pairs = ir.VectorType(BFLOAT, 2 * LANES)
+    function = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
+    dot = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
+    with cgutils.for_range(builder, builder.sdiv(builder.add(count, int64(1)), int64(2))) as loop:
+        off, x_off = builder.mul(loop.index, int64(4 * LANES)), builder.mul(loop.index, int64(4))
+        if ahead is not None:
+            for at in w_at:
+                prefetch(builder, builder.add(builder.add(at, ahead), off))
+        words = [builder.load(at_address(builder, builder.add(at, off), WORDS), align=4) for at in w_at]
+        for row, at in enumerate(x_at):
+            pair = builder.load(at_address(builder, builder.add(at, x_off), INT), align=2)
+            spread = builder.bitcast(_spread(builder, pair), pairs)
+            for word, line in zip(words, sums, strict=True):
+                values = builder.bitcast(word, pairs)
+                builder.store(builder.call(dot, [builder.load(line[row]), values, spread]), line[row])
+
+
+def _widened(kind: Factor) -> Any:
+    """Of one block at w `count` summands as float32 at y."""
+
+    def codegen(builder: Any, args: Any) -> None:
+        w, _, _, _, y, _, count = args
+
+        def keep(weights: list[Any], index: Any) -> None:
+            out = builder.add(y, builder.mul(index, int64(4 * LANES)))
+            builder.store(weights[0], at_address(builder, out, FLOATS), align=4)
+
+        _each_summand(builder, kind, [w], count, keep)
+
+    return intrinsic_of(f"widened_{kind.name}", codegen)
+
+
+def _copied() -> Any:
+    """`count` words from x to y."""
+
+    def codegen(builder: Any, args: Any) -> None:
+        _, _, x, _, y, _, count = args
+        cgutils.raw_memcpy(builder, at_address(builder, y, INT), at_address(builder, x, INT), count, int64(4), align=1)
+
+    return intrinsic_of("copied", codegen)
+
+
+def _scaled() -> Any:
+    """`count` rows of y times the 16 numbers at w."""
+
+    def codegen(builder: Any, args: Any) -> None:
+        w, _, _, _, y, y_step, count = args
+        scale = load_wide(builder, Form.FP32, w)
+        with cgutils.for_range(builder, count) as loop:
+            place = at_address(builder, builder.add(y, builder.mul(y_step, loop.index)), FLOATS)
+            builder.store(builder.fmul(builder.load(place, align=4), scale), place, align=4)
+
+    return intrinsic_of("scaled", codegen)
+
+
+def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> Any:
     """`rows` rows by blocks `block` to `end`, `width` of them at a time."""
-    wide, one = _tile(kind, width, rows), _tile(kind, 1, rows)
+    wide, one = _tile(kind, width, rows, resumed=resumed), _tile(kind, 1, rows, resumed=resumed)
 
     @njit(nogil=True)
     def run_across(
@@ -177,60 +322,169 @@ def _across(kind: Factor, width: int, rows: int) -> Any:
     return run_across
 
 
-def _blocked(kind: Factor) -> Any:
-    """y [rows, columns, rounded up to whole blocks] = x [rows, count] times the matrix transposed."""
-    # As many sums as a processor has vectors, less those for factors.
-    eight, four, two, one = (_across(kind, width, rows) for width, rows in ((3, 8), (4, 4), (4, 2), (4, 1)))
-    paired = kind is not Factor.FP32
+def _down(kind: Factor, *, resumed: bool = False) -> Any:
+    """All rows by blocks `block` to `end`."""
+    tiles = _FOUR_BIT_TILES if kind in GROUPS.values() else _TILES
+    # What has fewer sizes of tiles has the smallest more than once.
+    sizes = [tiles[min(number, len(tiles) - 1)] for number in range(4)]
+    most, many, some, _ = (rows for _, rows in sizes)
+    a, b, c, d = (_across(kind, width, rows, resumed=resumed) for width, rows in sizes)
 
     @njit(nogil=True)
-    def run_blocked(w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any) -> Any:
-        step = 64 * ((count + 1) // 2 if paired else count)
-        blocks = (columns + 15) // 16
-        for first in range(0, blocks, _GROUP):
-            end = min(blocks, first + _GROUP)
-            row = 0
-            while row < rows:
-                at, out = x + row * x_step, y + row * y_step
-                if rows - row >= 8:
-                    eight(w, step, at, x_step, out, y_step, first, end, count)
-                    row += 8
-                elif rows - row >= 4:
-                    four(w, step, at, x_step, out, y_step, first, end, count)
-                    row += 4
-                elif rows - row >= 2:
-                    two(w, step, at, x_step, out, y_step, first, end, count)
-                    row += 2
-                else:
-                    one(w, step, at, x_step, out, y_step, first, end, count)
-                    row += 1
+    def run_down(
+        w: Any, step: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, block: Any, end: Any, count: Any
+    ) -> Any:
+        row = 0
+        while row < rows:
+            at, out = x + row * x_step, y + row * y_step
+            if rows - row >= most:
+                a(w, step, at, x_step, out, y_step, block, end, count)
+                row += most
+            elif rows - row >= many:
+                b(w, step, at, x_step, out, y_step, block, end, count)
+                row += many
+            elif rows - row >= some:
+                c(w, step, at, x_step, out, y_step, block, end, count)
+                row += some
+            else:
+                d(w, step, at, x_step, out, y_step, block, end, count)
+                row += 1
 
-    return run_blocked
+    return run_down
 
 
-_blocked_fp32, _blocked_bf16 = _blocked(Factor.FP32), _blocked(Factor.BF16)
-# The instruction must not be asked for where there is none; nobody calls what stands in for it.
-_blocked_halves = _blocked(Factor.HALVES) if HALVES else _blocked_bf16
+# ------------------------------------------------------------------------------------------------------------- products
 
 
-def _multiply(stamp: int) -> Any:
-    @njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-    def multiply(
-        kind: Any, w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any
-    ) -> None:
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Compiled for one way of keeping a matrix: addresses of C functions, which let go of nothing and take integers.
+
+    `few` (w, x, x_step, y, y_step, rows, columns, count): addresses, steps in bytes. y [rows, columns] is float32 and
+    has room for whole blocks of columns in every row; so is x [rows, count], but bfloat16 for HALVES, with a zero
+    behind an odd count. `many`: the same, with the address of `scratch_bytes` at the end; y is zeros before."""
+
+    few: int
+    many: int
+
+
+@cache
+def products(kind: Factor) -> Products:
+    """Takes seconds the first time on a machine, then comes from the disk."""
+    few, many = _few(int(kind), _STAMP), _many(int(kind), _TILES[0][0], _STAMP)
+    _KEPT.extend((few, many))
+    return Products(few.address, many.address)
+
+
+_KEPT: Final[list[Any]] = []
+"""Their code is let go with them."""
+
+
+def _few(kind: int, stamp: int) -> Any:
+    @cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64)", nopython=True, cache=True)
+    def multiply(w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any) -> None:
         if stamp < 0:
             return
-        if kind == _HALVES:
-            _blocked_halves(w, x, x_step, y, y_step, rows, columns, count)
-        elif kind == _BF16:
-            _blocked_bf16(w, x, x_step, y, y_step, rows, columns, count)
-        else:
-            _blocked_fp32(w, x, x_step, y, y_step, rows, columns, count)
+        step, blocks = _step(kind, count), (columns + 15) // 16
+        group = max(12, _GROUP_BYTES // max(1, step)) if rows > _TILE_ROWS else blocks
+        for block in range(0, blocks, max(1, group)):
+            end = min(blocks, block + group)
+            # All but one of the branches is gone before anything is compiled.
+            if kind == _FP32:
+                _fp32(w, step, x, x_step, y, y_step, rows, block, end, count)
+            elif kind == _BF16:
+                _bf16(w, step, x, x_step, y, y_step, rows, block, end, count)
+            elif kind == _HALVES:
+                _halves(w, step, x, x_step, y, y_step, rows, block, end, count)
+            elif kind == _FP16:
+                _fp16(w, step, x, x_step, y, y_step, rows, block, end, count)
+            elif kind == _INT8:
+                _int8(w, step, x, x_step, y, y_step, rows, block, end, count)
+            elif kind == _INT4_32:
+                _int4_32(w, step, x, x_step, y, y_step, rows, block, end, count)
+            elif kind == _INT4_64:
+                _int4_64(w, step, x, x_step, y, y_step, rows, block, end, count)
+            else:
+                _int4_128(w, step, x, x_step, y, y_step, rows, block, end, count)
 
     return multiply
 
 
-multiply = _multiply(stamp_of(__file__, row_code.__file__))
-"""(kind, w, x, x_step, y, y_step, rows, columns, count): a `Factor`, addresses, steps in bytes. y [rows, columns] is
-float32 and has room for whole blocks of columns in every row; so is x [rows, count], but bfloat16 for HALVES, with a
-zero behind an odd count."""
+def _many(kind: int, wide: int, stamp: int) -> Any:
+    @cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nopython=True, cache=True)
+    def multiply_many(
+        w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any, scratch: Any
+    ) -> None:
+        if stamp < 0:
+            return
+        step, blocks = _step(kind, count), (columns + 15) // 16
+        widened = scratch + 4 * _ROWS * (_SUMMANDS + 16)
+        for row in range(0, rows, _ROWS):
+            some = min(rows - row, _ROWS)
+            for first in range(0, count, _SUMMANDS):
+                part = min(count - first, _SUMMANDS)
+                words = (part + 1) // 2 if kind == _HALVES else part
+                off = 2 * first if kind == _HALVES else 4 * first
+                near = 4 * words + 64
+                for number in range(some):
+                    _copy(0, 0, x + (row + number) * x_step + off, 0, scratch + number * near, 0, words)
+                behind = _step(kind, first) - (64 if kind == _INT8 else 0)
+                for block in range(0, blocks, wide):
+                    end = min(blocks, block + wide)
+                    at, out = w + block * step + behind, y + row * y_step + 64 * block
+                    if kind == _FP32:
+                        _more(at, step, scratch, near, out, y_step, some, 0, end - block, part)
+                    elif kind == _HALVES:
+                        _more_halves(at, step, scratch, near, out, y_step, some, 0, end - block, part)
+                    else:
+                        for number in range(end - block):
+                            given, made = at + number * step, widened + number * 64 * part
+                            if kind == _BF16:
+                                _widen_bf16(given, 0, 0, 0, made, 0, part)
+                            elif kind == _FP16:
+                                _widen_fp16(given, 0, 0, 0, made, 0, part)
+                            elif kind == _INT8:
+                                _widen_int8(given, 0, 0, 0, made, 0, part)
+                            elif kind == _INT4_32:
+                                _widen_int4_32(given, 0, 0, 0, made, 0, part)
+                            elif kind == _INT4_64:
+                                _widen_int4_64(given, 0, 0, 0, made, 0, part)
+                            else:
+                                _widen_int4_128(given, 0, 0, 0, made, 0, part)
+                        _more(widened, 64 * part, scratch, near, out, y_step, some, 0, end - block, part)
+                    if kind == _INT8 and first + part == count:
+                        for number in range(end - block):
+                            _scale(w + (block + number) * step + 16 * count, 0, 0, 0, out + 64 * number, y_step, some)
+
+    return multiply_many
+
+
+@njit(nogil=True)
+def _step(kind: Any, count: Any) -> Any:
+    """`row_blocks.block_bytes`."""
+    if kind == _FP32:
+        return 64 * count
+    if kind in (_BF16, _HALVES):
+        return 64 * ((count + 1) // 2)
+    if kind == _FP16:
+        return 32 * count
+    if kind == _INT8:
+        return 16 * count + 64
+    group = 32 << (kind - _INT4_32)
+    return count // group * (64 + 8 * group)
+
+
+_FP32, _BF16, _HALVES, _FP16, _INT8, _INT4_32, _INT4_64, _INT4_128 = (int(factor) for factor in Factor)
+_ROWS, _SUMMANDS, _TILE_ROWS = ROWS, SUMMANDS, _TILES[0][1]
+_fp32, _bf16, _fp16, _int8, _int4_32, _int4_64, _int4_128 = (
+    _down(factor) for factor in Factor if factor is not Factor.HALVES
+)
+_more = _down(Factor.FP32, resumed=True)
+# The instruction must not be asked for where there is none; nobody calls what stands in for it.
+_halves = _down(Factor.HALVES) if HALVES else _bf16
+_more_halves = _down(Factor.HALVES, resumed=True) if HALVES else _more
+_widen_bf16, _widen_fp16, _widen_int8, _widen_int4_32, _widen_int4_64, _widen_int4_128 = (
+    _widened(factor) for factor in Factor if factor not in (Factor.FP32, Factor.HALVES)
+)
+_copy, _scale = _copied(), _scaled()
+_STAMP: Final = stamp_of(__file__, row_code.__file__, row_blocks.__file__, about=f"{_LEVEL} {HALVES}")

@@ -1,7 +1,7 @@
 """A stage of a few rows at a time in one compiled call: addresses, memory, passes. Decides when there is such a thing.
 
-Only on one thread of a CPU, with matrices in blocks, and where numba is installed; a stage with several threads
-multiplies faster by operators. Neighbours: `row_plan` writes the instructions, `row_kernels` runs them, `serving` says
+Only on one thread of a CPU, and where numba is installed; a stage with several threads multiplies faster by
+operators. Neighbours: `row_plan` writes the instructions, `row_kernels` runs them, `serving` says
 which rows.
 """
 
@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fusionai.backends.torch.blocked_linear import kernels
 from fusionai.backends.torch.packed_graph import Held, Use
-from fusionai.backends.torch.packed_linear import IN_BLOCKS
 from fusionai.backends.torch.paged_cache import LayerCache
+from fusionai.backends.torch.row_blocks import Blocks
 from fusionai.backends.torch.row_code import Field, Form
 from fusionai.backends.torch.row_plan import Plan, Unplanned, plan_rows
 from fusionai.ir.schema import Graph
-from fusionai.scheduling.compiled import available
 from fusionai.wire.serving import ServeOptions
 
 log = logging.getLogger(__name__)
@@ -48,12 +48,9 @@ class RowPlace:
     ring: int
 
 
-def planned(
-    graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use], options: ServeOptions, device: torch.device
-) -> Plan | None:
+def planned(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use], device: torch.device) -> Plan | None:
     """What makes the outputs `wanted`, None where operators do. Compiles, so that no pass waits for it."""
-    suits = device.type == "cpu" and torch.get_num_threads() == 1 and options.weights in IN_BLOCKS
-    if not (suits and uses and available()):
+    if device.type != "cpu" or torch.get_num_threads() != 1 or not uses or kernels() is None:
         return None
     try:
         plan = plan_rows(graph, wanted, uses)
@@ -70,12 +67,6 @@ def needed_bytes(plan: Plan, options: ServeOptions) -> int:
     return 4 * (floats + plan.groups * _FIRST_SCORES)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    run: Callable[..., None]
-    factor_of: Callable[[torch.Tensor], int]
-
-
 class RowProgram:
     """`values`: parameters as the interpreter takes them, all here. `caches`: by node id of the attention."""
 
@@ -87,9 +78,10 @@ class RowProgram:
         caches: Mapping[int, LayerCache],
         options: ServeOptions,
     ) -> None:
-        kernel = _kernel()
-        assert kernel is not None
-        self._run = kernel.run
+        run, products = _kernel(), kernels()
+        assert run is not None
+        assert products is not None
+        self._run = run
         self._plan = plan
         self._page_tokens = options.page_tokens
         self._form = int(_CACHES[options.cache])
@@ -108,7 +100,7 @@ class RowProgram:
         for number, node in enumerate(plan.attentions):
             cache_ = caches[node]
             self._caches[number] = (*cache_.addresses, cache_.window or 0, cache_.capacity)
-        self._held: list[torch.Tensor] = []
+        self._held: list[Blocks] = []
         for line, node in plan.products.items():
             weight = uses[node].weight
             held = values([weight])[weight]
@@ -116,7 +108,9 @@ class RowProgram:
             blocks = held.packed[node].blocks
             assert blocks is not None
             self._held.append(blocks)
-            self._code[line, Field.EXTRA : Field.EXTRA + 2] = (int(kernel.factor_of(blocks)), blocks.data_ptr())
+            factor = products.factor_of(blocks)
+            self._code[line, Field.EXTRA : Field.EXTRA + 2] = (int(factor), blocks.data.data_ptr())
+            self._code[line, Field.EXTRA + 3] = products.products(factor).few
         for place, what in plan.constants.items():
             if isinstance(what, str):
                 held = values([what])[what]
@@ -180,11 +174,10 @@ class RowProgram:
 
 
 @cache
-def _kernel() -> _Kernel | None:
+def _kernel() -> Callable[..., None] | None:
     """None where numba is not what it was: operators serve as well."""
     try:
-        run = import_module("fusionai.backends.torch.row_kernels").run
-        return _Kernel(run, import_module("fusionai.backends.torch.row_products").factor_of)
+        return import_module("fusionai.backends.torch.row_kernels").run
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
         log.warning("rows are computed operator by operator, which is slower: %s: %s", type(error).__name__, error)
         return None

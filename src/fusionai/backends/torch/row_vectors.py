@@ -131,8 +131,25 @@ def intrinsic_of(name: str, codegen: Callable[..., Any]) -> Any:
     return intrinsic(made)
 
 
-def stamp_of(*files: str) -> int:
-    """A number for the sources that a compiled function is made from. As a variable of the function's it is part of the
-    key it is kept under; numba itself looks only at the file where the function stands."""
+@intrinsic
+def call_at(
+    _typing: Any, function: Any, w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any
+) -> Any:
+    """A C function of eight integers, by its address."""
+    del function, w, x, x_step, y, y_step, rows, columns, count
+
+    def call(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, *given = args
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * len(given))
+        builder.call(at_address(builder, address, kind), given)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), call
+
+
+def stamp_of(*files: str, about: str = "") -> int:
+    """A number for the sources that a compiled function is made from, and what else it depends on (`about`). As a
+    variable of the function's it is part of the key it is kept under; numba itself looks only at the file where the
+    function stands, and at the processor."""
     sources = (Path(file).read_bytes() for file in (__file__, *files))
-    return int.from_bytes(hashlib.sha256(b"".join(sources)).digest()[:7])
+    return int.from_bytes(hashlib.sha256(b"".join((*sources, about.encode()))).digest()[:7])

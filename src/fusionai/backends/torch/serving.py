@@ -19,6 +19,8 @@ from fusionai.backends.counters import DropoutKey
 from fusionai.backends.layer_shapes import one_by_one
 from fusionai.backends.paged_table import Span
 from fusionai.backends.serving_base import ServingBase, array_of
+from fusionai.backends.torch.blocked_linear import kernels as row_kernels
+from fusionai.backends.torch.blocked_linear import scratch_bytes
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
@@ -48,12 +50,15 @@ class TorchServingProgram(ServingBase):
         self._device = device
         joined = join_siblings(graph)
         self._running = joined.graph
-        self._plan = planned(self._running, tuple(graph.outputs), products(self._running), options, device)
+        self._plan = planned(self._running, tuple(graph.outputs), products(self._running), device)
         # A program per set of outputs that are asked for together: each alone, and all.
         programs = 1 if len(graph.outputs) == 1 else 1 + len(graph.outputs)
         rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
-        check_sizes(graph, joined, options, self._layers, rows_bytes, memory_limit_bytes)
-        self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=self._plan is not None)
+        in_blocks = device.type == "cpu" and row_kernels() is not None
+        if in_blocks:
+            rows_bytes += scratch_bytes()
+        check_sizes(graph, joined, options, self._layers, rows_bytes, memory_limit_bytes, in_blocks=in_blocks)
+        self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=in_blocks)
         self._caches: dict[int, LayerCache] | None = None
         self._layout: PassLayout | None = None
         self._kernels: dict[int, Callable[..., Any]] = {
@@ -177,7 +182,7 @@ class TorchServingProgram(ServingBase):
             uses = self._weights.uses
             plan = self._plan
             if not everything:
-                plan = planned(self._running, sorted(wanted), uses, self._options, self._device)
+                plan = planned(self._running, sorted(wanted), uses, self._device)
             self._row_programs[wanted] = plan and RowProgram(
                 plan, uses, self._weights.values, self._caches, self._options
             )

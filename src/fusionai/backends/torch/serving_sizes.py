@@ -33,10 +33,12 @@ def check_sizes(
     layers: Sequence[LayerShape],
     rows_bytes: int,
     memory_limit_bytes: int | None,
+    *,
+    in_blocks: bool,
 ) -> None:
     """Raise `ExecutionError` when weights, caches, programs for single rows (`rows_bytes`) and the largest pass exceed
     the limit, or when a value's size is not what the graph declares."""
-    weights_bytes = weight_bytes(graph, options.weights)
+    weights_bytes = weight_bytes(graph, options.weights, in_blocks=in_blocks)
     cache_bytes = sum(shape.nbytes(options) for shape in layers)
     held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(graph, joined)
     if memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
@@ -61,7 +63,7 @@ def check_sizes(
     )
 
 
-def weight_bytes(graph: Graph, form: WeightFormat) -> int:
+def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -> int:
     """Of all parameters as they are kept: packed for products, plain for what else reads them."""
     uses = products(graph)
     plainless = only_packed(graph, uses)
@@ -70,7 +72,7 @@ def weight_bytes(graph: Graph, form: WeightFormat) -> int:
         orientations = {use.transposed for use in uses.values() if use.weight == name}
         for transposed in orientations:
             rows, columns = reversed(spec.shape) if transposed else spec.shape
-            total_bytes += packed_bytes(rows, columns, form)
+            total_bytes += packed_bytes(rows, columns, form, in_blocks=in_blocks)
         if not orientations or name not in plainless:
             total_bytes += tensor_bytes(spec.dtype, spec.shape)
     return total_bytes

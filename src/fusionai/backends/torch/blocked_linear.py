@@ -1,0 +1,110 @@
+"""Products with matrices in blocks for operators: few rows and many, on one thread or several. Decides where there are
+any, and who computes which columns.
+
+A column's sums are the same whoever computes them, so the number of threads is free. Where numba is missing or doesn't
+know the processor, `packed_linear` has the framework's kernels. Neighbours: `row_products` multiplies, `row_blocks`
+lays matrices out, `packed_linear` rounds them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from ctypes import CFUNCTYPE, c_int64
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import pad
+
+from fusionai.backends.torch.row_blocks import WIDTH, Blocks
+from fusionai.backends.torch.row_code import Factor
+from fusionai.scheduling.compiled import available
+
+log = logging.getLogger(__name__)
+
+_SHARED_WORK: Final = 2**20
+"""Products of numbers from which on several threads are worth waking."""
+_FEW, _MANY = (CFUNCTYPE(None, *[c_int64] * count) for count in (8, 9))
+"""Python's lock is not held while these run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What `row_products` has."""
+
+    products: Callable[[Factor], Any]
+    factor_of: Callable[[Blocks], Factor]
+    scratch_bytes: int
+    few_rows: int
+
+
+@cache
+def kernels() -> Kernels | None:
+    """None where numba is not what it was: other products serve as well."""
+    if not available():
+        return None
+    try:
+        made: Any = import_module("fusionai.backends.torch.row_products")
+        return Kernels(made.products, made.factor_of, made.scratch_bytes(), made.FEW_ROWS)
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
+        log.warning("products are the framework's, which are slower: %s: %s", type(error).__name__, error)
+        return None
+
+
+def scratch_bytes() -> int:
+    """What products take beside their operands and results, all threads together."""
+    known = kernels()
+    return 0 if known is None else known.scratch_bytes * torch.get_num_threads()
+
+
+def blocked_product(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[rows, in] -> float32 [rows, out]. A row's bits are its own by construction, so nothing is tried."""
+    known = kernels()
+    assert known is not None
+    kind = known.factor_of(blocks)
+    compiled = known.products(kind)
+    multiply, multiply_many = _FEW(compiled.few), _MANY(compiled.many)
+    count, columns, many = blocks.count, blocks.columns, blocks.data.shape[0]
+    padded = WIDTH * many
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        x = pad(x.to(torch.bfloat16), (0, count % 2)) if kind is Factor.HALVES else x.to(torch.float32)
+        x = x.contiguous()
+        rows, step = x.shape[0], x.shape[1] * x.element_size()
+        few = rows <= known.few_rows
+        y = (torch.empty if few else torch.zeros)((rows, padded), dtype=torch.float32)
+
+        def share(first: int, end: int) -> None:
+            """Blocks `first` to `end`."""
+            given = (
+                blocks.data.data_ptr() + first * blocks.block_bytes, x.data_ptr(), step,
+                y.data_ptr() + 4 * WIDTH * first, 4 * padded, rows, WIDTH * (end - first), count,
+            )  # fmt: skip
+            if few:
+                multiply(*given)
+            else:
+                scratch = torch.empty(known.scratch_bytes, dtype=torch.uint8)
+                multiply_many(*given, scratch.data_ptr())
+
+        threads = min(torch.get_num_threads(), many)
+        if threads == 1 or rows * padded * count < _SHARED_WORK:
+            share(0, many)
+        else:
+            ends = [many * number // threads for number in range(threads + 1)]
+            others = [_threads(threads - 1).submit(share, ends[n], ends[n + 1]) for n in range(1, threads)]
+            share(ends[0], ends[1])
+            wait(others)
+            for other in others:
+                other.result()
+        return y[:, :columns]
+
+    return product
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="products")

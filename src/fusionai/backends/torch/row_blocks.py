@@ -1,0 +1,122 @@
+"""Matrices as row products read them: blocks of 16 columns, from end to end. Decides the layout of each format.
+
+A block has the columns' weights of the first summand, then those of the second ...: in bfloat16 two summands in a
+vector of pairs, in four bits two in a byte, the first in its lower half. Eight bits: the columns' scales (float32)
+behind the last summand. Four bits: before each group of summands the columns' scales and middles, a bfloat16 each.
+Zeros fill up. Needs no compiler: memory is planned without one. Neighbours: `row_products` multiplies,
+`packed_linear` rounds weights to formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from fusionai.backends.torch.row_code import Factor
+from fusionai.backends.torch.wide_pages import WidePages, taken_bytes
+
+WIDTH: Final = 16
+"""Columns of a block."""
+GROUPS: Final = {32: Factor.INT4_32, 64: Factor.INT4_64, 128: Factor.INT4_128}
+"""By weights that share a scale."""
+_PLAIN: Final = {torch.float32: Factor.FP32, torch.bfloat16: Factor.BF16, torch.float16: Factor.FP16}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix [columns, count] in `data`, contiguous, a block in `block_bytes`."""
+
+    factor: Factor
+    columns: int
+    count: int
+    data: torch.Tensor
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.factor, self.count)
+
+
+def block_bytes(factor: Factor, count: int) -> int:
+    """Of 16 columns of `count` summands."""
+    match factor:
+        case Factor.FP32:
+            return 4 * WIDTH * count
+        case Factor.BF16 | Factor.HALVES:
+            return 2 * WIDTH * (count + count % 2)
+        case Factor.FP16:
+            return 2 * WIDTH * count
+        case Factor.INT8:
+            return WIDTH * count + 4 * WIDTH
+        case Factor.INT4_32 | Factor.INT4_64 | Factor.INT4_128:
+            group = next(size for size, known in GROUPS.items() if known is factor)
+            return count // group * (4 * WIDTH + WIDTH * group // 2)
+
+
+def blocks_bytes(factor: Factor, columns: int, count: int) -> int:
+    """What a matrix takes of pages."""
+    return taken_bytes((-(-columns // WIDTH), block_bytes(factor, count)), torch.uint8)
+
+
+def floats_in_blocks(matrix: torch.Tensor, pages: WidePages | None = None) -> Blocks:
+    """[columns, summands] float32, bfloat16 or float16 -> [blocks, summands, 16], or [blocks, pairs, 16, 2]. In
+    `pages`, where given."""
+    columns, count = matrix.shape
+    paired = matrix.dtype == torch.bfloat16
+    whole = _filled(matrix, count % 2 if paired else 0)
+    blocks = whole.reshape(-1, WIDTH, whole.shape[1])
+    if paired:
+        blocks = blocks.reshape(*blocks.shape[:2], -1, 2)
+    blocks = blocks.transpose(1, 2)
+    made = blocks.contiguous() if pages is None else pages.take(tuple(blocks.shape), blocks.dtype).copy_(blocks)
+    return Blocks(_PLAIN[matrix.dtype], columns, count, made)
+
+
+def eight_bits_in_blocks(levels: torch.Tensor, scales: torch.Tensor, pages: WidePages | None = None) -> Blocks:
+    """int8 [columns, summands] and a scale per column -> uint8 [blocks, bytes]."""
+    columns, count = levels.shape
+    made = _room(Factor.INT8, columns, count, pages)
+    whole = _filled(levels, 0).view(torch.uint8).reshape(-1, WIDTH, count).transpose(1, 2)
+    made[:, : WIDTH * count].unflatten(1, (count, WIDTH)).copy_(whole)
+    wide = torch.zeros(made.shape[0] * WIDTH)
+    wide[:columns] = scales
+    made[:, WIDTH * count :] = wide.reshape(-1, WIDTH).view(torch.uint8)
+    return Blocks(Factor.INT8, columns, count, made)
+
+
+def four_bits_in_blocks(
+    levels: torch.Tensor, scales_and_middles: torch.Tensor, pages: WidePages | None = None
+) -> Blocks:
+    """Of 0..15 [columns, summands] and bfloat16 [summands / group, columns, 2] -> uint8 [blocks, bytes]."""
+    columns, count = levels.shape
+    groups = scales_and_middles.shape[0]
+    group = count // groups
+    factor = GROUPS[group]
+    made = _room(factor, columns, count, pages).unflatten(1, (groups, -1))
+    blocks = made.shape[0]
+    whole = _filled(levels.to(torch.uint8), 0)
+    pairs = whole[:, 0::2] | (whole[:, 1::2] << 4)
+    made[:, :, 4 * WIDTH :].unflatten(2, (group // 2, WIDTH)).copy_(
+        pairs.reshape(blocks, WIDTH, groups, group // 2).permute(0, 2, 3, 1)
+    )
+    words = scales_and_middles.new_zeros((groups, blocks * WIDTH, 2))
+    words[:, :columns] = scales_and_middles
+    bytes_of_words = words.reshape(groups, blocks, 2 * WIDTH).transpose(0, 1).contiguous().view(torch.uint8)
+    made[:, :, : 4 * WIDTH] = bytes_of_words
+    return Blocks(factor, columns, count, made.flatten(1))
+
+
+def _room(factor: Factor, columns: int, count: int, pages: WidePages | None) -> torch.Tensor:
+    shape = (-(-columns // WIDTH), block_bytes(factor, count))
+    return torch.zeros(shape, dtype=torch.uint8) if pages is None else pages.take(shape, torch.uint8)
+
+
+def _filled(matrix: torch.Tensor, behind: int) -> torch.Tensor:
+    """Whole blocks of columns, `behind` summands more."""
+    columns, count = matrix.shape
+    if columns % WIDTH == 0 and not behind:
+        return matrix.contiguous()
+    whole = matrix.new_zeros((columns + -columns % WIDTH, count + behind))
+    whole[:columns, :count] = matrix
+    return whole
