@@ -198,12 +198,10 @@ def known() -> Kernels:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way in DTYPES])
 def test_a_columns_bits_do_not_depend_on_the_columns_beside_it(way: Factor) -> None:
     """Stacked matrices give what each gives."""
-    weight, x = drawn(177, 19 * group_of(way), 13)
-    if way is Factor.INT8 or way in GROUPS.values():
-        pytest.skip("a column's scale follows from its place in this test")
+    weight, x = drawn(177, 19, 13)
     whole = made(way, weight)(x)
     for first, end in ((0, 1), (0, 48), (5, 138), (16, 177), (176, 177)):
         assert same_bits(made(way, weight[first:end].contiguous())(x), whole[:, first:end])

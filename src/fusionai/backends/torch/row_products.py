@@ -42,6 +42,7 @@ from fusionai.backends.torch.row_vectors import (
     intrinsic_of,
     load_one,
     load_wide,
+    named,
     prefetch,
     stamp_of,
 )
@@ -308,7 +309,6 @@ def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> An
     """`rows` rows by blocks `block` to `end`, `width` of them at a time."""
     wide, one = _tile(kind, width, rows, resumed=resumed), _tile(kind, 1, rows, resumed=resumed)
 
-    @njit(nogil=True)
     def run_across(
         w: Any, step: Any, x: Any, x_step: Any, y: Any, y_step: Any, block: Any, end: Any, count: Any
     ) -> Any:
@@ -319,7 +319,7 @@ def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> An
             one(w + block * step, step, x, x_step, y + 64 * block, y_step, count)
             block += 1
 
-    return run_across
+    return njit(nogil=True)(named(run_across, f"across_{kind.name}_{width}_{rows}_{resumed}"))
 
 
 def _down(kind: Factor, *, resumed: bool = False) -> Any:
@@ -330,7 +330,6 @@ def _down(kind: Factor, *, resumed: bool = False) -> Any:
     most, many, some, _ = (rows for _, rows in sizes)
     a, b, c, d = (_across(kind, width, rows, resumed=resumed) for width, rows in sizes)
 
-    @njit(nogil=True)
     def run_down(
         w: Any, step: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, block: Any, end: Any, count: Any
     ) -> Any:
@@ -350,7 +349,7 @@ def _down(kind: Factor, *, resumed: bool = False) -> Any:
                 d(w, step, at, x_step, out, y_step, block, end, count)
                 row += 1
 
-    return run_down
+    return njit(nogil=True)(named(run_down, f"down_{kind.name}_{resumed}"))
 
 
 # ------------------------------------------------------------------------------------------------------------- products
@@ -381,7 +380,6 @@ _KEPT: Final[list[Any]] = []
 
 
 def _few(kind: int, stamp: int) -> Any:
-    @cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64)", nopython=True, cache=True)
     def multiply(w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any) -> None:
         if stamp < 0:
             return
@@ -407,11 +405,11 @@ def _few(kind: int, stamp: int) -> Any:
             else:
                 _int4_128(w, step, x, x_step, y, y_step, rows, block, end, count)
 
-    return multiply
+    signature = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
+    return cfunc(signature, nopython=True, cache=True)(named(multiply, f"multiply_{Factor(kind).name}"))
 
 
 def _many(kind: int, wide: int, stamp: int) -> Any:
-    @cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nopython=True, cache=True)
     def multiply_many(
         w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any, scratch: Any
     ) -> None:
@@ -456,7 +454,8 @@ def _many(kind: int, wide: int, stamp: int) -> Any:
                         for number in range(end - block):
                             _scale(w + (block + number) * step + 16 * count, 0, 0, 0, out + 64 * number, y_step, some)
 
-    return multiply_many
+    signature = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
+    return cfunc(signature, nopython=True, cache=True)(named(multiply_many, f"multiply_many_{Factor(kind).name}"))
 
 
 @njit(nogil=True)

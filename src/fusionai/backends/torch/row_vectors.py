@@ -131,6 +131,13 @@ def intrinsic_of(name: str, codegen: Callable[..., Any]) -> Any:
     return intrinsic(made)
 
 
+def named(function: Any, name: str) -> Any:
+    """A function made in another one, under a name of its own. Numba tells functions of one name apart by a number that
+    counts in each process anew: code that two processes left on disk, loaded together, would call each other's."""
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
 @intrinsic
 def call_at(
     _typing: Any, function: Any, w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any
