@@ -71,12 +71,13 @@ _PADDING: Final = 16
 """Floats between copied rows, lest they all fall into the same lines of the cache."""
 
 
-def _shapes(wide: tuple[tuple[int, int], ...], avx2: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]):
+_Tiles = tuple[tuple[int, int], ...]
+
+
+def _shapes(wide: _Tiles, avx2: _Tiles, other: _Tiles) -> _Tiles:
     if _WIDE:
         return wide
-    if _INTEL_LIKE and _LEVEL == "DEFAULT":
-        return other
-    return avx2
+    return other if _INTEL_LIKE and _LEVEL == "DEFAULT" else avx2
 
 
 # (blocks, rows) by falling rows, the last of one row. As many sums as there are vectors, less those for factors: 32 of
