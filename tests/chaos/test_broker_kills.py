@@ -28,11 +28,12 @@ from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages as wire
+from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
 
 LOG = logging.getLogger(__name__)
-PATIENCE_S = 60.0
+PATIENCE_S = CEILING_S
 COMPARED_NOTES = 50
 """A job's story is bounded: only its newest lines are."""
 

@@ -134,7 +134,7 @@ def cut(siege: Siege, wires: Wires, what: str) -> Outcome:
         pytest.param(60.0, tuple(PATHS), marks=pytest.mark.long),
     ],
 )
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_silent_are_replaced_and_stand_by_when_they_are_heard_again(
     freeze_s: float, paths: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

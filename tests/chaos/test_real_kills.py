@@ -37,7 +37,7 @@ def killed_pids(killer: Killer) -> set[int]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_everybody_is_killed_once_and_nobody_can_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     choose = random.Random(seed := seed_of(1))
     with LivePool(tmp_path, peers(5)) as pool, besieged(pool, STAGES) as siege:

@@ -82,7 +82,7 @@ def fetched(siege: ServingSiege, peer: str) -> list[dict[str, int]]:
     return [dict(one.fetched_bytes) for one in events if isinstance(one, progress.StageLoaded) and one.peer == peer]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_killed_download_goes_on_and_the_next_peer_has_its_weights_from_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -158,7 +158,7 @@ def test_peers_killed_at_random_change_no_token(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_who_came_back_is_the_next_guard_as_soon_as_a_stage_has_none(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]
 ):
@@ -194,7 +194,7 @@ def test_who_came_back_is_the_next_guard_as_soon_as_a_stage_has_none(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_somebody_who_stops_without_ending_is_replaced(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]
 ):
@@ -222,7 +222,7 @@ def test_somebody_who_stops_without_ending_is_replaced(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_without_spares_requests_wait_and_go_on_when_a_machine_joins(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]
 ):

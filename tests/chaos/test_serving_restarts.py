@@ -161,7 +161,7 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     return say
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_machine_that_leaves_hands_its_sessions_over_first(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]
 ):

@@ -35,8 +35,9 @@ from fusionai.wire.frame import (
     encode_header,
 )
 from fusionai.wire.messages import Fence, Hello, Invited, Message, Ping, Probe, StateChunk, TensorHeader, encode
+from harness.patience import CEILING_S
 
-DEADLINE_S = 30.0
+DEADLINE_S = CEILING_S
 MIB = 2**20
 
 

@@ -33,6 +33,8 @@ from enum import Enum
 from types import TracebackType
 from typing import Final, Literal, TypeVar
 
+from harness.patience import CEILING_S
+
 LOOPBACK: Final = "127.0.0.1"
 _LISTENED: Final = (20_000, 32_000)
 CHUNK_BYTES: Final = 64 * 1024
@@ -42,7 +44,7 @@ SLICE_S: Final = 0.02
 """A throttled direction passes on what it may send in so much time, then waits."""
 MOST_LATE_S: Final = 0.05
 """A throttled direction makes up for so much sleeping too long."""
-PATIENCE_S: Final = 10.0
+PATIENCE_S: Final = CEILING_S
 
 T = TypeVar("T")
 

@@ -14,9 +14,10 @@ from typing import Any
 from fusionai.gateway.app import Gateway, make_app
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.server import serve
+from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 
-LIMIT_S = 20.0
+LIMIT_S = CEILING_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from typing import Any, ClassVar, Final, TypeVar
 from unittest.mock import patch
 
 from fusionai.cli.main import main
+from harness.patience import CEILING_S
 from harness.zygote import Child, Zygote
 
-PATIENCE_S = 60.0
+PATIENCE_S = CEILING_S
 
 T = TypeVar("T")
 

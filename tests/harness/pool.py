@@ -46,6 +46,7 @@ from fusionai.transport.placements import Seal
 from fusionai.transport.tickets import Ticket, sign_ticket
 from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import Message, OptimizerSpec, StageOptions, Stream
+from harness.patience import CEILING_S
 
 OWNER_KEY = Ed25519PrivateKey.from_private_bytes(b"the job owner's key in all tests")
 OWNER = peer_of(public_bytes(OWNER_KEY.public_key()))
@@ -382,7 +383,7 @@ class Job:
     recut: Sequence[tuple[int, int]] = ()
     """The cut for those that remain when nobody can stand in."""
     version: int = 1
-    patience_s: float = 20.0
+    patience_s: float = CEILING_S
     """After which a start of the driver counts as hanging."""
 
     def plan(self) -> Plan:

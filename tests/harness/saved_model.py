@@ -14,6 +14,7 @@ import transformers
 
 from fusionai.corpus.tokenizer import train_tokenizer
 from harness.live_pool import Process
+from harness.patience import CEILING_S
 
 TOKENS = 24
 
@@ -65,7 +66,7 @@ def asked(url: str, prompt: str, model: str = "tiny") -> dict[str, Any]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=CEILING_S) as answer:
         return json.load(answer)
 
 
@@ -80,5 +81,5 @@ def stopped(server: Process) -> None:
     if server.lives:
         server.interrupt()
         with suppress(subprocess.TimeoutExpired):
-            server.process.wait(timeout=60)
+            server.process.wait(timeout=CEILING_S)
     server.end()

@@ -30,6 +30,7 @@ from fusionai.serving.proposing import Proposer
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.messages import ServeOptions
+from harness.patience import CEILING_S
 from harness.pool import JOB, OWNER, MemoryPool, Observer, peer_id
 
 
@@ -192,7 +193,7 @@ async def served(
         )
         running = asyncio.create_task(engine.run())
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(CEILING_S):
                 await engine.ready()
             yield Served(engine, pool, replanner, told)
             engine.stop("the test is over")

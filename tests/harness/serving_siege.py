@@ -30,9 +30,10 @@ from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Held, PromptRead, StageStatus
 from harness.killer import Killer, Role, Target
 from harness.live_pool import LivePool, Process
+from harness.patience import CEILING_S
 from harness.serving_siege_streams import CONTEXT, Ask, asked
 
-PATIENCE_S: Final = 90.0
+PATIENCE_S: Final = CEILING_S
 START_S: Final = 180.0
 """For a killed peer's next start: on a machine where everybody computes, torch alone takes a minute to load."""
 LOOK_S: Final = 0.02

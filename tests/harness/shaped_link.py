@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from harness.patience import CEILING_S
+
 End = Literal["near", "far"]
 ENDS: Final[tuple[End, End]] = ("near", "far")
 ADDRESSES: Final = {"near": "10.77.0.1", "far": "10.77.0.2"}
@@ -188,7 +190,7 @@ def unavailable() -> str:
     try:
         with ShapedLink(Shape(1e9, 0.0)) as link:
             tried = link.start("near", ["true"], stderr=subprocess.PIPE)
-            _, told = tried.communicate(timeout=20)
+            _, told = tried.communicate(timeout=CEILING_S)
             return "" if tried.returncode == 0 else told.decode().strip()
     except OSError as error:
         return str(error)

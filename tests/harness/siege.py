@@ -34,8 +34,9 @@ from fusionai.wire.messages import CommitRecord
 from harness.killer import Killer, Role, Target
 from harness.live_pool import LivePool, Process
 from harness.outcomes import Outcome
+from harness.patience import CEILING_S
 
-RECOVERY_PATIENCE_S: Final = 90.0
+RECOVERY_PATIENCE_S: Final = CEILING_S
 TAIL_LINES: Final = 40
 _COMMIT: Final = re.compile(r"^step (\d+)/\d+  loss ")
 _WAITS: Final = "the job waits"

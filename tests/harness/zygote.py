@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from harness.patience import CEILING_S
+
 _LENGTH: Final = struct.Struct("<I")
 _MODULES: Final = (
     "fusionai.cli.broker",
@@ -98,7 +100,7 @@ class Zygote:
                 body = told.encode()
                 socket.send_fds(self._channel, [_LENGTH.pack(len(body))], [writing])
                 self._channel.sendall(body)
-                pid = self._started.get(timeout=60)
+                pid = self._started.get(timeout=CEILING_S)
         finally:
             os.close(writing)
         return Child(self, pid, os.fdopen(reading, encoding="utf-8"))

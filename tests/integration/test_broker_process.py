@@ -43,6 +43,7 @@ from fusionai.wire.messages import (
     Registered,
     StopNotice,
 )
+from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
 
@@ -216,7 +217,7 @@ def test_every_acknowledged_fact_is_there_however_the_broker_dies(tmp_path: Path
                             acknowledged.append(answer.invitation)
 
                     inviting = asyncio.create_task(invite_for_ever())
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(CEILING_S):
                         while len(acknowledged) < 20 + 7 * round_:
                             await asyncio.wait([inviting], timeout=0.002)
                     await running.kill()

@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 
 from harness.gateway_stand import gateway_stand, until
+from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX"),
 ]
-PATIENCE_S = 60.0
+PATIENCE_S = CEILING_S
 
 
 class Terminal:
@@ -78,7 +79,7 @@ class Terminal:
         for _ in range(10):
             self.types("\x03")
             with contextlib.suppress(TimeoutError):
-                await until(lambda: "broken off" in self.said, limit_s=PATIENCE_S / 10)
+                await until(lambda: "broken off" in self.said, limit_s=6.0)
                 return
         raise AssertionError(f"the answer was never broken off: {self.said}")
 

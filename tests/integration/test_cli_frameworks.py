@@ -16,7 +16,7 @@ pytest.importorskip("onnxruntime", reason="the extra fusionai[onnxruntime] is no
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(1200)
 def test_three_frameworks_serve_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
     model = saved_model(tmp_path / "tiny")

@@ -69,7 +69,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_frameworks_in_four_processes_train_as_pytorch_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +95,7 @@ def test_two_frameworks_in_four_processes_train_as_pytorch_alone(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("working", "victim"), [(["one", "two"], "two"), (["one", "three"], "three")])
 def test_a_machine_of_the_other_framework_takes_over(
     working: list[str], victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,9 +15,11 @@ from queue import Empty, Queue
 
 import pytest
 
+from harness.patience import CEILING_S
+
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60.0
+PATIENCE_S = CEILING_S
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from harness.live_pool import Process
+from harness.patience import CEILING_S
 from harness.saved_model import asked, greedy, heard, saved_model
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(1200)
 def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path, tmp_path: Path) -> None:
     home, figures = tmp_path / "home", tmp_path / "serve.json"
     server = Process(
@@ -54,7 +55,7 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
             input="/peers\nhello\n/peers\n/quit\n",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=CEILING_S,
             check=False,
         )
         assert talk.returncode == 0, talk.stderr
@@ -75,7 +76,7 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         if server.lives:  # its pool is ended by nobody else
             server.interrupt()
             with suppress(subprocess.TimeoutExpired):
-                server.process.wait(timeout=60)
+                server.process.wait(timeout=CEILING_S)
         server.end()
 
 
@@ -93,7 +94,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(sys.platform == "win32", reason="asks the system for processes as POSIX does")
 def test_a_pool_ends_with_its_owner_however_that_ends(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -105,7 +106,7 @@ def test_a_pool_ends_with_its_owner_however_that_ends(tmp_path: Path) -> None:
         assert all(psutil.pid_exists(pid) for pid in pids)
         owner.kill()
         owner.wait()
-        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=CEILING_S)
         assert not alive
         assert "Left the pool." in (tmp_path / "tower.log").read_text()
     finally:
@@ -117,7 +118,7 @@ def test_a_pool_ends_with_its_owner_however_that_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
 def test_adapters_are_chosen_by_a_requests_model(model: Path, tmp_path: Path) -> None:
     """Each answers as transformers does with it merged into the model."""
@@ -160,5 +161,5 @@ def test_adapters_are_chosen_by_a_requests_model(model: Path, tmp_path: Path) ->
         if server.lives:
             server.interrupt()
             with suppress(subprocess.TimeoutExpired):
-                server.process.wait(timeout=60)
+                server.process.wait(timeout=CEILING_S)
         server.end()

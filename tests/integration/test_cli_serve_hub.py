@@ -21,6 +21,7 @@ import transformers
 
 from fusionai.corpus.tokenizer import train_tokenizer
 from harness.hub import Hub, hub
+from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
 NAME = "someone/tiny"
@@ -84,7 +85,7 @@ def refused(name: str, tmp_path: Path, environment: dict[str, str]) -> str:
     return said
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_a_model_of_the_hub_is_fetched_and_served(online: Hub, tmp_path: Path) -> None:
     part = sorted(online.repositories[NAME].glob("*.safetensors"))[0].name
@@ -99,11 +100,11 @@ def test_a_model_of_the_hub_is_fetched_and_served(online: Hub, tmp_path: Path) -
             said += line
         assert "curl " in said, said
         url = json.loads(figures.read_text())["url"]
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=CEILING_S) as answer:
             assert [card["id"] for card in json.load(answer)["data"]] == [NAME]
         body = json.dumps({"model": NAME, "prompt": "a pool", "max_tokens": 4, "temperature": 0}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=CEILING_S) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] >= 1
         assert len(online.fetched(part)) == 2, "the first was cut off"
         assert not online.fetched("modeling.py")
@@ -123,7 +124,7 @@ def test_a_model_of_the_hub_is_fetched_and_served(online: Hub, tmp_path: Path) -
     assert "is not on this machine and the hub can't be reached" in said
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_what_can_be_wrong_with_a_hub_id_is_said(online: Hub, tmp_path: Path) -> None:
     environment = online.environment(tmp_path / "cache")

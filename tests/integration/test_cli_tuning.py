@@ -17,7 +17,7 @@ from harness.saved_model import asked, greedy, heard, saved_model, stopped
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*"),
 ]
 

@@ -18,6 +18,7 @@ from fusionai.gateway.server import serve
 from fusionai.primitives.errors import UsageError
 from fusionai.serving.interface import FaultNote
 from harness.gateway_stand import Stand, chat, gateway_stand, until
+from harness.patience import CEILING_S
 from harness.scripted_engine import STAGES, ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
@@ -35,7 +36,7 @@ def engine(text: Any) -> ScriptedEngine:
 
 
 def client(stand: Stand, **options: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=stand.url, timeout=20, trust_env=False, **options)
+    return httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False, **options)
 
 
 def events(body: str) -> list[Any]:

@@ -15,6 +15,7 @@ from fusionai.gateway.keys import KeyRing
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.tools import ToolForm
 from harness.gateway_stand import Stand, gateway_stand, until
+from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
@@ -55,7 +56,7 @@ def engine(text: Any) -> ScriptedEngine:
 
 
 def client(stand: Stand, key: str = "none") -> Any:
-    return openai.AsyncOpenAI(base_url=f"{stand.url}/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=f"{stand.url}/v1", api_key=key, max_retries=0, timeout=CEILING_S)
 
 
 def calls_weather(prompt: str, generation: Any) -> str:

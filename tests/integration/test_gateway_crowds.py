@@ -23,6 +23,7 @@ import transformers
 
 from fusionai.corpus.tokenizer import train_tokenizer
 from harness.live_pool import Process
+from harness.patience import CEILING_S
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 CONTEXT = 128
@@ -46,7 +47,7 @@ class Site:
         return psutil.Process(self.pid).memory_info().rss
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/fusion/status", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}/fusion/status", timeout=CEILING_S) as answer:
             return json.load(answer)["engine"]
 
 
@@ -87,7 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         if server.lives:
             server.interrupt()
             with suppress(subprocess.TimeoutExpired):
-                server.process.wait(timeout=60)
+                server.process.wait(timeout=CEILING_S)
         server.end()
 
 

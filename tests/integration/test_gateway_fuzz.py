@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from harness.gateway_stand import gateway_stand
+from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
@@ -28,7 +29,7 @@ def test_fuzzing_finds_no_failure(tmp_path: Any):
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         stand_context = gateway_stand(engine)
         stand = runner.run(stand_context.__aenter__())
-        http = httpx.AsyncClient(base_url=stand.url, timeout=20, trust_env=False)
+        http = httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False)
         document = runner.run(http.get("/openapi.json")).json()
         schema = schemathesis.openapi.from_dict(document)
         for operation in (result.ok() for result in schema.get_all_operations()):

@@ -14,6 +14,7 @@ import pytest
 from fusionai.gateway.config import GatewayConfig, Limits
 from fusionai.serving.interface import Generation
 from harness.gateway_stand import Stand, chat, gateway_stand, until
+from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import write_tiny_text
 
@@ -48,7 +49,7 @@ def while_a_stream_goes_on(
         config = GatewayConfig("tiny", limits=limits or Limits())
         async with (
             gateway_stand(engine, config) as stand,
-            httpx.AsyncClient(base_url=stand.url, timeout=60, trust_env=False) as http,
+            httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http,
             http.stream("POST", CHAT, json=chat(stream=True)) as stream,
         ):
             lines = stream.aiter_lines()
@@ -65,7 +66,7 @@ def while_a_stream_goes_on(
 
 def test_a_huge_prompt_is_refused(engine: ScriptedEngine):
     async def attack(stand: Stand) -> None:
-        async with httpx.AsyncClient(base_url=stand.url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http:
             too_long = await http.post(CHAT, json=chat("x" * 400_000))
             assert too_long.json()["error"]["code"] == "context_length_exceeded"
             too_large = await http.post(CHAT, json=chat("x" * 9_000_000))
@@ -91,7 +92,7 @@ def test_a_thousand_connections_are_answered_or_refused_clearly(engine: Scripted
         for _, writer in opened:
             writer.close()
         await asyncio.gather(*(writer.wait_closed() for _, writer in opened), return_exceptions=True)
-        async with httpx.AsyncClient(base_url=stand.url, timeout=20, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http:
             assert (await http.get("/v1/models")).status_code == 200
 
     while_a_stream_goes_on(engine, attack, Limits(connections=600))
@@ -100,7 +101,7 @@ def test_a_thousand_connections_are_answered_or_refused_clearly(engine: Scripted
 def test_too_many_requests_at_once_are_sent_away_with_a_time_to_come_back(engine: ScriptedEngine):
     async def attack(stand: Stand) -> None:
         async with httpx.AsyncClient(
-            base_url=stand.url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)
+            base_url=stand.url, timeout=CEILING_S, trust_env=False, limits=httpx.Limits(max_connections=None)
         ) as http:
             answers = await asyncio.gather(*(http.post(CHAT, json=chat()) for _ in range(30)))
         statuses = [answer.status_code for answer in answers]

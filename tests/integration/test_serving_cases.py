@@ -32,6 +32,7 @@ from fusionai.serving.interface import (
 )
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
+from harness.patience import CEILING_S
 from harness.pool import peer_id
 from harness.serving_pool import Served, collect, served, tokens_of
 from harness.small_llama import (
@@ -67,7 +68,7 @@ def ended(events: Sequence[StreamEvent]) -> Finished:
 
 
 async def until_guarded(job: Served) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(CEILING_S):
         while not any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -80,7 +81,7 @@ async def answers(
 
 
 async def emitted(engine: ServingEngine, tokens: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(CEILING_S):
         while engine.status.emitted_tokens < tokens:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

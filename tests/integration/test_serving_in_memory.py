@@ -18,6 +18,7 @@ from fusionai.scheduling.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, Held, Sampling
 from fusionai.wire import messages as wire
+from harness.patience import CEILING_S
 from harness.pool import OWNER, peer_id
 from harness.serving_pool import model_weights, served, tokens_of
 from harness.small_llama import SMALL_LLAMA as LLAMA
@@ -214,7 +215,7 @@ def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Pat
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(CEILING_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -24,6 +24,7 @@ from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds
+from harness.patience import CEILING_S
 from harness.pool import OWNER, peer_id
 from harness.serving_liars import SERVING_LIES, LyingServer, ServingLie
 from harness.serving_pool import Served, served, tokens_of
@@ -65,7 +66,7 @@ async def answers(job: Served, count: int = 10) -> list[list[int]]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(CEILING_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

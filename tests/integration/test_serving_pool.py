@@ -18,8 +18,9 @@ from fusionai.primitives.errors import ModelError
 from fusionai.scheduling.types import ServingNeeds
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Emitted, Finished, Generation, Held, Sampling
+from harness.patience import CEILING_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 VOCABULARY = 61
 LLAMA = {
@@ -99,7 +100,7 @@ def pool_of(served: Served) -> LocalPool:
 
 
 async def until_guarded(engine: ServingEngine) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(CEILING_S):
         while not any(stage.spare and engine.is_warm(stage.stage) for stage in engine.status.stages):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -127,7 +128,7 @@ def test_a_killed_stage_changes_no_token_and_whoever_comes_back_lets_others_go_o
                 await asyncio.sleep(0.002)
             second_victim = next(stage.name for stage in engine.status.stages if stage.name in pool.names.values())
             await pool.kill(second_victim)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(CEILING_S):
                 while "waiting" not in held:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert engine.status.state == "waiting"

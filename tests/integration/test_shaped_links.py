@@ -22,6 +22,7 @@ from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import Pong, Probe, TensorHeader
+from harness.patience import CEILING_S
 from harness.shaped_link import Shape, ShapedLink, unavailable
 
 pytestmark = pytest.mark.slow
@@ -91,7 +92,7 @@ def test_bulk_crosses_a_long_line_that_loses_packets(tmp_path: Path) -> None:
             assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
             client = link.start("near", [*argv, "near"], **options)
-            told, _ = client.communicate(timeout=60)
+            told, _ = client.communicate(timeout=CEILING_S)
             assert client.returncode == 0
             arrived = server.stdout.readline().strip()
         finally:

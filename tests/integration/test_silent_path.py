@@ -25,6 +25,7 @@ from fusionai.transport.interface import Channel
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
+from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +126,7 @@ def test_a_path_that_goes_silent_is_noticed_within_seconds(how: str, tmp_path: P
         ["unshare", "-n", sys.executable, __file__, "connect", str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=CEILING_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

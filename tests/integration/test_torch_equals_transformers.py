@@ -24,6 +24,7 @@ from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import DataError, ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
+from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
 
@@ -223,7 +224,7 @@ def test_the_reference_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
         )
         (tmp_path / "job.json").write_bytes(msgspec.json.encode(job))
         command = [sys.executable, "-m", "fusionai.backends.torch.reference", str(tmp_path / "job.json")]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=CEILING_S)
         assert done.returncode == 0, done.stderr
         return json.loads((tmp_path / "result.json").read_bytes())
 

@@ -14,11 +14,12 @@ import pytest
 
 from fusionai.transport import quic_binding
 from harness.homes import HERE, PUBLIC, Homes, why_not
+from harness.patience import CEILING_S
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
-PATIENCE_S = 45.0
+PATIENCE_S = CEILING_S
 BY_UDP = "quic" if quic_binding.available() else "relay"
 
 

@@ -60,6 +60,7 @@ from fusionai.wire.messages import (
     StateChunk,
     StopNotice,
 )
+from harness.patience import CEILING_S
 
 BROKER_KEY = public_bytes(Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key())
 BROKER = peer_of(BROKER_KEY)
@@ -171,7 +172,7 @@ Scene = Callable[[Bench], Coroutine[None, None, None]]
 def play(tmp_path: Path) -> Callable[[Scene], None]:
     def run(scene: Scene) -> None:
         async def main() -> None:
-            async with asyncio.timeout(30), open_bench(tmp_path) as bench:
+            async with asyncio.timeout(CEILING_S), open_bench(tmp_path) as bench:
                 await scene(bench)
 
         asyncio.run(main())

@@ -22,6 +22,7 @@ from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire.messages import Observe
+from harness.patience import CEILING_S
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ async def accept(channel: Channel) -> None:
 
 def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(CEILING_S):
             await scene()
 
     asyncio.run(bounded())

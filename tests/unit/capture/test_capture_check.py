@@ -25,6 +25,7 @@ from fusionai.capture.source import ConfigSource, FactorySource
 from fusionai.capture.tasks import ExampleInput
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ModelError
+from harness.patience import CEILING_S
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "vocab_size": 23, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -204,7 +205,7 @@ def test_a_billion_parameters_without_their_memory() -> None:
         "peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "print(json.dumps([captured.n_parameters, peak_bytes]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=CEILING_S)
     parameters, peak_bytes = json.loads(done.stdout.splitlines()[-1])
     assert parameters > 1e9
     assert peak_bytes < 1e9

@@ -22,6 +22,7 @@ from fusionai.capture.source import (
     parse_source,
 )
 from fusionai.primitives.errors import ModelError
+from harness.patience import CEILING_S
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
 
@@ -136,4 +137,4 @@ def test_describing_a_model_loads_no_framework() -> None:
         "import sys; from fusionai.capture.source import parse_source; parse_source('gpt2');"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=CEILING_S)

@@ -13,6 +13,7 @@ import pytest
 
 from fusionai.cli import main as cli
 from fusionai.primitives.errors import FusionError, PlanError, RecipeError, UsageError
+from harness.patience import CEILING_S
 
 HEAVY = ("torch", "transformers", "jax", "onnxruntime", "matplotlib", "pyarrow", "tokenizers", "tensorboardX")
 
@@ -142,7 +143,7 @@ def test_a_reader_that_goes_away_causes_no_traceback():
     writer.stdout.close()
     assert b"Traceback" not in writer.stderr.read()
     writer.stderr.close()
-    assert writer.wait(timeout=60) == 1
+    assert writer.wait(timeout=CEILING_S) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT can't be sent to one process there")
@@ -160,7 +161,7 @@ def test_an_interrupt_while_python_closes_down_ends_it_at_once():
         assert command.stderr is not None
         assert any(line == b"closing down\n" for line in command.stdout)
         command.send_signal(signal.SIGINT)
-        assert command.wait(timeout=60) == 130
+        assert command.wait(timeout=CEILING_S) == 130
         assert command.stderr.read() == b""
 
 

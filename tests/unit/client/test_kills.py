@@ -18,6 +18,7 @@ from fusionai.scheduling.types import Certificate, Plan, StagePlacement
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
+from harness.patience import CEILING_S
 
 TOWER, LAPTOP, ATTIC = "a" * 52, "b" * 52, "c" * 52
 
@@ -136,12 +137,12 @@ class Run:
         self.see(progress.StepDone(record(step), (2.0,), 1e-3, 1.0, replayed, {}))
 
     async def until(self, said: type) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(CEILING_S):
             while not any(isinstance(one, said) for one in self.said):  # noqa: ASYNC110 (threads are under way)
                 await asyncio.sleep(0)
 
     async def until_journal_read(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(CEILING_S):
             while not self.striker.outcomes[-1].journal:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 

@@ -14,6 +14,7 @@ from fusionai.client.local_pool import BROKER, LocalPeer, LocalPool
 from fusionai.client.pool_session import PoolSession
 from fusionai.primitives.errors import FusionError
 from fusionai.transport.enrolment import load_membership
+from harness.patience import CEILING_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,7 +82,7 @@ def test_a_peer_that_somebody_else_kills_comes_back(tmp_path: Path) -> None:
         async with LocalPool(tmp_path, [LocalPeer("laptop")], say=say) as pool:
             first = pool.pid("laptop")
             os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(CEILING_S):
                 await back.wait()
             assert pool.pid("laptop") != first
             assert list(pool.names.values()) == ["laptop"]

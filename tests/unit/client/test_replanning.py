@@ -33,6 +33,7 @@ from fusionai.scheduling.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 from fusionai.wire.messages import CommitRecord, Fence
+from harness.patience import CEILING_S
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
 
 
@@ -46,7 +47,7 @@ class Bench:
 
     def replaced(self, *lost: str) -> Deployment:
         async def body() -> Deployment:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(CEILING_S):
                 return await self.replanner.replacement(self.present, frozenset(lost), self.waited.append)
 
         return asyncio.run(body())

@@ -11,6 +11,7 @@ from fusionai.client.serving_replanning import ServingReplanner
 from fusionai.execution.deployment import Deployment
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import Plan
+from harness.patience import CEILING_S
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
 
 
@@ -38,7 +39,7 @@ class Bench:
 
     def replaced(self, *lost: str) -> Plan:
         async def body() -> Deployment:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(CEILING_S):
                 return await self.replanner.replacement(self.present, frozenset(lost), lambda _: None)
 
         self.present = asyncio.run(body())

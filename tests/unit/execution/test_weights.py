@@ -27,6 +27,7 @@ from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import describe
 from fusionai.wire.serving import PIECE_BYTES, WeightSource, WeightSpec
+from harness.patience import CEILING_S
 
 MIB = 2**20
 OWNER, FIRST, SECOND, THIRD = (PeerId(letter * 52) for letter in "oabc")
@@ -461,7 +462,7 @@ async def ask_at(members: Members, source: WeightSource, *messages: wire.Message
         for message in messages:
             await channel.send(message)
         for _ in messages:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(CEILING_S):
                 answers.append((await channel.receive()).message)
     channel.abort()
     return answers
@@ -515,7 +516,7 @@ def test_who_does_not_read_holds_up_nobody_else(tmp_path: Path) -> None:
         for _ in range(8):
             await greedy.send(wire.WeightAsk(digest=SPECS[0].digest, first=0, count=4))
         assert await members.fetch(FIRST, WeightStore(tmp_path / "a"), owner) == {OWNER: TOTAL_BYTES}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(CEILING_S):
             await ended.wait()
         assert desk.sent_bytes[THIRD] < 32 * MIB
 

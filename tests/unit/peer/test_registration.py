@@ -17,6 +17,7 @@ from fusionai.scheduling.types import PeerProfile
 from fusionai.transport.interface import Channel
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
+from harness.patience import CEILING_S
 
 PEER, BROKER = PeerId("a" * 52), PeerId("y" * 52)
 REGISTERED = wire.Registered(lease_s=12.0, heartbeat_s=0.0, pool="home")
@@ -114,7 +115,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Script]], li
     def run(make: Callable[[], Script]) -> list[str]:
         async def main() -> list[str]:
             script = make()
-            async with asyncio.timeout(10), registering(script) as running:
+            async with asyncio.timeout(CEILING_S), registering(script) as running:
                 over = asyncio.create_task(script.over.wait())
                 await asyncio.wait({over, running}, return_when=asyncio.FIRST_COMPLETED)
                 over.cancel()

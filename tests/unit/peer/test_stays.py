@@ -16,6 +16,7 @@ from fusionai.peer.lending import Lending, OthersLoad
 from fusionai.peer.schedule import parse_schedule
 from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import RefusedError
+from harness.patience import CEILING_S
 
 
 class Door:
@@ -79,7 +80,7 @@ async def turns() -> None:
 
 def run(body: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(CEILING_S):
             await body()
 
     asyncio.run(bounded())

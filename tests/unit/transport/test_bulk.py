@@ -16,6 +16,7 @@ from fusionai.transport.bulk import Bulk
 from fusionai.transport.congestion import KernelView
 from fusionai.transport.turns import Turns
 from harness.in_a_loop import in_a_loop
+from harness.patience import CEILING_S
 
 LINE = 1e6
 PIECE = 100_000
@@ -91,7 +92,7 @@ async def test_the_second_begins_when_the_line_has_the_first(house: House):
     later = asyncio.create_task(frame(other, second))
     assert await pending(later)
     one.left(int(LINE * module.LEFT_S))
-    await asyncio.wait_for(later, 5)
+    await asyncio.wait_for(later, CEILING_S)
     first.end()
     second.end()
 
@@ -105,7 +106,7 @@ async def test_what_stands_in_a_routers_queue_is_still_to_be_sent(house: House):
     later = asyncio.create_task(frame(other, second))
     assert await pending(later)
     one.view = dataclasses.replace(one.view, in_flight_bytes=int(LINE * one.view.least_rtt_s))
-    await asyncio.wait_for(later, 5)
+    await asyncio.wait_for(later, CEILING_S)
     first.end()
     second.end()
 
@@ -117,11 +118,11 @@ async def test_a_connection_that_goes_gives_its_turn_back_and_one_that_waits_is_
     later = asyncio.create_task(frame(other, second))
     assert await pending(later)
     first.end()
-    await asyncio.wait_for(later, 5)
+    await asyncio.wait_for(later, CEILING_S)
     third = asyncio.create_task(frame(*house.connection()))
     assert await pending(third)
     second.end()
-    await asyncio.wait_for(third, 5)
+    await asyncio.wait_for(third, CEILING_S)
 
 
 @in_a_loop
@@ -132,10 +133,10 @@ async def test_who_waits_and_goes_is_let_go_at_once_and_holds_nothing(house: Hou
     last = asyncio.create_task(frame(other, third))
     assert await pending(waiting, 0.01)
     second.end()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, CEILING_S)
     assert await pending(last, 0.01), "the first still has its turn"
     first.end()
-    await asyncio.wait_for(last, 5)
+    await asyncio.wait_for(last, CEILING_S)
     third.end()
 
 
@@ -167,11 +168,11 @@ async def test_who_sends_a_whole_state_lets_others_in_between(house: House):
             parts += 1
 
     whole = asyncio.create_task(state())
-    await asyncio.wait_for(later, 5)
+    await asyncio.wait_for(later, CEILING_S)
     assert parts * PIECE <= module.LEAST_TURN_BYTES
     assert not whole.done()
     second.written()
-    await asyncio.wait_for(whole, 5)
+    await asyncio.wait_for(whole, CEILING_S)
     first.end()
     second.end()
     assert (one.buffered, other.buffered) == (0, 0)

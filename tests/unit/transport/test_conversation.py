@@ -14,6 +14,7 @@ from fusionai.transport.conversation import Conversation
 from fusionai.transport.interface import Channel
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire.messages import Done, LeaveNotice, Message, Ping, Pong, Refused, StopNotice
+from harness.patience import CEILING_S
 
 
 def converse(
@@ -32,7 +33,7 @@ def converse(
         await listener.close()
 
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(CEILING_S):
             await main()
 
     asyncio.run(bounded())

@@ -20,6 +20,7 @@ from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.relay import Relay
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import Introduced, Meet, MeetNotice, Message, Observe, Observed, Refused
+from harness.patience import CEILING_S
 
 RELAY = "relay://127.0.0.1:1"
 """Callers ask their own broker; the place is for people."""
@@ -99,7 +100,7 @@ def play(pool: Any) -> Callable[[Callable[[Stand], Coroutine[Any, Any, None]]], 
 
     def run(scene: Callable[[Stand], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
-            async with asyncio.timeout(20), opened() as stand:
+            async with asyncio.timeout(CEILING_S), opened() as stand:
                 await scene(stand)
 
         asyncio.run(main())

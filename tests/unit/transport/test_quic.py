@@ -18,6 +18,7 @@ from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.interface import Channel
 from fusionai.transport.quic import QuicTransport, format_quic, parse_quic
 from fusionai.wire.messages import Ping
+from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.skipif(
     not quic_binding.available(), reason="the library for QUIC, iroh, is not installed here"
@@ -30,7 +31,7 @@ async def waits(channel: Channel) -> None:
 
 def play(scene: Callable[[], Any]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(CEILING_S):
             await scene()
 
     asyncio.run(bounded())

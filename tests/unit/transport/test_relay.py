@@ -30,6 +30,7 @@ from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
+from harness.patience import CEILING_S
 
 MIB = 2**20
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -43,7 +44,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
     def runner(main: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(CEILING_S):
                 await main
 
         with asyncio.Runner(loop_factory=factory) as loop:

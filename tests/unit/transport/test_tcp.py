@@ -28,6 +28,7 @@ from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.transport.tcp_listener import DoorLimits
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head, encode_header
 from fusionai.wire.messages import Fence, Hello, Ping, StateChunk, TensorHeader
+from harness.patience import CEILING_S
 
 MIB = 2**20
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -41,7 +42,7 @@ def run(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Run
 
     def runner(main: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(CEILING_S):
                 await main
 
         with asyncio.Runner(loop_factory=factory) as loop:
@@ -386,7 +387,7 @@ def test_closing_does_not_wait_for_ever_for_one_who_does_not_read(pool, run: Run
         channel = await TcpTransport(pool.credentials("a")).dial(listener.addresses, expect=None, stream="state")
         sending = asyncio.create_task(send_for_ever(channel))
         await asyncio.wait([sending], timeout=0.2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(CEILING_S):
             await channel.close()
         with pytest.raises(ChannelClosed):
             await sending

@@ -15,6 +15,7 @@ from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import SMALL_BODY_BYTES
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
+from harness.patience import CEILING_S
 
 MIB = 2**20
 
@@ -71,7 +72,7 @@ async def joined(pool: Any, sending: Limits, receiving: Limits) -> tuple[Channel
 
 def bounded(main: Any) -> None:
     async def run() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(CEILING_S):
             await main
 
     asyncio.run(run())
