@@ -21,6 +21,7 @@ from fusionai.coordination.serving import RoundLimits, ServingMachine, ServingPh
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.sessions import SessionSpec
 from fusionai.coordination.silence import PING_S, Silence
+from fusionai.coordination.stage_times import StageTimes
 from fusionai.coordination.text_checks import TextChecks
 from fusionai.coordination.verification import Inspector, Opinion
 from fusionai.wire.base import Fence
@@ -100,7 +101,7 @@ class World:
         self.members: dict[str, Member] = {}
         for peer in sorted({OWNER, *roles.members, *spares}):
             self.boot(peer)
-        self.batcher = Batcher(limits, holds=True)
+        self.batcher = Batcher(limits, holds=True, times=StageTimes())
         checks = TextChecks(Inspector(b"s" * 32, OWNER, 1))
         self.machine = ServingMachine(self.batcher, roles, 1, PROBE, retain=retain, limits=LIMITS, checks=checks)
         self.driver = Driver(self, self.members[OWNER].process)

@@ -90,8 +90,12 @@ class Member:
         """It computes other values than everybody else."""
         self._spoilt: tuple[Fence, int] | None = None
         """A rebuild of which a part failed: whatever else comes of it may go on from what is not there."""
-        self._work: deque[Callable[[], None]] = deque()
+        self.row_s = 0.0
+        """A slow one: what each position of a pass takes, and whether it says meanwhile that it works."""
+        self.says = True
+        self._work: deque[tuple[Callable[[], None], Pass | None]] = deque()
         self._busy = False
+        self._since_s = 0.0
         self._silent: dict[Process, float] = {}
 
     @property
@@ -110,7 +114,7 @@ class Member:
                     self.stages.clear()
             case Load() | Pass() | Rebuild():
                 if message.fence == self.fence:
-                    self._queue(lambda: self._do(message))
+                    self._queue(lambda: self._do(message), message if isinstance(message, Pass) else None)
             case _:
                 raise AssertionError(message)
 
@@ -123,19 +127,39 @@ class Member:
             del self.stages[stage]
         self._tell(events.MemberEnlisted(message.fence, self.name))
 
-    def _queue(self, action: Callable[[], None]) -> None:
-        self._work.append(action)
+    def _queue(self, action: Callable[[], None], computed: Pass | None) -> None:
+        self._work.append((action, computed))
         if not self._busy:
             self._next()
 
     def _next(self) -> None:
         self._busy = bool(self._work)
-        if self._busy:
+        if not self._busy:
+            return
+        self._since_s = self.world.network.now_s
+        computed = self._work[0][1]
+        if self.row_s and computed is not None and computed.fence == self.fence:
+            rows = sum(segment.length for segment in computed.segments)
+            self.world.network.timer(self.process, self.row_s * rows, self._one)
+        else:
             self.world.network.work(self.process, self._one)
 
     def _one(self) -> None:
-        self._work.popleft()()
+        action, computed = self._work.popleft()
+        if computed is not None and computed.fence == self.fence:
+            taken_s = self.world.network.now_s - self._since_s
+            self.world.machine.measured(computed.fence, computed.number, computed.consumer, taken_s)
+        action()
         self._next()
+
+    def _say(self) -> None:
+        """As `execution.serving_member` does."""
+        computed = self._work[0][1] if self._busy else None
+        if self.says and computed is not None and self.fence is not None and self.roles is not None:
+            busy_s = self.world.network.now_s - self._since_s
+            number = computed.number
+            if self.roles.places.get(computed.consumer) == self.name:
+                self._tell(events.StageWorking(self.fence, self.name, computed.consumer, number, busy_s))
 
     def _do(self, message: Load | Pass | Rebuild) -> None:
         if message.fence != self.fence:
@@ -194,6 +218,10 @@ class Member:
             else:
                 self._tell(events.PassFailed(message.fence, message.number, message.consumer, failed))
             return
+        if stage.lacks(message.segments):
+            assert self.world.triggers, f"{message} goes on from nothing, though nothing was struck"
+            self._tell(events.PassFailed(message.fence, message.number, message.consumer, "what comes before failed"))
+            return
         values = [embedded(value) for value in message.values] if message.consumer == 0 else list(message.values)
         if self.skewed:
             values = [value + 1 for value in values]
@@ -244,6 +272,7 @@ class Member:
         """Complain of neighbours that can't be reached, for as long as they can't."""
         world = self.world
         world.network.timer(self.process, TICK_S, self.tick)
+        self._say()
         if self.fence is None or self.roles is None:
             return
         mine = self.roles.stages_of(self.name)

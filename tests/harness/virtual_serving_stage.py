@@ -117,12 +117,11 @@ class PagedStage:
         except KeyError as error:
             raise Missing(f"nothing retained at {error}") from error
 
+    def lacks(self, segments: Iterable[Segment]) -> bool:
+        """Whether one is a piece behind another that could not be computed."""
+        return any(one.first_page > 0 and one.start > self.cached.get(one.session, 0) for one in segments)
+
     def _told(self, segment: Segment) -> list[int]:
-        known = self.cached.get(segment.session)
-        if known is None:
-            assert segment.first_page == 0, f"{segment} of an unknown session"
-        else:
-            assert segment.start <= known or segment.first_page == 0, f"{segment} beyond {known}"
         table = self.tables.setdefault(segment.session, [])
         assert segment.first_page <= len(table), f"{segment}: there are {len(table)} pages"
         table[segment.first_page :] = segment.pages

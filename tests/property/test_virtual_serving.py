@@ -9,8 +9,11 @@ from collections import Counter
 
 import pytest
 
+from fusionai.coordination.batching import BatchLimits
+from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.sessions import SessionSpec
 from harness import serving_course
-from harness.virtual_serving import World
+from harness.virtual_serving import OWNER, PROBE, World
 
 COURSES = 200
 LONG_COURSES = 5_000
@@ -62,3 +65,67 @@ def test_streams_survive_many_courses(any_order: bool) -> None:
     struck = {fault.__name__ for fault in serving_course.EVERY_FAULT}
     assert {name for name in struck if told[name]} == struck
     assert told["misplaced"] == 0
+
+
+LONG_PROMPT = tuple(range(40))
+
+
+def slow_world(row_s: float, **more: int) -> World:
+    """Three stages, the second of them slow; a prompt of five pieces of at most 8."""
+    roles = ServingRoles(
+        version=1,
+        owner=OWNER,
+        places={0: OWNER, 1: "p0", 2: "p1", 3: OWNER},
+        caching=frozenset({1, 2}),
+        checkable=frozenset({0, 1, 2}),
+        predicted_s=dict.fromkeys(range(4), 1.0),
+    )
+    limits = BatchLimits(
+        **{  # pyright: ignore[reportArgumentType]
+            "pages": 80,
+            "page_tokens": 4,
+            "sessions": 4,
+            "pass_tokens": 16,
+            "in_flight": 4,
+            "chunk_tokens": 8,
+            "queue": 8,
+            "probe_tokens": len(PROBE),
+            **more,
+        }
+    )
+    world = World(roles, limits, 1)
+    world.members["p1"].row_s = row_s
+    world.answers_to_come = 1
+    spec = SessionSpec(number=1, scope="", prompt=LONG_PROMPT, max_tokens=3)
+    world.network.after(0.0, lambda: world.submit(spec))
+    return world
+
+
+@pytest.mark.parametrize("tile_tokens", [2, 8])
+@pytest.mark.parametrize("row_s", [0.5, 4.0, 8.0])
+def test_a_slow_stage_answers_without_a_round(row_s: float, tile_tokens: int) -> None:
+    """Pieces take up to five times what passes may go without a sign; that the stage works is a sign."""
+    world = slow_world(row_s, tile_tokens=tile_tokens)
+    world.run()
+    assert world.told["round"] == 1
+    assert len(world.answers[1].got) == 3
+
+
+def test_a_slow_stage_that_says_nothing_gets_more_time_and_shorter_pieces() -> None:
+    """Of an older program, say. As it was, the round began with the same pieces for ever."""
+    world = slow_world(4.0, tile_tokens=2)
+    world.members["p1"].says = False
+    world.run()
+    assert 1 < world.told["round"] < 6
+    assert len(world.answers[1].got) == 3
+
+
+def test_stages_work_on_pieces_of_one_prompt_at_the_same_time() -> None:
+    took_s: list[float] = []
+    for in_flight in (1, 4):
+        world = slow_world(0.5, in_flight=in_flight)
+        world.members["p0"].row_s = 0.5
+        world.run()
+        took_s.append(world.network.now_s)
+    # Two stages work on five pieces of 4 s each: 40 s one after the other, 24 s where they overlap.
+    assert took_s[0] - took_s[1] > 0.8 * 16.0

@@ -558,7 +558,8 @@ class Batcher:
         session.tokens += emitted
         flight.accepted = len(accepted)
         session.land()
-        session.delivered = max(session.delivered, part.end if part.start <= session.delivered else 0)
+        if part.start <= session.delivered:
+            session.delivered = max(session.delivered, part.end + len(accepted))
         session.failures = 0
         session.passes += 1
         session.proposals = ()

@@ -36,6 +36,13 @@ class Patience:
         """What a limit without a sign of progress is by now."""
         return limit_s * 2.0**self.stalls
 
+    def silence_s(self, works: Iterable[Work]) -> float:
+        """For which these passes may be under way without a sign, where stages say nothing: what was measured counts,
+        predictions don't."""
+        times = self.times
+        longest_s = max((times.known_s(stage, work) for work in works for stage in times.stages), default=0.0)
+        return self.grown_s(max(self.floor_s, MARGIN * longest_s))
+
     def limit_s(self, stage: int, work: Work) -> float:
         """For which a stage may compute this."""
         usual_s = self.times.nearly_always_s(stage, work)

@@ -47,7 +47,7 @@ class PieceSizes:
 
     def recover(self) -> None:
         """A pass came back."""
-        self._halvings = 0
+        self._halvings = max(0, self._halvings - 1)
 
     def allowed(self, start: int, *, others_wait: bool) -> int:
         """How many positions from `start` on a pass should read."""

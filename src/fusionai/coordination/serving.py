@@ -703,16 +703,16 @@ class ServingMachine:
         match self.phase:
             case ServingPhase.ENLISTING if idle_s > self.limits.enlist_s:
                 return self._lose_late(set(self.roles.places.values()) - self._muster.enlisted, "it does not answer")
-            case ServingPhase.LOADING if idle_s > self.limits.load_s:
+            case ServingPhase.LOADING if idle_s > self._patience.grown_s(self.limits.load_s):
                 late = {peer for stage, peer in self.roles.places.items() if stage not in self._loaded}
                 return self._lose_late(late, "it does not load its stage")
             case ServingPhase.REBUILDING if idle_s > self._patience.grown_s(self.limits.rebuild_s):
                 return self._stalled({asked.through for asked, _ in self._rebuilds.values()})
             case ServingPhase.PROBING if idle_s > self._patience.grown_s(self.limits.probe_s):
                 return self._stalled(self._unsound())
-            case ServingPhase.RUNNING if idle_s > self._patience.grown_s(self.limits.pass_s) or self._is_overdue(
-                event.now_s
-            ):
+            case ServingPhase.RUNNING if idle_s > self._patience.silence_s(self.batcher.works):
+                return self._stalled(())
+            case ServingPhase.RUNNING if self._is_overdue(event.now_s):
                 return self._stalled(())
             case _:
                 return []
@@ -769,7 +769,8 @@ class ServingMachine:
         reason = self._why_late(stages, busy_s, work)
         suspects = {self.roles.places[stage] for stage in stages} - {self.roles.owner}
         waiting = self.phase is not ServingPhase.RUNNING
-        replaceable = waiting or all(self.is_warm(stage) for stage in stages)
+        # Who says that it works is replaced only by somebody who is ready.
+        replaceable = (waiting and busy_s is None) or all(self.is_warm(stage) for stage in stages)
         if patience.stalls > 2 and suspects and replaceable:
             return self._lose_late(suspects, reason)
         if patience.stalls > ATTEMPTS:

@@ -107,6 +107,11 @@ class StageTimes:
         known, amount = self._estimate(stage, work)
         return None if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * amount
 
+    def known_s(self, stage: int, work: Work) -> float:
+        """As `nearly_always_s`, of what was measured of passes like it; 0.0 where none was."""
+        known = self._measured.get((stage, work.is_few))
+        return 0.0 if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * work.amount
+
     def tokens_per_s(self, stage: int) -> float | None:
         """Of prompts without a context, as measured; None where none was."""
         known = self._measured.get((stage, False))
