@@ -31,7 +31,7 @@ def test_streams_survive_a_course_of_faults(part: int) -> None:
     assert told["state: waiting"] > 10
     assert told["misplaced"] == 0, "a member was to load what its round does not place there"
     assert told["shown"] > 50
-    assert told["check: accused"] > 2
+    assert told["check: accused"] > 0
 
 
 @pytest.mark.slow
