@@ -12,7 +12,7 @@ from msgspec import structs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.interface import Call
-from fusionai.backends.serving import ServingBackend, ServingProgram
+from fusionai.backends.serving import FEW_POSITIONS, TILE_POSITIONS, ServingBackend, ServingProgram
 from fusionai.backends.torch import serving
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.packed_linear import pack
@@ -586,3 +586,25 @@ def test_rows_and_hidden_states_are_those_asked_for(served: Served) -> None:
     some = served(graph).run([Segment(0, 0, 9, 0, pages_of(9))], tokens(ids), wanted=["logits", "hidden"], rows=[2, 8])
     for name in ("logits", "hidden"):
         assert np.array_equal(array(some[name]), array(whole[name])[:, [2, 8]])
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bits_of_a_prompt_do_not_depend_on_its_pieces(variant: str, form: WeightFormat) -> None:
+    """Of torch, whose pieces follow the clock (`coordination.piece_sizes`)."""
+    graph = Draft(**VARIANTS[variant]).graph
+    length = POSITIONS - 1
+    assert length - TILE_POSITIONS > FEW_POSITIONS
+    ids = text(1, length)
+    options = structs.replace(OPTIONS, weights=form, pass_tokens=length)
+    found: list[np.ndarray] = []
+    for ends in ((length,), (TILE_POSITIONS, length)):
+        sessions = Sessions([ids])
+        program = serve(graph, options)
+        program.allocate()
+        rows: list[np.ndarray] = []
+        for start, end in zip((0, *ends[:-1]), ends, strict=True):
+            segment, given = sessions.segment(0, end - start)
+            rows.append(logits(program, [segment], given))
+        found.append(np.concatenate(rows))
+    assert all(np.array_equal(one, found[0]) for one in found[1:])
