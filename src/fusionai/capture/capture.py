@@ -190,7 +190,7 @@ def _assemble(
         built.key(first): tuple(built.key(other) for other in others)
         for first, others in _aliases(built.module).items()
     }
-    stored = frozenset[str]() if checkpoint is None else frozenset(checkpoint.entries)
+    stored = frozenset[str]() if checkpoint is None else checkpoint.keys
     if isinstance(built.adapter, Slots):
         stored |= built.adapter.keys
     params: dict[str, ParamSpec] = {}

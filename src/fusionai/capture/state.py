@@ -7,8 +7,12 @@ memory. The groups are the same whatever is asked, so that values depend on (see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -17,18 +21,42 @@ from torch import nn
 
 from fusionai.capture.adapter_slots import Slots
 from fusionai.capture.build import Built, rebuild
+from fusionai.capture.conversion import Computed, expected, loading
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.assembly import Assembly, Extent, Shape
 
 GROUP_BYTES: Final = 64 * 2**20
 """Parameters made in one construction of the module, unless a single one is larger."""
 
 
+_SHOWN: Final = 4
+"""Names in a message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Which safetensors file holds which key: key -> (file, name in the file)."""
+    """What safetensors files hold of a model. `entries`: key -> (file, name in the file), where a tensor lies there as
+    it is. `assembled`: keys whose tensors are parts of tensors of the files, by `files`: name -> file. `computed`: keys
+    that transformers' operations make of them."""
 
     entries: Mapping[str, tuple[Path, str]]
+    assembled: Mapping[str, Assembly] = field(default_factory=dict[str, Assembly])
+    computed: Mapping[str, Computed] = field(default_factory=dict[str, Computed])
+    files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset((*self.entries, *self.assembled, *self.computed))
+
+    def tensor(self, key: str, like: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """One key's values in the type of `like`. Raises `ModelError`."""
+        if key in self.entries:
+            path, name = self.entries[key]
+            return _read(path, name, key, like)
+        if key in self.computed:
+            return self.computed[key].tensor(module, lambda name: _read(self.files[name], name, key, like))
+        return _joined(self.assembled[key], self.files, key, like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +72,10 @@ class StateSource:
         """(key, bytes) of each key, in the module's dtypes, one at a time. Raises `ModelError` on an unknown key."""
         wanted = set(keys)
         buffers = self.built.buffers()
-        stored: Mapping[str, tuple[Path, str]] = {} if self.checkpoint is None else self.checkpoint.entries
+        checkpoint = self.checkpoint or Checkpoint({})
+        stored = checkpoint.keys
         parameters = self.built.parameters()
-        unknown = wanted - set(self.constants) - set(stored) - set(buffers) - set(parameters)
+        unknown = wanted - set(self.constants) - stored - set(buffers) - set(parameters)
         if unknown:
             raise ModelError(
                 f"{self.built.name} has no state {min(unknown)!r}.", hint="Ask for keys of the captured graph."
@@ -59,12 +88,12 @@ class StateSource:
         for key in sorted(wanted & set(self.constants)):
             yield key, to_host(self.constants[key])
         # Buffers in the checkpoint (statistics of a trained BatchNorm) are worth more than those just made.
-        for key in sorted((wanted & set(buffers)) - set(stored)):
+        for key in sorted((wanted & set(buffers)) - stored):
             yield key, to_host(buffers[key])
-        for key in sorted(wanted & set(stored)):
+        for key in sorted(wanted & stored):
             like = parameters[key] if key in parameters else buffers[key]
-            yield key, to_host(_read(*stored[key], key, like))
-        rest = (wanted & set(parameters)) - set(stored)
+            yield key, to_host(checkpoint.tensor(key, like, self.built.module))
+        rest = (wanted & set(parameters)) - stored
         # Those that have a program, too, are asked for where nobody runs programs: always in the same groups, whichever
         # of them are wanted, since what a module draws for one depends on what it makes beside it.
         programmed = [key for key in parameters if not any(key in group for group in self.groups)]
@@ -108,65 +137,108 @@ def index_checkpoint(
     aliases: Mapping[str, tuple[str, ...]],
     elsewhere: Mapping[str, tuple[Path, str]],
 ) -> Checkpoint:
-    """Match the names in safetensors files with the module's keys, reading only the files' headers. `elsewhere`: what
-    other files have. An adapter's parameters may be missing: they are new then.
+    """Match the names in safetensors files with the module's keys, as transformers does when it loads them, reading
+    only the files' headers. `elsewhere`: what other files have. An adapter's parameters may be missing: they are new
+    then.
 
     Raises `ModelError` when a parameter is missing or has another shape, naming it.
     """
+    found, shapes = _headers(files)
+    wanted = {built.key(name): tensor for name, tensor in built.module.state_dict(keep_vars=True).items()}
+    sources = loading(built.module, wanted, shapes)
+    entries = dict(elsewhere)
+    assembled: dict[str, Assembly] = {}
+    computed: dict[str, Computed] = {}
+    missing: dict[str, Shape] = {}
+    for own, tensor in {**dict(built.module.named_buffers()), **dict(built.module.named_parameters())}.items():
+        key = built.key(own)
+        if key in entries or built.is_adapter(key):
+            continue
+        names = [built.key(name) for name in (own, *aliases.get(own, ()))]
+        source = next((sources[name] for name in names if name in sources), None)
+        if source is None:
+            if isinstance(tensor, nn.Parameter):
+                missing[key] = tuple(tensor.shape)
+            continue
+        if source.shape != tuple(tensor.shape):
+            raise ModelError(
+                f"{key!r} of the weights has the shape {list(source.shape)}, the model expects "
+                f"{list(tensor.shape)}; it was made of {_listed(_names(source))}.",
+                hint="The configuration and the weights are not of one model.",
+            )
+        match source:
+            case Computed():
+                computed[key] = source
+            case Assembly(extents=(Extent(tensor=name),)) if shapes[name] == source.shape:
+                entries[key] = (found[name], name)
+            case Assembly():
+                assembled[key] = source
+    if missing:
+        raise _lacking(missing, built, frozenset(shapes))
+    return Checkpoint(entries, assembled, computed, found)
+
+
+def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:
+    """Where each tensor lies, and its shape."""
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+    places: dict[str, Path] = {}
+    shapes: dict[str, Shape] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118  not a dictionary
-                    found[name] = (path, name, tuple(handle.get_slice(name).get_shape()))
+                    places[name] = path
+                    shapes[name] = tuple(handle.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"the weights in {path} can't be read: {error}", hint="Fetch or save the file again."
             ) from error
-    prefix = str(getattr(built.module, "base_model_prefix", ""))
-    entries = dict(elsewhere)
-    missing: list[str] = []
-    tensors: dict[str, torch.Tensor] = {
-        **dict(built.module.named_buffers()),
-        **dict(built.module.named_parameters()),
-    }
-    for own, tensor in tensors.items():
-        key = built.key(own)
-        if key in entries or built.is_adapter(key):
-            continue
-        named = [built.key(name) for name in (own, *aliases.get(own, ()))]
-        names = [candidate for name in named for candidate in _spellings(name, prefix)]
-        hit = next((found[name] for name in names if name in found), None)
-        if hit is None:
-            if isinstance(tensor, nn.Parameter):
-                missing.append(key)
-            continue
-        path, name, shape = hit
-        if shape != tuple(tensor.shape):
-            raise ModelError(
-                f"the weights' {name} has shape {list(shape)}, the model expects {list(tensor.shape)}.",
-                hint="The configuration and the weights are not of one model.",
-            )
-        entries[key] = (path, name)
-    if missing:
-        raise ModelError(
-            f"the weights lack {len(missing)} of the model's parameters, first {missing[0]!r}.",
-            hint="The configuration, the architecture and the weights are not of one model.",
-        )
-    return Checkpoint(entries)
+    return places, shapes
 
 
-def _spellings(name: str, prefix: str) -> Iterator[str]:
-    """A name as saved with or without a head around the base model, and as old BERT checkpoints spell norms."""
-    yield name
-    if prefix:
-        yield f"{prefix}.{name}"
-        if name.startswith(f"{prefix}."):
-            yield name.removeprefix(f"{prefix}.")
-    if "LayerNorm." in name:
-        yield name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+def _lacking(missing: Mapping[str, Shape], built: Built, found: Collection[str]) -> ModelError:
+    """Says which names were looked for, and what is there instead."""
+    key, shape = next(iter(missing.items()))
+    written = expected(built.module, key, shape)
+    looked = "" if written == (key,) else f", which files hold as {_listed(written)}"
+    near = difflib.get_close_matches(written[0], sorted(found), n=3, cutoff=0.4)
+    nearest = f"; the nearest names in the files are {_listed(near)}" if near else ""
+    return ModelError(
+        f"the weights lack {len(missing)} of the model's parameters, first {key!r}{looked}{nearest}.",
+        hint="The configuration, the architecture and the weights are not of one model, or a file is missing.",
+    )
+
+
+def _names(source: Assembly | Computed) -> tuple[str, ...]:
+    if isinstance(source, Assembly):
+        return source.sources
+    return tuple(name for some in source.sources.values() for name in some)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _joined(assembly: Assembly, files: Mapping[str, Path], key: str, like: torch.Tensor) -> torch.Tensor:
+    """Put together in the type of `like`; of the files, only these parts are read."""
+    from safetensors import SafetensorError, safe_open
+
+    made = torch.empty(prod(assembly.shape), dtype=like.dtype)
+    start = 0
+    try:
+        with ExitStack() as opened:
+            paths = sorted({files[name] for name in assembly.sources})
+            handles = {path: opened.enter_context(safe_open(path, framework="pt")) for path in paths}
+            for name, extents in groupby(assembly.extents, key=lambda extent: extent.tensor):
+                source = handles[files[name]].get_tensor(name).reshape(-1)
+                for extent in extents:
+                    made[start : start + extent.count] = source[extent.first : extent.first + extent.count]
+                    start += extent.count
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"the weight {key} can't be read from its files: {error}") from error
+    return made.reshape(assembly.shape)
 
 
 def _read(path: Path, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
