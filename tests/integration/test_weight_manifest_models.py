@@ -34,8 +34,14 @@ LLAMA: dict[str, Any] = {
 def described(captured: Captured, store: WeightStore) -> ModelWeights:
     keys = [spec.key for spec in captured.graph.params.values()]
     checkpoint = captured.source.checkpoint
-    located = None if checkpoint is None else checkpoint.entries
-    return manifest(keys, declared(captured.graph, captured.state, 0), store, located=located)
+    return manifest(
+        keys,
+        declared(captured.graph, captured.state, 0),
+        store,
+        located=None if checkpoint is None else checkpoint.entries,
+        assembled=None if checkpoint is None else checkpoint.assembled,
+        files=None if checkpoint is None else checkpoint.files,
+    )
 
 
 def as_torch(weights: ModelWeights) -> Mapping[str, torch.Tensor]:

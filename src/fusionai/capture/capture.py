@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusionai.capture.adapter import located
 from fusionai.capture.adapter_slots import Slots
 from fusionai.capture.build import Adapters, Built, build
+from fusionai.capture.conversion import left_out
 from fusionai.capture.experts import by_products
 from fusionai.capture.export import export, output_dims
 from fusionai.capture.lowering import Lowered, Unsupported, lower
@@ -35,6 +36,7 @@ from fusionai.ir.serving import ADAPTERS
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.assembly import Assembly
 
 Range = tuple[int, int]
 
@@ -67,6 +69,12 @@ class Captured:
         """Bytes of buffers, constants, pretrained weights and parameters that have no initialisation program, one at
         a time. Raises `ModelError` on an unknown key."""
         return self.source.tensors(keys)
+
+    def layout(self) -> dict[str, Assembly]:
+        """Tensors as `save_pretrained` would name and cut them, where that is not a key as it is -> which parts of
+        keys they are."""
+        keys = (spec.key for spec in self.graph.params.values())
+        return self.source.layout(key for key in keys if key not in self.private_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +257,7 @@ def _assemble(
         attention_nodes=nodes,
         owed=tuple(spec.key for spec in params.values() if spec.init is None),
         private_keys=frozenset(spec.key for spec in params.values())
-        - {built.key(name) for name in built.module.state_dict()},
+        - ({built.key(name) for name in built.module.state_dict()} - left_out(built.module)),
         unused=unused,
         notes=tuple(notes),
         inputs=specs,

@@ -11,6 +11,7 @@ Neighbours: `capture.state` reads files by it, `storage.assembly` is the form of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -125,6 +126,17 @@ def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]
 def expected(model: nn.Module, name: str, shape: Shape) -> tuple[str, ...]:
     """Names of tensors that `save_pretrained` would have written for a parameter."""
     return tuple(saving(model, {name: shape}))
+
+
+def left_out(model: nn.Module) -> frozenset[str]:
+    """Names of the state dict that `save_pretrained` does not write."""
+    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def made_anew(model: nn.Module, name: str) -> bool:
+    """Whether `from_pretrained` expects that files may lack this parameter, and makes it as for a new model."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return name in left_out(model) or any(re.search(pattern, name) for pattern in patterns)
 
 
 class _Groups:

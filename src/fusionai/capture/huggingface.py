@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
 
 from fusionai.capture.attention import ATTENTION, register
 from fusionai.capture.source import Architecture, ConfigSource, DirectorySource, HubSource
 from fusionai.primitives.errors import ModelError
+from fusionai.storage.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
+from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE, WeightIndex
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -172,7 +175,13 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"the configuration in {path} can't be used: {_last_line(error)}.") from error
-    weights = tuple(sorted(path.glob("*.safetensors")))
+    weights = _weights(path)
+    if weights and (scheme := getattr(config, "quantization_config", None)):
+        method = scheme.get("quant_method") if isinstance(scheme, Mapping) else getattr(scheme, "quant_method", None)
+        raise ModelError(
+            f"the weights in {path} are quantized ({method}), and can be read by that method's own code only.",
+            hint="Use the model's plain weights, or load it with transformers, dequantize() it and save_pretrained.",
+        )
     notes: tuple[str, ...] = ()
     if not weights:
         if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
@@ -182,6 +191,25 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
             )
         notes = (f"{path} has no weights: the model is new, initialised from the seed.",)
     return HuggingFaceModel(config, architecture, weights, notes)
+
+
+def _weights(path: Path) -> tuple[Path, ...]:
+    """The files that transformers would read: others beside them, in another layout, hold the same once more. Raises
+    `ModelError` where one is missing."""
+    single = path / SINGLE_FILE
+    if single.is_file():
+        return (single,)
+    index = path / INDEX_FILE
+    if not index.is_file():
+        return tuple(sorted(set(path.glob("*.safetensors")) - {path / ADAPTER_FILE}))
+    try:
+        names = sorted(set(msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map.values()))
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{index} can't be read: {error}.", hint="Fetch or save the model again.") from error
+    for name in names:
+        if Path(name).name != name or not (path / name).is_file():
+            raise ModelError(f"{path} lacks a part of its weights: {name}.", hint="Fetch or copy the model again.")
+    return tuple(path / name for name in names)
 
 
 def _last_line(error: Exception) -> str:

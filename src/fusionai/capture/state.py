@@ -21,10 +21,10 @@ from torch import nn
 
 from fusionai.capture.adapter_slots import Slots
 from fusionai.capture.build import Built, rebuild
-from fusionai.capture.conversion import Computed, expected, loading
+from fusionai.capture.conversion import Computed, expected, loading, made_anew, saving
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.storage.assembly import Assembly, Extent, Shape
+from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 
 GROUP_BYTES: Final = 64 * 2**20
 """Parameters made in one construction of the module, unless a single one is larger."""
@@ -104,6 +104,14 @@ class StateSource:
                 if key in rest:
                     yield key, to_host(tensor)
 
+    def layout(self, keys: Iterable[str]) -> dict[str, Assembly]:
+        """As `Captured.layout`, of these keys."""
+        if self.built.huggingface is None:
+            return {}
+        tensors = {**self.built.buffers(), **self.built.parameters()}
+        made = saving(self.built.module, {key: tuple(tensors[key].shape) for key in keys})
+        return {name: one for name, one in made.items() if one != whole(name, one.shape)}
+
 
 def to_host(tensor: torch.Tensor) -> HostTensor:
     """Copy a tensor to host bytes; bfloat16 as raw bits."""
@@ -138,8 +146,8 @@ def index_checkpoint(
     elsewhere: Mapping[str, tuple[Path, str]],
 ) -> Checkpoint:
     """Match the names in safetensors files with the module's keys, as transformers does when it loads them, reading
-    only the files' headers. `elsewhere`: what other files have. An adapter's parameters may be missing: they are new
-    then.
+    only the files' headers. `elsewhere`: what other files have. An adapter's parameters may be missing, and those that
+    transformers makes anew (positions that are computed): they are new then.
 
     Raises `ModelError` when a parameter is missing or has another shape, naming it.
     """
@@ -157,7 +165,7 @@ def index_checkpoint(
         names = [built.key(name) for name in (own, *aliases.get(own, ()))]
         source = next((sources[name] for name in names if name in sources), None)
         if source is None:
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and not any(made_anew(built.module, name) for name in names):
                 missing[key] = tuple(tensor.shape)
             continue
         if source.shape != tuple(tensor.shape):

@@ -19,4 +19,5 @@ def checkpoint_header(recipe: Recipe, prepared: Prepared) -> CheckpointHeader:
         private_keys=prepared.captured.private_keys,
         adapter_keys=frozenset() if recipe.adapter is None else frozenset(one.key for one in params if one.trainable),
         base=prepared.base,
+        layout={} if recipe.adapter is not None else prepared.captured.layout(),
     )

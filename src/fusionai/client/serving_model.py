@@ -174,6 +174,8 @@ def hash_weights(
         model.captured.state,
         store,
         located=None if checkpoint is None else checkpoint.entries,
+        assembled=None if checkpoint is None else checkpoint.assembled,
+        files=None if checkpoint is None else checkpoint.files,
         memory=memory,
         on_progress=on_progress,
     )

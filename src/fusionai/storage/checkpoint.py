@@ -9,8 +9,10 @@
       fusion/manifest.json               step, graph, recipe, aliases; SHA-256 and size of every file
       fusion/manifest.sha256             of the manifest itself
 
-It grows in `step-00000012.partial` and gets its name when everything is on the disk. At most one shard per part is
-held in memory. Neighbours: `reader` opens it, the driver feeds it what `StateChunk` messages bring.
+The names in the model's files are those that `save_pretrained` gives them, which the header's layout says. The whole
+grows in `step-00000012.partial` and gets its name when everything is on the disk. At most one shard per part is held in
+memory, and keys that a file's tensor joins until the last of them comes. Neighbours: `reader` opens it,
+`checkpoint_layout` takes keys apart, the driver feeds it what `StateChunk` messages bring.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.adapter_files import PREFIX, WEIGHTS_FILE
 from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory
+from fusionai.storage.checkpoint_layout import Layout
 from fusionai.storage.manifest import (
     MANIFEST,
     MANIFEST_HASH,
@@ -70,6 +73,9 @@ class CheckpointWriter:
         self._held_bytes: dict[_Part, int] = dict.fromkeys(self._held, 0)
         self._shards: dict[_Part, list[Path]] = {part: [] for part in self._held}
         self._shard_of: dict[str, Path] = {}
+        """By the kind of entry and the name in the file."""
+        self._came: set[str] = set()
+        self._layout = Layout(header.layout)
         self._records: dict[str, FileRecord] = {}
         self._model_bytes = 0
         with storage_errors(self._partial):
@@ -100,9 +106,17 @@ class CheckpointWriter:
         `StorageError`, after which the writer is of no more use.
         """
         part, name = self._part_of(entry)
-        if entry in self._shard_of or name in self._held[part]:
+        if entry in self._came:
             self._require_same(entry, tensor)
             return
+        self._came.add(entry)
+        if part == "model" and name in self._layout:
+            for placed, made in self._layout.add(name, tensor):
+                self._put_in(part, placed, made)
+        else:
+            self._put_in(part, name, tensor)
+
+    def _put_in(self, part: _Part, name: str, tensor: HostTensor) -> None:
         # PEFT knows one file only.
         if part != "adapter" and self._held[part] and self._held_bytes[part] + tensor.nbytes > self._shard_bytes:
             self._flush(part)
@@ -116,10 +130,12 @@ class CheckpointWriter:
 
         Where a complete checkpoint of this step is there already, that one stays. Raises `StorageError`.
         """
+        for name, tensor in self._layout.rest():
+            self._put_in("model", name, tensor)
         for part in self._held:
             if self._held[part]:
                 self._flush(part)
-        missing = sorted(set(expected or ()) - set(self._shard_of))
+        missing = sorted(set(expected or ()) - self._came)
         if missing:
             some = ", ".join(missing[:_MISSING_SHOWN])
             raise StorageError(f"checkpoint of step {self._step}: {len(missing)} entries did not come, such as {some}.")
@@ -161,7 +177,14 @@ class CheckpointWriter:
     def value(self, entry: str) -> HostTensor:
         """What was added as `entry`, before `finish`. Raises `KeyError`, `StorageError`."""
         part, name = self._part_of(entry)
-        shard = self._shard_of.get(entry)
+        if part != "model" or name not in self._layout:
+            return self._written(part, name)
+        return self._layout.value(name, lambda placed: self._written("model", placed))
+
+    def _written(self, part: _Part, name: str) -> HostTensor:
+        """What stands, or is to stand, in a file under this name."""
+        kind = "optimizer" if part == "optimizer" else "model"
+        shard = self._shard_of.get(f"{kind}/{name.removeprefix(PREFIX) if part == 'adapter' else name}")
         return self._held[part][name] if shard is None else SafetensorsFile(shard).read(name)
 
     def _require_same(self, entry: str, tensor: HostTensor) -> None:
@@ -205,18 +228,25 @@ class CheckpointWriter:
             self._put(INDEX_FILE, msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
 
     def _put_manifest(self) -> None:
+        files = {name: path.relative_to(self._partial).as_posix() for name, path in sorted(self._shard_of.items())}
+        assembled = {f"model/{key}": one for key, one in self._layout.assemblies().items()}
+        tensors = {name: files[f"model/{name}"] for one in assembled.values() for name in one.sources}
+        entries = {
+            entry: tensors[assembled[entry].sources[0]] if entry in assembled else files[entry]
+            for entry in sorted(self._came)
+        }
         manifest = Manifest(
             step=self._step,
             graph_hash=self._header.graph_hash,
             data_fingerprint=self._header.data_fingerprint,
             recipe=self._header.recipe,
             aliases=self._header.aliases,
-            entries={
-                entry: path.relative_to(self._partial).as_posix() for entry, path in sorted(self._shard_of.items())
-            },
+            entries=entries,
             files=dict(sorted(self._records.items())),
             base=self._header.base,
             tolerant_takeovers=self._header.tolerant_takeovers,
+            assembled=dict(sorted(assembled.items())),
+            tensors=dict(sorted(tensors.items())),
         )
         content = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
         self._put(MANIFEST, content)

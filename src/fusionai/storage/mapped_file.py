@@ -8,7 +8,9 @@ Neighbours: `weight_store` and `weight_manifest` give tensors and pieces through
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from fusionai.primitives.errors import StorageError
@@ -54,3 +56,35 @@ class Stretch:
 
     def _short(self) -> StorageError:
         return StorageError(f"{self.path} is damaged: it ends within the {self.nbytes} bytes at {self.offset}.")
+
+
+class Stretches:
+    """Stretches of files one behind the other, as one: parts of several tensors that are one tensor."""
+
+    def __init__(self, parts: tuple[Stretch, ...]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(part.nbytes for part in parts))
+        self.nbytes = self._ends[-1] if parts else 0
+
+    def mapped(self) -> memoryview:
+        """Read-only, copied where they are several. Raises `StorageError`."""
+        if len(self._parts) == 1:
+            return self._parts[0].mapped()
+        buffer = memoryview(bytearray(self.nbytes))
+        for part, end in zip(self._parts, self._ends, strict=True):
+            buffer[end - part.nbytes : end] = part.mapped()
+        return buffer.toreadonly()
+
+    def read(self, first: int, nbytes: int) -> bytes:
+        """As `Stretch.read`."""
+        if not 0 <= first <= first + nbytes <= self.nbytes:
+            raise ValueError(f"[{first}, {first + nbytes}) is not within {self.nbytes} bytes")
+        read: list[bytes] = []
+        number = bisect_right(self._ends, first)
+        while nbytes > 0:
+            part = self._parts[number]
+            within = first - (self._ends[number] - part.nbytes)
+            count = min(nbytes, part.nbytes - within)
+            read.append(part.read(within, count))
+            first, nbytes, number = first + count, nbytes - count, number + 1
+        return b"".join(read)

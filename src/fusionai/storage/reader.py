@@ -18,6 +18,7 @@ import msgspec
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.adapter_files import PREFIX, WEIGHTS_FILE
+from fusionai.storage.assembly import assembled
 from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors
 from fusionai.storage.manifest import FORMAT, MANIFEST, MANIFEST_HASH, Manifest, step_of
 from fusionai.storage.safetensors_file import SafetensorsFile
@@ -74,14 +75,26 @@ class CheckpointReader:
         file = self._manifest.entries.get(entry)
         if file is None:
             raise StorageError(f"{self._directory}: the checkpoint has no entry {entry!r}.")
-        if file not in self._open:
-            self._open[file] = SafetensorsFile(self._inside(file))
+        made_of = self._manifest.assembled.get(entry)
+        if made_of is not None:
+            return assembled(entry, made_of, self._tensor)
         name = entry.partition("/")[2]
-        return self._open[file].read(PREFIX + name if file == WEIGHTS_FILE else name)
+        return self._file(file).read(PREFIX + name if file == WEIGHTS_FILE else name)
 
     def entries(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, HostTensor]]:
         """Those of `names` in their order, or all sorted."""
         return ((name, self.read(name)) for name in (self.names if names is None else names))
+
+    def _tensor(self, name: str) -> HostTensor:
+        file = self._manifest.tensors.get(name)
+        if file is None:
+            raise StorageError(f"{self._directory / MANIFEST} does not say where {name!r} lies.", hint=_HINT)
+        return self._file(file).read(name)
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._open:
+            self._open[name] = SafetensorsFile(self._inside(name))
+        return self._open[name]
 
     def _inside(self, name: str) -> Path:
         """A file of the checkpoint; a manifest can't name one elsewhere."""

@@ -1,9 +1,11 @@
 """What the weights of a model are, tensor by tensor: names, shapes, hashes. And their bytes, for who asks by hash.
 
 Decides where the bytes of a graph's key come from. A key that lies in the model's files is described as it lies there,
-dtype included: whoever loads it converts it. Every other (made from a configuration, computed buffers, transformed
-when loaded) is asked of `state` one at a time and kept in the weight store. Hashes of files are remembered by path,
-size and time of change, so that a second start reads nothing; what is remembered wrongly is refused by whoever fetches.
+dtype included: whoever loads it converts it. One that is made of parts of several tensors, as stacked experts are, is
+read from them piece by piece, without a copy on the disk. Every other (made from a configuration, computed buffers,
+transformed when loaded) is asked of `state` one at a time and kept in the weight store. Hashes are of the graph's
+tensors, so that a peer checks what it fetches without knowing any file. They are remembered by the files' paths, sizes
+and times of change, so that a second start reads nothing; what is remembered wrongly is refused by whoever fetches.
 
     captured = capture(...)
     weights = manifest(keys, captured.state, store, located=captured.source.checkpoint.entries,
@@ -17,17 +19,22 @@ Neighbours: `capture` knows which name in which file a key has (ties, old spelli
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from fusionai.primitives.errors import StorageError
-from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.storage.mapped_file import Stretch
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
+from fusionai.storage.assembly import Assembly
+from fusionai.storage.mapped_file import Stretch, Stretches
 from fusionai.storage.safetensors_file import SafetensorsFile
 from fusionai.storage.weight_memory import FileStamp, WeightMemory
 from fusionai.storage.weight_pieces import make_spec, pieces_of
@@ -45,7 +52,9 @@ HASHING_THREADS: Final = 4
 class ModelWeights:
     """The owner's side: has all tensors of the manifest. Close it when the job is over."""
 
-    def __init__(self, specs: tuple[WeightSpec, ...], stretches: Mapping[bytes, Stretch], store: WeightStore) -> None:
+    def __init__(
+        self, specs: tuple[WeightSpec, ...], stretches: Mapping[bytes, Stretch | Stretches], store: WeightStore
+    ) -> None:
         """`stretches`: where the files have the bytes, by digest; others are in `store`."""
         self.specs = specs
         self._stretches = stretches
@@ -84,25 +93,27 @@ def manifest(
     store: WeightStore,
     *,
     located: Mapping[str, tuple[Path, str]] | None = None,
+    assembled: Mapping[str, Assembly] | None = None,
+    files: Mapping[str, Path] | None = None,
     memory: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Describe `keys`, in their order, each once. `located`: key -> (safetensors file, name in it) for those that lie
-    in files bit by bit. `memory`: the file of remembered hashes. `on_progress(done, total)`: bytes of files to hash.
+    in files bit by bit; `assembled`: those that are parts of tensors, by `files`: name -> file. `memory`: the file of
+    remembered hashes. `on_progress(done, total)`: bytes of files to hash.
 
     Raises `StorageError` when a file can't be read or changes meanwhile, and what `state` raises."""
     wanted = tuple(dict.fromkeys(keys))
-    places = {key: located[key] for key in wanted if key in located} if located else {}
-    specs: dict[str, WeightSpec] = {}
-    stretches: dict[bytes, Stretch] = {}
-    known = WeightMemory(memory)
-    for path in sorted({path for path, _ in places.values()}):
-        names = {name: key for key, (where, name) in places.items() if where == path}
-        for name, (spec, stretch) in _described(path, names, known, on_progress).items():
-            for key in [key for key, place in places.items() if place == (path, name)]:
-                specs[key] = _renamed(spec, key)
-            stretches[spec.digest] = stretch
-    known.write()
+    opened = _Files(memory)
+    places: dict[str, _Place] = {}
+    for key in wanted:
+        if located and key in located:
+            places[key] = opened.whole(*located[key])
+        elif assembled and key in assembled and (place := opened.parts(assembled[key], files or {})) is not None:
+            places[key] = place
+    described = opened.described(places.values(), on_progress)
+    specs = {key: _renamed(described[place], key) for key, place in places.items()}
+    stretches = {described[place].digest: place.stretch for place in places.values()}
     for key, tensor in state([key for key in wanted if key not in places]):
         spec = specs[key] = make_spec(key, tensor.dtype, tensor.shape, _cut(tensor.data))
         if spec.digest not in stretches:
@@ -112,34 +123,80 @@ def manifest(
     return ModelWeights(tuple(specs[key] for key in wanted), stretches, store)
 
 
-def _described(
-    path: Path, names: Iterable[str], known: WeightMemory, on_progress: Callable[[int, int], None] | None
-) -> dict[str, tuple[WeightSpec, Stretch]]:
-    """Names in one file -> what they are and where they lie."""
-    file, stamp = SafetensorsFile(path), FileStamp.of(path)
-    spans = {name: file.span(name) for name in names}
-    specs = {name: spec for name in spans if (spec := known.get(stamp, name)) is not None}
-    rest = [name for name in spans if name not in specs]
-    total, done = sum(spans[name][3] for name in rest), 0
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies. `name`: by which its hash is remembered, with the stamp of the file `path`."""
 
-    def describe(name: str) -> WeightSpec:
-        dtype, shape, offset, nbytes = spans[name]
-        return make_spec(name, dtype, shape, _read(Stretch(path, offset, nbytes)))
-
-    if rest:
-        with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1), "hashing") as threads:
-            for name, spec in zip(rest, threads.map(describe, rest), strict=True):
-                specs[name] = spec
-                done += spans[name][3]
-                if on_progress is not None:
-                    on_progress(done, total)
-        if FileStamp.of(path) != stamp:
-            raise StorageError(f"{path} was changed while it was read.", hint="Start again once it is complete.")
-        known.put(stamp, {name: specs[name] for name in rest})
-    return {name: (specs[name], Stretch(path, spans[name][2], spans[name][3])) for name in spans}
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stretch: Stretch | Stretches = field(compare=False)
 
 
-def _read(stretch: Stretch) -> Iterator[bytes]:
+class _Files:
+    """The model's files, each opened once, and what is remembered of their hashes."""
+
+    def __init__(self, memory: Path | None) -> None:
+        self._known = WeightMemory(memory)
+        self._files: dict[Path, SafetensorsFile] = {}
+        self._stamps: dict[Path, FileStamp] = {}
+
+    def whole(self, path: Path, name: str) -> _Place:
+        dtype, shape, offset, nbytes = self._span(path, name)
+        return _Place(path, name, dtype, shape, Stretch(path, offset, nbytes))
+
+    def parts(self, assembly: Assembly, files: Mapping[str, Path]) -> _Place | None:
+        """None where its parts are of several types: they must be converted first."""
+        spans = {name: self._span(files[name], name) for name in assembly.sources}
+        dtypes = {dtype for dtype, _, _, _ in spans.values()}
+        if len(dtypes) != 1:
+            return None
+        dtype = dtypes.pop()
+        itemsize = ITEMSIZE_BYTES[dtype]
+        parts = tuple(
+            Stretch(files[one.tensor], spans[one.tensor][2] + one.first * itemsize, one.count * itemsize)
+            for one in assembly.extents
+        )
+        # Remembered for as long as none of its files changes.
+        stamps = [self._stamps[path] for path in sorted({files[name] for name in assembly.sources})]
+        digest = hashlib.sha256(msgspec.json.encode((assembly, stamps))).hexdigest()
+        return _Place(files[assembly.extents[0].tensor], f"\0{digest}", dtype, assembly.shape, Stretches(parts))
+
+    def described(
+        self, places: Iterable[_Place], on_progress: Callable[[int, int], None] | None
+    ) -> dict[_Place, WeightSpec]:
+        """Hash what is not remembered. Raises `StorageError`, also when a file was changed meanwhile."""
+        wanted = dict.fromkeys(places)
+        specs = {one: spec for one in wanted if (spec := self._known.get(self._stamps[one.path], one.name)) is not None}
+        rest = [one for one in wanted if one not in specs]
+        total, done = sum(one.stretch.nbytes for one in rest), 0
+        if rest:
+            with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1), "hashing") as threads:
+                for one, spec in zip(rest, threads.map(_described, rest), strict=True):
+                    specs[one] = spec
+                    done += one.stretch.nbytes
+                    if on_progress is not None:
+                        on_progress(done, total)
+        for path, stamp in self._stamps.items():
+            if rest and FileStamp.of(path) != stamp:
+                raise StorageError(f"{path} was changed while it was read.", hint="Start again once it is complete.")
+            if mine := {one.name: specs[one] for one in rest if one.path == path}:
+                self._known.put(stamp, mine)
+        self._known.write()
+        return specs
+
+    def _span(self, path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
+        if path not in self._files:
+            self._files[path], self._stamps[path] = SafetensorsFile(path), FileStamp.of(path)
+        return self._files[path].span(name)
+
+
+def _described(place: _Place) -> WeightSpec:
+    return make_spec(place.name, place.dtype, place.shape, _read(place.stretch))
+
+
+def _read(stretch: Stretch | Stretches) -> Iterator[bytes]:
     for piece in range(pieces_of(stretch.nbytes)):
         start = piece * PIECE_BYTES
         yield stretch.read(start, min(PIECE_BYTES, stretch.nbytes - start))

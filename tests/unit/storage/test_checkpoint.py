@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
+from fusionai.storage.assembly import Assembly, Extent
 from fusionai.storage.atomic import write_atomic
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointReader, CheckpointWriter
 from fusionai.storage.manifest import step_directory
@@ -111,6 +113,41 @@ def test_the_writer_keeps_its_own_copy(tmp_path: Path) -> None:
         buffer[:] = bytes(16)
         place = writer.finish()
     assert bytes(CheckpointReader(place).read("model/w").data) == b"\x01" * 16
+
+
+LAID_OUT = msgspec.structs.replace(
+    HEADER,
+    layout={
+        "layers.0.experts.0.w": Assembly((4, 16), (Extent("layers.0.w", 0, 64),)),
+        "layers.0.experts.1.w": Assembly((4, 16), (Extent("layers.0.w", 64, 64),)),
+        "joined.w": Assembly((16, 16), (Extent("layers.1.w", 0, 128), Extent("norm.weight", 0, 128))),
+        "first.weight": Assembly((8, 16), (Extent("embed.weight", 0, 128),)),
+        "never.w": Assembly((2,), (Extent("one.w", 0, 1), Extent("other.w", 0, 1))),
+    },
+)
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 300])
+def test_a_layout_names_and_cuts_what_the_files_hold(tmp_path: Path, shard_bytes: int) -> None:
+    """Split, joined, renamed; what waits for a key that never comes keeps its own name. The state comes back."""
+    entries = state() | {"model/one.w": tensor(1, seed=5)}
+    with CheckpointWriter(tmp_path, 3, LAID_OUT, files=FILES, shard_bytes=shard_bytes) as writer:
+        for name, value in entries.items():
+            writer.add(name, value)
+            assert same(writer.value(name), value)
+            writer.add(name, value)
+        with pytest.raises(StorageError, match=r"different values of model/norm\.weight"):
+            writer.add("model/norm.weight", tensor(8, 16, seed=77))
+        place = writer.finish(expected=entries)
+    model = ModelDirectory(place)
+    experts = ("layers.0.experts.0.w", "layers.0.experts.1.w")
+    assert model.names == ("first.weight", "joined.w", *experts, "one.w")
+    fused = entries["model/layers.0.w"]
+    assert [bytes(model.read(name).data) for name in experts] == [bytes(fused.data[:256]), bytes(fused.data[256:])]
+    reader = CheckpointReader(place)
+    reader.verify()
+    assert reader.names == tuple(sorted(entries))
+    assert all(same(reader.read(name), value) for name, value in entries.items())
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 1])

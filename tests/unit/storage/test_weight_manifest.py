@@ -15,6 +15,7 @@ import pytest
 from fusionai.primitives.errors import ModelError, StorageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage import weight_manifest
+from fusionai.storage.assembly import Assembly, Extent
 from fusionai.storage.safetensors_file import write_safetensors
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
@@ -57,6 +58,52 @@ class Model:
 
     def describe(self, keys: Iterable[str], store: WeightStore, memory: Path | None = None) -> ModelWeights:
         return manifest(keys, self.state, store, located=self.located, memory=memory)
+
+
+def test_parts_of_several_tensors_are_described_as_one(tmp_path: Path) -> None:
+    """As stacked experts are: in two files, cut across pieces, hashed once, read again by pieces."""
+    gates = [tensor(700, 1024, seed=10 + number, dtype="bfloat16") for number in range(3)]
+    files = {f"gate.{number}": tmp_path / f"{number % 2}.safetensors" for number in range(3)}
+    for path in set(files.values()):
+        write_safetensors(path, {name: gates[int(name[-1])] for name in files if files[name] == path})
+    stacked = Assembly((3, 700, 1024), tuple(Extent(name, 0, 700 * 1024) for name in files))
+    second_half = Assembly((350, 1024), (Extent("gate.1", 350 * 1024, 350 * 1024),))
+    store, memory = WeightStore(tmp_path / "weights"), tmp_path / "memory.json"
+
+    def nothing(keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
+        assert not list(keys)
+        yield from ()
+
+    def described(progress: Callable[[int, int], None] | None = None) -> ModelWeights:
+        return manifest(
+            ["gates", "half"], nothing, store, assembled={"gates": stacked, "half": second_half}, files=files,
+            memory=memory, on_progress=progress,
+        )  # fmt: skip
+
+    weights = described()
+    whole = b"".join(bytes(gate.data) for gate in gates)
+    check(weights.specs[0], weights, host_tensor("bfloat16", (3, 700, 1024), whole))
+    check(weights.specs[1], weights, host_tensor("bfloat16", (350, 1024), bytes(gates[1].data)[350 * 2048 :]))
+    assert store.used_bytes == 0
+    hashed: list[int] = []
+    assert described(lambda done, _: hashed.append(done)).specs == weights.specs
+    assert not hashed, "remembered"
+    os.utime(tmp_path / "0.safetensors", ns=(1, 1))
+    assert described(lambda done, _: hashed.append(done)).specs == weights.specs
+    assert hashed[-1] == len(whole), "one of its files is another; what lies in the other alone is still known"
+
+
+def test_parts_of_several_types_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"a": tensor(4), "b": tensor(4, dtype="bfloat16")})
+    both = Assembly((8,), (Extent("a", 0, 4), Extent("b", 0, 4)))
+
+    def state(keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
+        yield from ((key, tensor(8)) for key in keys)
+
+    store = WeightStore(tmp_path / "weights")
+    weights = manifest(["both"], state, store, assembled={"both": both}, files={"a": path, "b": path})
+    check(weights.specs[0], weights, tensor(8))
 
 
 def check(spec: WeightSpec, weights: ModelWeights, expected: HostTensor) -> None:
