@@ -4,7 +4,8 @@
 
 Small models of many architectures of transformers and modules by hand (tests/harness/zoo.py), each against its own
 module run by PyTorch (tests/harness/universality.py). FILE is docs/models.json unless said otherwise; what it has of
-the same versions is kept, and only backends that a row lacks are tried. Afterwards `make docs` writes the page
+the same versions is kept, and only backends that a row lacks, or has of a model that was not read from files, are
+tried. Afterwards `make docs` writes the page
 docs/models.md from it. The last line says how many rows pass: those in which nothing that applies has missed on any
 backend. Exit code 1 below `--least`.
 """
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from fusionai.backends.registry import BACKENDS
 from fusionai.storage.atomic import write_atomic
-from harness.universality import Cell, Row, examine
+from harness.universality import Cell, Row, examine, files_of
 from harness.zoo import models
 
 FILE = Path(__file__).parents[1] / "docs" / "models.json"
@@ -34,10 +35,14 @@ PACKAGES = ("torch", "transformers", "jax", "onnxruntime")
 def main() -> int:
     arguments = _arguments()
     versions = {name: version(name) for name in PACKAGES}
-    known = {} if arguments.again else _known(arguments.json, versions)
+    known = {} if arguments.again and not arguments.only else _known(arguments.json, versions)
     rows: dict[str, Row] = {}
     for model in models():
-        had = None if model.name in arguments.only else known.get(model.name)
+        had = known.get(model.name)
+        if had is not None:
+            had = known[model.name] = msgspec.structs.replace(had, files=files_of(model))
+        if model.name in arguments.only and arguments.again:
+            had = None
         lacking = [name for name in arguments.backends if had is None or not had.tried(name)]
         if lacking and (not arguments.only or model.name in arguments.only):
             began_s = time.perf_counter()
@@ -74,11 +79,16 @@ def _shown(row: Row) -> str:
 
     if row.capture.state == "missed":
         return f"{row.name}: not captured: {row.capture.reason}"
-    parts = [said("forward", row.forward), said("gradients", row.gradients), said("served", row.serving)]
+    parts = [
+        said("files", {"files": row.files}),
+        said("forward", row.forward),
+        said("gradients", row.gradients),
+        said("served", row.serving),
+    ]
     lacking = [f"{name} lacks {ops}" for name, ops in row.refused.items()]
     missed = [
         f"{name}: {cell.reason}"
-        for cells in (row.forward, row.gradients, row.serving)
+        for cells in ({"files": row.files}, row.forward, row.gradients, row.serving)
         for name, cell in cells.items()
         if cell.state == "missed"
     ]
@@ -86,7 +96,9 @@ def _shown(row: Row) -> str:
 
 
 def _word(cell: Cell) -> str:
-    return "-" if cell.state == "not" else f"{cell.difference:.0e}" if cell.state == "equal" else "MISSED"
+    if cell.state == "equal":
+        return "equal" if cell.difference is None else f"{cell.difference:.0e}"
+    return "-" if cell.state == "not" else "MISSED"
 
 
 def _arguments() -> argparse.Namespace:

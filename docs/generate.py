@@ -367,30 +367,48 @@ def models_page() -> str:
     columns.remove(("gradients", "onnxruntime"))
     for kind in dict.fromkeys(row["kind"] for row in rows):
         lines += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
-        lines.append("| model | parameters | " + " | ".join(f"{what}: {name}" for what, name in columns) + " |")
-        lines.append("|---|---:|" + "---:|" * len(columns))
+        titles = " | ".join(f"{what}: {name}" for what, name in columns)
+        lines.append(f"| model | parameters | files | {titles} |")
+        lines.append("|---|---:|---|" + "---:|" * len(columns))
         for row in rows:
             if row["kind"] == kind:
                 cells = " | ".join(_model_cell(row, what, name) for what, name in columns)
-                lines.append(f"| {row['name']} | {row['parameters']:,} | {cells} |")
+                lines.append(f"| {row['name']} | {row['parameters']:,} | {_files_cell(row)} | {cells} |")
+    if any(row["files"]["state"] != "not" and not {*row["forward"]} <= {*row["from_files"]} for row in rows):
+        lines += ["", "`*`: tried on a new model of the same configuration, not on one read from files."]
     lines += ["", "## What is missing, and why", ""]
     lines += [*_model_reasons(rows)] or ["Nothing."]
     return "\n".join([*lines, "", *_coverage()]) + "\n"
+
+
+def _files_cell(row: Mapping[str, Any]) -> str:
+    match row["files"]["state"]:
+        case "not":
+            return "-"
+        case "equal":
+            return "equal"
+        case _:
+            return "**missed**"
 
 
 def _model_cell(row: Mapping[str, Any], what: str, name: str) -> str:
     if name in row["refused"]:
         return "lacks"
     cell = row[what].get(name)
+    if cell is None and row["capture"]["state"] == "equal":
+        return "not tried"
     if cell is None or cell["state"] == "not":
         return "-"
-    return f"{cell['difference']:.0e}" if cell["state"] == "equal" else "**missed**"
+    unread = "" if name in row["from_files"] or row["files"]["state"] == "not" else "*"
+    return f"{cell['difference']:.0e}{unread}" if cell["state"] == "equal" else "**missed**"
 
 
 def _model_reasons(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if row["capture"]["state"] == "missed":
             yield f"- {row['name']}: not captured. {row['capture']['reason']}"
+        if row["files"]["state"] == "missed":
+            yield f"- {row['name']}: files: {row['files']['reason']}"
         for name, operators in row["refused"].items():
             yield f"- {row['name']}: {name} lacks {operators}."
         told: set[str] = set()

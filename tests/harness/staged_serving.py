@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import msgspec
@@ -21,13 +23,16 @@ from fusionai.backends.whole_serving import WholeServing
 from fusionai.capture.build import construct_real
 from fusionai.capture.capture import Captured
 from fusionai.capture.causality import require_causal
-from fusionai.capture.state import to_host
+from fusionai.capture.state import Checkpoint, to_host
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS, LOGITS, require_servable, serving_graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import host_tensor
+from fusionai.serving.graph import weight_keys
+from fusionai.storage.weight_manifest import ModelWeights, manifest
+from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.serving import Segment, ServeOptions
 
 OPTIONS = ServeOptions(pages=100, sessions=8, pass_tokens=64, page_tokens=4)
@@ -71,8 +76,24 @@ class Served:
     whole: bool
 
 
-def served(captured: Captured, backends: Sequence[Backend], options: ServeOptions = OPTIONS) -> Served:
-    """As `fusion serve` would: from caches, or as a whole where the model is causal. Raises `ModelError`."""
+def described(captured: Captured, store: WeightStore) -> ModelWeights:
+    """The weights of a model in files, as `fusion serve` lists them."""
+    checkpoint = captured.source.checkpoint or Checkpoint({})
+    return manifest(
+        weight_keys(captured.graph),
+        captured.state,
+        store,
+        located=checkpoint.entries,
+        assembled=checkpoint.assembled,
+        files=checkpoint.files,
+    )
+
+
+def served(
+    captured: Captured, backends: Sequence[Backend], options: ServeOptions = OPTIONS, module: nn.Module | None = None
+) -> Served:
+    """As `fusion serve` would: from caches, or as a whole where the model is causal. `module`: by transformers of the
+    same files, whose weights the stages read too; without it weights are drawn. Raises `ModelError`."""
     graph = validate(serving_graph(captured.graph))
     whole = False
     try:
@@ -81,13 +102,21 @@ def served(captured: Captured, backends: Sequence[Backend], options: ServeOption
         require_causal(captured)
         whole = True
     options = msgspec.structs.replace(options, whole=whole)
+    pipeline = Pipeline(graph, options, backends)
+    if module is not None:
+        with TemporaryDirectory(prefix="weights-") as place:
+            weights = described(captured, WeightStore(Path(place)))
+            for stage, program in zip(pipeline.stages, pipeline.programs, strict=True):
+                keys = {spec.key for spec in stage.params.values()}
+                program.import_weights((spec.key, weights.read(spec)) for spec in weights.specs if spec.key in keys)
+            weights.close()
+        return Served(module, pipeline, whole)
     module = construct_real(captured.source.built).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    pipeline = Pipeline(graph, options, backends)
     for stage, program in zip(pipeline.stages, pipeline.programs, strict=True):
         for spec in stage.params.values():
             own = tensors.get(spec.key)

@@ -1,7 +1,8 @@
 """One model tried in every way: captured, in four stages forward and back, served from caches, on each backend.
 
-A row says what differs from the model's own module run by PyTorch, as `fusion check` and a job would meet it. Decides
-what counts as equal; chooses no models (`zoo` has them).
+A model of transformers is saved by `save_pretrained` first: everything is tried on what is read from those files. A row
+says what differs from transformers' own model of the same files run by PyTorch, as a job would meet it. Decides what
+counts as equal; chooses no models (`zoo` has them).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from torch import nn
 
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.registry import BACKENDS, TRAINING, lacking, open_backend
@@ -24,6 +28,7 @@ from fusionai.capture.tasks import TaskModule
 from fusionai.ir.graph import prune
 from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import Segment
+from harness.saved import Saved, saved, through_files
 from harness.staged import STAGES, Staged, by_blocks, by_nodes
 from harness.staged_serving import OPTIONS, served
 from harness.zoo import Model
@@ -46,6 +51,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+NONE = Cell(state="not")
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: str
@@ -57,15 +65,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     serving: dict[str, Cell]
     refused: dict[str, str]
     """Backend -> operators it lacks, which a plan knows before a job begins."""
+    files: Cell = NONE
+    """What `save_pretrained` writes is read, and what is written is read by `from_pretrained`: every bit and name."""
+    from_files: tuple[str, ...] = ()
+    """Backends that were tried on a model read from such files, others on a new one of the same configuration."""
 
     @property
     def passes(self) -> bool:
         """Everything that applies, on every backend that has the operators."""
-        cells = (self.capture, *self.forward.values(), *self.gradients.values(), *self.serving.values())
+        cells = (self.capture, self.files, *self.forward.values(), *self.gradients.values(), *self.serving.values())
         return all(cell.state != "missed" for cell in cells) and not self.refused
 
     def tried(self, backend: str) -> bool:
-        return backend in self.forward or backend in self.refused
+        """On a model read from files, where it can be in files."""
+        read = backend in self.from_files or self.files.state == "not"
+        return backend in self.refused or (backend in self.forward and read)
 
     def joined(self, other: Row) -> Row:
         """With what was found on further backends."""
@@ -75,24 +89,30 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             gradients=self.gradients | other.gradients,
             serving=self.serving | other.serving,
             refused=self.refused | other.refused,
+            files=other.files,
+            from_files=tuple(sorted({*self.from_files, *other.from_files})),
         )
 
 
-NONE = Cell(state="not")
-
-
 def examine(model: Model, backends: Sequence[str] = BACKENDS) -> Row:
+    with TemporaryDirectory(prefix="examined-") as place:
+        return _examined(model, backends, Path(place))
+
+
+def _examined(model: Model, backends: Sequence[str], place: Path) -> Row:
+    through = files_of(model)
+    files = saved(model.source, place / "model")
     try:
         captured = capture(
-            model.source, task=model.task, batch=(1, 8), sequence=(1, model.positions), seed=SEED,
-            example_inputs=model.examples,
+            model.source if files is None else files.source, task=model.task, batch=(1, 8),
+            sequence=(1, model.positions), seed=SEED, example_inputs=model.examples,
         )  # fmt: skip
-        trained = _Trained(captured)
+        trained = _Trained(captured, files)
     except FusionError as error:
         missed = Cell(state="missed", reason=error.message)
         return Row(
             name=model.name, kind=model.kind, parameters=0, nodes=0, capture=missed, forward={}, gradients={},
-            serving={}, refused={},
+            serving={}, refused={}, files=through,
         )  # fmt: skip
     refused = {
         name: ", ".join(operators)
@@ -110,7 +130,11 @@ def examine(model: Model, backends: Sequence[str] = BACKENDS) -> Row:
             forward[name], gradients[name], serving[name] = NONE, NONE, NONE
             continue
         forward[name], gradients[name] = trained.on(backend, trains=name in TRAINING)
-        serving[name] = _tried(lambda backend=backend: _served(model, backend)) if model.task == "causal_lm" else NONE
+        serving[name] = (
+            _tried(lambda backend=backend: _served(model, backend, place / f"served-{backend.name}"))
+            if model.task == "causal_lm"
+            else NONE
+        )
     return Row(
         name=model.name,
         kind=model.kind,
@@ -121,15 +145,30 @@ def examine(model: Model, backends: Sequence[str] = BACKENDS) -> Row:
         gradients=gradients,
         serving=serving,
         refused=refused,
+        files=through,
+        from_files=() if files is None else tuple(backends),
     )
+
+
+def files_of(model: Model) -> Cell:
+    try:
+        with TemporaryDirectory(prefix="examined-") as place:
+            odd = through_files(model.source, Path(place))
+    except FusionError as error:
+        return Cell(state="missed", reason=error.message)
+    return NONE if odd is None else Cell(state="missed" if odd else "equal", reason=odd)
 
 
 class _Trained:
     """What the module itself makes of one batch."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, files: Saved | None) -> None:
         self.captured = captured
-        module = reference_module(captured, SEED)
+
+        def own() -> nn.Module:
+            return reference_module(captured, SEED) if files is None else files.loaded()
+
+        module = own()
         self.inputs = draw_inputs(captured.inputs, SEED, SIZES)
         task = TaskModule(module, captured.task, captured.input_names).train()
         self.results = task(dict(self.inputs))
@@ -141,7 +180,7 @@ class _Trained:
         torch.stack([root.sum() for root in self.roots]).sum().backward()
         self.wanted = {key: p.grad for key, p in module.named_parameters() if p.grad is not None}
         # Statistics have moved: evaluation is that of a fresh module.
-        calm = TaskModule(reference_module(captured, SEED), captured.task, captured.input_names).eval()
+        calm = TaskModule(own(), captured.task, captured.input_names).eval()
         with torch.no_grad():
             self.evaluated = calm(dict(self.inputs))
 
@@ -205,10 +244,12 @@ def _tried(work: Callable[[], Cell]) -> Cell:
         return Cell(state="not", reason=error.message)
 
 
-def _served(model: Model, backend: Any) -> Cell:
+def _served(model: Model, backend: Any, place: Path) -> Cell:
     """A prompt in two parts, then greedy tokens; each step's logits are the module's."""
-    captured = capture(model.source, task="causal_lm", batch=(1, 1), sequence=(1, model.positions), train=False)
-    family = served(captured, [backend])
+    files = saved(model.source, place, wide=True)
+    source = model.source if files is None else files.source
+    captured = capture(source, task="causal_lm", batch=(1, 1), sequence=(1, model.positions), train=False)
+    family = served(captured, [backend], module=None if files is None else files.loaded().eval())
     text = [int(token) for token in np.random.default_rng(0).integers(3, 60, PROMPT)]
     worst, cached, pages = 0.0, 0, 0
     for turn in range(ANSWER + 1):

@@ -56,6 +56,13 @@ _SMALL_STATE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _DELTA |= {"head_dim": 8, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1}
 
+_HYBRID = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_head": 8, "mamba_chunk_size": 8}
+_HYBRID |= {"layer_types": ["mamba", "attention", "mamba", "attention"]}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
+_NEMOTRON |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+_NEMOTRON |= {"moe_shared_expert_intermediate_size": 24, "head_dim": 8}
+_NEMOTRON |= {"layers_block_type": ["mamba", "attention", "moe", "moe"], "topk_group": 1, "n_group": 1}
+
 _DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "llama": _TEXT,
@@ -86,18 +93,38 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "gptj": _GPT2 | {"rotary_dim": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": 67, "max_seq_len": 64},
 }  # fmt: skip
+_SHARED = {"shared_expert_intermediate_size": 24}
+_LAYERS = {"layer_types": ["full_attention"] * 4}
 _MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": _TEXT | _EXPERTS,
+    "qwen2_moe": _TEXT | _MOE | _SHARED | {"decoder_sparse_step": 1},
     "qwen3_moe": _TEXT | _MOE | {"head_dim": 8, "decoder_sparse_step": 1},
     "olmoe": _TEXT | {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": _TEXT | {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": _TEXT | _EXPERTS | {"head_dim": 8, "sliding_window": 5},
+    "deepseek_v2": _TEXT | _LATENT | _ROUTED | {"moe_intermediate_size": 24, "num_experts_per_tok": 2},
     "deepseek_v3": _TEXT | _LATENT | _ROUTED | _MOE | {"num_key_value_heads": 4},
-}
+    "glm4_moe": _TEXT | _ROUTED | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8},
+    "dots1": _TEXT | _ROUTED | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8},
+    "ernie4_5_moe": _TEXT
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
+    "hunyuan_v1_moe": _TEXT | {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "phimoe": _TEXT | _EXPERTS | {"sliding_window": 5, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "minimax_m2": _TEXT | _EXPERTS | {"head_dim": 8, "rotary_dim": 4},
+    "granitemoe": _TEXT | _EXPERTS,
+    "granitemoeshared": _TEXT | _EXPERTS | {"shared_intermediate_size": 24},
+    "afmoe": _TEXT | _MOE | {"head_dim": 8, "num_dense_layers": 1, "sliding_window": 5},
+    "lfm2_moe": _TEXT | _MOE | _LAYERS | {"num_dense_layers": 1},
+}  # fmt: skip
 _STATES: dict[str, dict[str, Any]] = {
     "mamba": _SMALL_STATE,
     "falcon_mamba": _SMALL_STATE,
     "mamba2": _SMALL_STATE | {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
     "qwen3_next": _TEXT | _MOE | _DELTA,
+    "granitemoehybrid": _TEXT | _EXPERTS | _HYBRID | {"shared_intermediate_size": 24},
+    "jamba": _TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": _TEXT | _NEMOTRON,
+    "minimax": _TEXT | _EXPERTS | {"head_dim": 8, "block_size": 8},
 }
 _ENCODER = _BASE | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _ENCODERS: dict[str, dict[str, Any]] = {
@@ -160,6 +187,48 @@ _CLIP = {
     "vision_config": _VIT | {"projection_dim": 16},
     "projection_dim": 16,
 }
+
+
+_SPARSE = _TEXT | _LATENT | _ROUTED | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+_ALL = _SPARSE | _MOE | _EXPERTS | {"head_dim": 8, "num_dense_layers": 1, "sliding_window": 5}
+_OTHERS: dict[str, dict[str, Any]] = {
+    "aria_text": _TEXT | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 8},
+    "axk1": _ALL,
+    "bailing_hybrid": _ALL,
+    "cohere2_moe": _ALL,
+    "deepseek_v32": _ALL,
+    "deepseek_v4": _ALL,
+    "exaone_moe": _ALL,
+    "glm4_moe_lite": _ALL,
+    "glm_moe_dsa": _ALL,
+    "hrm_text": _TEXT | {"head_dim": 8},
+    "hy_v3": _ALL,
+    "inkling2_text": _ALL,
+    "jetmoe": _ALL,
+    "kimi_linear": _ALL,
+    "laguna": _ALL,
+    "llama4_text": _ALL,
+    "longcat_flash": _SPARSE | {"num_layers": 2, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 48, "moe_topk": 2},
+    "mimo_v2_flash": _ALL,
+    "olmo_hybrid": _TEXT,
+    "qwen3_5_moe_text": _ALL | _SHARED,
+    "qwen3_5_text": _TEXT | {"head_dim": 8},
+    "solar_open": _ALL,
+}
+
+
+def _known(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of these fields, those that the family has."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[name]
+    known = {*kind().to_dict(), *kind.attribute_map}
+    return {key: value for key, value in fields.items() if key in known}
+
+
+def untraced() -> dict[str, ConfigSource]:
+    """Further families whose weights transformers converts: tried with files alone."""
+    return {name: ConfigSource({"model_type": name, **_known(name, fields)}) for name, fields in _OTHERS.items()}
 
 
 def _numbers(*sizes: int, seed: int = 0) -> torch.Tensor:

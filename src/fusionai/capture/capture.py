@@ -163,7 +163,7 @@ def draft(
     # Weights of another model are told before the long part of the work.
     checkpoint = None
     if built.huggingface is not None and built.huggingface.weights:
-        checkpoint = index_checkpoint(built.huggingface.weights, built, _aliases(built.module), located(adapter))
+        checkpoint = index_checkpoint(built.huggingface.weights, built, aliases(built.module), located(adapter))
     elif started := located(adapter):
         checkpoint = Checkpoint(started)
     built.module.train(train)
@@ -194,9 +194,8 @@ def _assemble(
     notes: list[str],
 ) -> Draft:
     parameters = built.parameters()
-    aliases = {
-        built.key(first): tuple(built.key(other) for other in others)
-        for first, others in _aliases(built.module).items()
+    ties = {
+        built.key(first): tuple(built.key(other) for other in others) for first, others in aliases(built.module).items()
     }
     stored = frozenset[str]() if checkpoint is None else checkpoint.keys
     if isinstance(built.adapter, Slots):
@@ -212,7 +211,7 @@ def _assemble(
             dtype=spec.dtype,
             trainable=parameters[key].requires_grad,
             order=order[key],
-            aliases=aliases.get(key, ()),
+            aliases=ties.get(key, ()),
             init=None if key in stored else built.programs[key],
         )
     tables: tuple[tuple[Literal["buffer", "constant"], dict[str, str]], ...]
@@ -222,7 +221,7 @@ def _assemble(
             spec, key = lowered.values[value], built.key(name)
             shape = tuple(int(size) for size in spec.shape)
             params[value] = ParamSpec(
-                key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=aliases.get(key, ()),
+                key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=ties.get(key, ()),
             )  # fmt: skip
     graph = Graph(
         name=built.name,
@@ -278,7 +277,7 @@ def _tensor_constant(value: Any) -> torch.Tensor:
     return value
 
 
-def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """First name -> further names of the same parameter or buffer."""
     names: dict[int, list[str]] = {}
     for iterate in (module.named_parameters, module.named_buffers):
@@ -289,7 +288,7 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _canonical(module: nn.Module) -> dict[str, str]:
     """Every name of a shared parameter or buffer -> its first name."""
-    return {name: first for first, others in _aliases(module).items() for name in (first, *others)}
+    return {name: first for first, others in aliases(module).items() for name in (first, *others)}
 
 
 def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
