@@ -19,7 +19,6 @@ Neighbours: `capture` knows which name in which file a key has (ties, old spelli
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,14 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly
 from fusionai.storage.mapped_file import Stretch, Stretches
 from fusionai.storage.safetensors_file import SafetensorsFile
-from fusionai.storage.weight_memory import FileStamp, WeightMemory
+from fusionai.storage.weight_memory import FileStamp, PartsStamp, WeightMemory
 from fusionai.storage.weight_pieces import make_spec, pieces_of
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.serving import PIECE_BYTES, WeightSpec
@@ -125,10 +122,10 @@ def manifest(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies. `name`: by which its hash is remembered, with the stamp of the file `path`."""
+    """Where a tensor lies, and by what its hash is remembered: its name in a file, or its parts."""
 
-    path: Path
-    name: str
+    paths: tuple[Path, ...]
+    known_by: str | PartsStamp
     dtype: str
     shape: tuple[int, ...]
     stretch: Stretch | Stretches = field(compare=False)
@@ -144,7 +141,7 @@ class _Files:
 
     def whole(self, path: Path, name: str) -> _Place:
         dtype, shape, offset, nbytes = self._span(path, name)
-        return _Place(path, name, dtype, shape, Stretch(path, offset, nbytes))
+        return _Place((path,), name, dtype, shape, Stretch(path, offset, nbytes))
 
     def parts(self, assembly: Assembly, files: Mapping[str, Path]) -> _Place | None:
         """None where its parts are of several types: they must be converted first."""
@@ -158,17 +155,19 @@ class _Files:
             Stretch(files[one.tensor], spans[one.tensor][2] + one.first * itemsize, one.count * itemsize)
             for one in assembly.extents
         )
-        # Remembered for as long as none of its files changes.
-        stamps = [self._stamps[path] for path in sorted({files[name] for name in assembly.sources})]
-        digest = hashlib.sha256(msgspec.json.encode((assembly, stamps))).hexdigest()
-        return _Place(files[assembly.extents[0].tensor], f"\0{digest}", dtype, assembly.shape, Stretches(parts))
+        paths = tuple(sorted({part.path for part in parts}))
+        known_by = PartsStamp(
+            tuple(self._stamps[path] for path in paths),
+            tuple((paths.index(part.path), part.offset, part.nbytes) for part in parts),
+        )
+        return _Place(paths, known_by, dtype, assembly.shape, Stretches(parts))
 
     def described(
         self, places: Iterable[_Place], on_progress: Callable[[int, int], None] | None
     ) -> dict[_Place, WeightSpec]:
         """Hash what is not remembered. Raises `StorageError`, also when a file was changed meanwhile."""
         wanted = dict.fromkeys(places)
-        specs = {one: spec for one in wanted if (spec := self._known.get(self._stamps[one.path], one.name)) is not None}
+        specs = {one: spec for one in wanted if (spec := self._remembered(one)) is not None}
         rest = [one for one in wanted if one not in specs]
         total, done = sum(one.stretch.nbytes for one in rest), 0
         if rest:
@@ -181,10 +180,22 @@ class _Files:
         for path, stamp in self._stamps.items():
             if rest and FileStamp.of(path) != stamp:
                 raise StorageError(f"{path} was changed while it was read.", hint="Start again once it is complete.")
-            if mine := {one.name: specs[one] for one in rest if one.path == path}:
+            if mine := {
+                one.known_by: specs[one] for one in rest if one.paths == (path,) and isinstance(one.known_by, str)
+            }:
                 self._known.put(stamp, mine)
+        for one in rest:
+            if isinstance(one.known_by, PartsStamp):
+                self._known.put_parts(one.known_by, specs[one])
         self._known.write()
         return specs
+
+    def _remembered(self, one: _Place) -> WeightSpec | None:
+        """A spec of the same hash that is another tensor's (of other dimensions, say) is none."""
+        if isinstance(one.known_by, str):
+            return self._known.get(self._stamps[one.paths[0]], one.known_by)
+        spec = self._known.get_parts(one.known_by)
+        return spec if spec is not None and (spec.dtype, spec.shape) == (one.dtype, one.shape) else None
 
     def _span(self, path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
         if path not in self._files:
@@ -193,7 +204,8 @@ class _Files:
 
 
 def _described(place: _Place) -> WeightSpec:
-    return make_spec(place.name, place.dtype, place.shape, _read(place.stretch))
+    name = place.known_by if isinstance(place.known_by, str) else "parts"
+    return make_spec(name, place.dtype, place.shape, _read(place.stretch))
 
 
 def _read(stretch: Stretch | Stretches) -> Iterator[bytes]:

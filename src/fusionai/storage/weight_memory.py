@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_FILES: Final = 512
 """Those used longest ago are forgotten."""
+MAX_ASSEMBLED: Final = 4096
+"""As `MAX_FILES`, of tensors made of parts."""
 
 
 class FileStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,9 +45,22 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: dict[str, WeightSpec]
 
 
+class PartsStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor made of parts of files, one behind the other: (number of the file, offset, bytes)."""
+
+    files: tuple[FileStamp, ...]
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class _Assembled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    stamp: PartsStamp
+    spec: WeightSpec
+
+
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Literal[1]
     files: tuple[_File, ...]
+    assembled: tuple[_Assembled, ...] = ()
 
 
 _DECODER: Final = msgspec.json.Decoder(_Content)
@@ -56,8 +71,9 @@ class WeightMemory:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._files = {} if path is None else _load(path)
+        self._files, self._assembled = ({}, {}) if path is None else _load(path)
         self._changed: dict[str, _File] = {}
+        self._put_together: dict[PartsStamp, WeightSpec] = {}
 
     def get(self, stamp: FileStamp, name: str) -> WeightSpec | None:
         """The tensor `name` of a file, its key the name."""
@@ -74,32 +90,52 @@ class WeightMemory:
         kept = before.tensors if before is not None and before.stamp == stamp else {}
         self._files[stamp.path] = self._changed[stamp.path] = _File(stamp, {**kept, **specs})
 
+    def get_parts(self, stamp: PartsStamp) -> WeightSpec | None:
+        """A tensor made of these parts; its key says nothing."""
+        return self._assembled.get(stamp)
+
+    def assembled(self) -> Iterator[tuple[PartsStamp, WeightSpec]]:
+        """All such tensors that are remembered."""
+        yield from self._assembled.items()
+
+    def put_parts(self, stamp: PartsStamp, spec: WeightSpec) -> None:
+        self._assembled[stamp] = self._put_together[stamp] = spec
+
     def write(self) -> None:
         """Keep what was put. That it can't be kept is a warning: the next start hashes again."""
-        if self._path is None or not self._changed:
+        if self._path is None or not (self._changed or self._put_together):
             return
         try:
             with storage_errors(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             with directory_lock(self._path.parent):
                 # Another process may have written since.
-                files = {**_load(self._path), **self._changed}
+                files, assembled = _load(self._path)
+                files |= self._changed
                 newest = [*(file for path, file in files.items() if path not in self._changed), *self._changed.values()]
-                content = _Content(version=1, files=tuple(newest[-MAX_FILES:]))
+                older = {stamp: spec for stamp, spec in assembled.items() if stamp not in self._put_together}
+                made = [_Assembled(stamp, spec) for stamp, spec in (older | self._put_together).items()]
+                content = _Content(version=1, files=tuple(newest[-MAX_FILES:]), assembled=tuple(made[-MAX_ASSEMBLED:]))
                 write_atomic(self._path, msgspec.json.encode(content))
         except StorageError as problem:
             log.warning("the hashes of the model's files are not remembered: %s", problem)
 
 
-def _load(path: Path) -> dict[str, _File]:
+def _load(path: Path) -> tuple[dict[str, _File], dict[PartsStamp, WeightSpec]]:
     try:
         content = _DECODER.decode(path.read_bytes())
         for file in content.files:
             for spec in file.tensors.values():
                 spec_bytes(spec)
+        for one in content.assembled:
+            if spec_bytes(one.spec) != sum(nbytes for _, _, nbytes in one.stamp.parts) or any(
+                not 0 <= file < len(one.stamp.files) or offset < 0 or nbytes < 0
+                for file, offset, nbytes in one.stamp.parts
+            ):
+                raise StorageError(f"{one.spec.key} is not made of these parts.")
     except FileNotFoundError:
-        return {}
+        return {}, {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, StorageError) as problem:
         log.warning("%s is damaged and ignored, the model's files are hashed again: %s", path, problem)
-        return {}
-    return {file.stamp.path: file for file in content.files}
+        return {}, {}
+    return {file.stamp.path: file for file in content.files}, {one.stamp: one.spec for one in content.assembled}

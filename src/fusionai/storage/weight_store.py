@@ -30,7 +30,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.primitives.units import format_bytes
 from fusionai.storage.atomic import storage_errors
 from fusionai.storage.directory_lock import directory_lock
-from fusionai.storage.mapped_file import Stretch
+from fusionai.storage.mapped_file import Stretch, Stretches
 from fusionai.storage.weight_part import PART_SUFFIX, WeightPart
 from fusionai.storage.weight_pieces import good_pieces, spec_bytes
 from fusionai.storage.weights_in_files import WeightsInFiles
@@ -120,7 +120,7 @@ class WeightStore:
             return elsewhere.read(start, min(max(0, count) * PIECE_BYTES, elsewhere.nbytes - start))
         return data or b""
 
-    def _elsewhere(self, digest: bytes) -> Stretch | None:
+    def _elsewhere(self, digest: bytes) -> Stretch | Stretches | None:
         return None if self._beside is None else self._beside.find(digest)
 
     @property

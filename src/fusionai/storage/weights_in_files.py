@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from fusionai.primitives.errors import StorageError
-from fusionai.storage.mapped_file import Stretch
+from fusionai.storage.mapped_file import Stretch, Stretches
 from fusionai.storage.safetensors_file import SafetensorsFile
 from fusionai.storage.weight_memory import FileStamp, WeightMemory
 
@@ -28,20 +28,17 @@ class WeightsInFiles:
         self._mutex = threading.Lock()
         self._seen: tuple[int, int] | None = None
         """Time of change and size of the memory when it was read."""
-        self._stretches: dict[bytes, tuple[FileStamp, Stretch]] = {}
+        self._stretches: dict[bytes, tuple[tuple[FileStamp, ...], Stretch | Stretches]] = {}
 
-    def find(self, digest: bytes) -> Stretch | None:
+    def find(self, digest: bytes) -> Stretch | Stretches | None:
         """Where the tensor lies; None where no unchanged file has it."""
         with self._mutex:
             self._refresh()
             found = self._stretches.get(digest)
         if found is None:
             return None
-        stamp, stretch = found
-        try:
-            return stretch if FileStamp.of(stretch.path) == stamp else None
-        except StorageError:
-            return None
+        stamps, stretch = found
+        return stretch if all(map(_unchanged, stamps)) else None
 
     def _refresh(self) -> None:
         try:
@@ -53,14 +50,26 @@ class WeightsInFiles:
             return
         self._seen = seen
         self._stretches.clear()
-        for stamp, tensors in WeightMemory(self._memory).files():
+        memory = WeightMemory(self._memory)
+        for stamp, tensors in memory.files():
+            if not _unchanged(stamp):
+                continue
             path = Path(stamp.path)
             try:
-                if FileStamp.of(path) != stamp:
-                    continue
                 file = SafetensorsFile(path)
                 for name, spec in tensors.items():
                     _, _, offset, nbytes = file.span(name)
-                    self._stretches[spec.digest] = stamp, Stretch(path, offset, nbytes)
+                    self._stretches[spec.digest] = (stamp,), Stretch(path, offset, nbytes)
             except StorageError:
                 continue  # of another job, and gone since
+        for made, spec in memory.assembled():
+            if all(map(_unchanged, made.files)):
+                parts = (Stretch(Path(made.files[file].path), offset, nbytes) for file, offset, nbytes in made.parts)
+                self._stretches[spec.digest] = made.files, Stretches(tuple(parts))
+
+
+def _unchanged(stamp: FileStamp) -> bool:
+    try:
+        return FileStamp.of(Path(stamp.path)) == stamp
+    except StorageError:
+        return False

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fusionai.primitives.errors import StorageError
+from fusionai.storage.assembly import Assembly, Extent
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 from fusionai.storage.weights_in_files import WeightsInFiles
@@ -68,3 +69,23 @@ def test_what_the_store_has_itself_comes_first(tmp_path: Path) -> None:
 
 def test_without_a_memory_nothing_is_found(tmp_path: Path) -> None:
     assert WeightsInFiles(tmp_path / "none.json").find(b"x" * 32) is None
+
+
+def test_what_is_made_of_parts_is_read_in_place_too(tmp_path: Path) -> None:
+    save_file({"up": ARRAYS["a"], "down": ARRAYS["b"]}, tmp_path / "0.safetensors")
+    save_file({"gate": ARRAYS["a"][::-1].copy()}, tmp_path / "1.safetensors")
+    files = {"up": tmp_path / "0.safetensors", "gate": tmp_path / "1.safetensors"}
+    both = Assembly((2, 700_000), (Extent("gate", 0, 700_000), Extent("up", 0, 700_000)))
+    memory = tmp_path / "weights.json"
+    own = WeightStore(tmp_path / "own")
+    weights = manifest(
+        ["both"], lambda _keys: iter(()), own, assembled={"both": both}, files=files, memory=memory
+    )  # fmt: skip
+    (spec,) = weights.specs
+    store = WeightStore(tmp_path / "peer", beside=WeightsInFiles(memory))
+    expected = ARRAYS["a"][::-1].tobytes() + ARRAYS["a"].tobytes()
+    assert store.has(spec)
+    assert bytes(store.read(spec).data) == expected
+    assert store.pieces(spec.digest, 2, 2) == expected[2 * 2**20 : 4 * 2**20]
+    os.utime(tmp_path / "1.safetensors", ns=(1, 1))
+    assert not store.has(spec)
