@@ -69,6 +69,13 @@ def train(
     console.line(f"{result.job}: {state}; {result.steps} of {loaded.job.steps} steps are official")
     if result.losses:
         console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
+    for one in result.tolerant_takeovers:
+        stages = ", ".join(str(stage) for stage in one.stages)
+        who = ", ".join(story.faults.name(peer) for peer in one.peers)
+        console.line(
+            f"from step {one.step + 1} on machines of other numerics computed (stage {stages} on {who}): tolerant, "
+            f"losses within {one.tolerance:g} of those of the machines before"
+        )
     show_observation(story.observed(), story.names(), story.shared_cores())
     if (checks := story.checks()) is not None:
         console.line(
@@ -100,6 +107,7 @@ def train(
                 "ended_early": result.early,
                 "directory": result.directory,
                 "faults": result.faults,
+                "tolerant_takeovers": result.tolerant_takeovers,
                 "checks": story.checks(),
                 "observed": story.observed(),
                 "shared_cores": story.shared_cores() or None,

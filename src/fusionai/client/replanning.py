@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Final, Protocol
 
 import msgspec
@@ -98,6 +99,8 @@ class PoolReplanner:
     _newest_version: int = 0
     _short_since_s: float | None = None
     """Since when nobody can stand in as it was."""
+    _shown_s: int | None = None
+    """Seconds left that were said last."""
     _besides: _Besides | None = None
     is_shrunk: bool = False
     """Whether the model was cut anew for want of machines."""
@@ -170,8 +173,9 @@ class PoolReplanner:
         if left_s <= 0:
             self.is_shrunk = self.is_shrunk or found.recut
             return found.plan
-        shown = next((mark for mark in reversed(COUNTED) if left_s <= mark), round(left_s))
-        return f"{waiting.sentence}; {found.words(told)} in {shown} s"
+        if self._shown_s is None or ceil(left_s) in COUNTED:
+            self._shown_s = ceil(left_s)
+        return f"{waiting.sentence}; {found.words(told)} in {self._shown_s} s"
 
     async def _look_besides(
         self, plan: Plan, problem: Problem, gone: frozenset[str], there: Sequence[PeerProfile]
@@ -268,7 +272,7 @@ class PoolReplanner:
             self._newest_version = granted.plan.version
             await asyncio.to_thread(self.adopt, granted)
             self._missing -= {one.peer for one in (*granted.plan.stages, *granted.plan.guards)}
-            self._short_since_s = None
+            self._short_since_s = self._shown_s = None
             return granted
 
     @property
@@ -325,14 +329,8 @@ class Replanner(PoolReplanner):
 
     @property
     def adopted(self) -> Plan | None:
-        """The newest on the disk; None where there is none, or one of another version of this program."""
-        kept = self.journal.plan
-        if kept is None:
-            return None
-        try:
-            return msgspec.json.decode(kept.plan, type=Plan)
-        except msgspec.DecodeError:
-            return None
+        """See `adopted_plan`."""
+        return adopted_plan(self.journal)
 
     @property
     def is_tolerant(self) -> bool:
@@ -351,6 +349,17 @@ class Replanner(PoolReplanner):
         """For later starts of the driver, too."""
         PoolReplanner.distrust(self, peer, reason)
         distrust(self.directory, peer, reason)
+
+
+def adopted_plan(journal: CommitJournal) -> Plan | None:
+    """The newest on the disk; None where there is none, or one of another version of this program."""
+    kept = journal.plan
+    if kept is None:
+        return None
+    try:
+        return msgspec.json.decode(kept.plan, type=Plan)
+    except msgspec.DecodeError:
+        return None
 
 
 def is_present(member: Member) -> bool:

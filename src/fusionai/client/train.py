@@ -41,7 +41,7 @@ from fusionai.client.pool_session import Member, PoolSession
 from fusionai.client.pool_watch import PoolWatch
 from fusionai.client.preparation import Prepared, excluded_peers, prepare, standing_problem
 from fusionai.client.records import JobRecords
-from fusionai.client.replanning import Replanner, is_present
+from fusionai.client.replanning import Replanner, adopted_plan, is_present
 from fusionai.client.replica import ReplicaPart
 from fusionai.client.reporting import Reporting
 from fusionai.coordination.evaluations import Evaluation, standing
@@ -56,7 +56,7 @@ from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.scheduling.replicated import with_replicas
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.types import PeerProfile, Plan, TolerantTakeover
 from fusionai.storage.best import best_checkpoint
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.manifest import step_of
@@ -128,6 +128,8 @@ class TrainingResult:
     """Mean loss per committed step, from step 0, the journal's words."""
     faults: tuple[FaultRecord, ...] = ()
     """Of this start of the driver, oldest first."""
+    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
+    """Of all the job's starts: from which steps on machines of other numerics computed."""
     best: Evaluation | None = None
     best_checkpoint: Path | None = None
     """Where the job keeps it: the state of the lowest evaluation loss."""
@@ -482,10 +484,11 @@ def _result(
     stopped: str | None,
     faults: tuple[FaultRecord, ...] = (),
 ) -> TrainingResult:
-    best = None
+    best, adopted = None, adopted_plan(journal)
     if recipe.evaluation is not None and recipe.evaluation.keeps_best:
         best = standing(journal.evaluations).best
     return TrainingResult(
+        tolerant_takeovers=() if adopted is None else adopted.tolerant_takeovers,
         best=best,
         best_checkpoint=best_checkpoint(directory.checkpoints, best),
         early=_early(recipe, journal) if stopped is None else None,
