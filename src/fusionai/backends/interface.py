@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from fusionai.ir.schema import Graph
-from fusionai.primitives.pace import Pace
+from fusionai.primitives.pace import Pace, ServingPace
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import Mode, Saving, StageOptions
 
@@ -42,6 +42,8 @@ class Speeds:
     """Of the file that optimizer state may lie in, read and written; 0: not measured."""
     pace: Pace | None = None
     """In training (`backends.pace`); None: not measured."""
+    serving: tuple[ServingPace, ...] = ()
+    """By weight format; none: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class DeviceReport:
     bit-equal results."""
     scratch_bytes_per_s: float = 0.0
     pace: Pace | None = None
+    serving: tuple[ServingPace, ...] = ()
     unsupported_ops: tuple[str, ...] = ()
     """Of the allow-list."""
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
@@ -76,6 +79,7 @@ class DeviceReport:
             memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
             scratch_bytes_per_s=self.scratch_bytes_per_s,
             pace=self.pace,
+            serving=self.serving,
         )
 
 

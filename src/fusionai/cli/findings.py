@@ -185,8 +185,19 @@ def _speed(area: str, report: DeviceReport) -> Finding:
         state="good",
         what=f"{report.device} ({report.device_name}): {report.flops_per_s / 1e9:.3g} GFLOP/s in float32 with "
         f"{report.threads} thread{'s' if report.threads != 1 else ''}{_pace(report)}, memory at "
-        f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend",
+        f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend"
+        f"{_serving(report)}",
     )
+
+
+def _serving(report: DeviceReport) -> str:
+    if not report.serving:
+        return ""
+    formats = ", ".join(
+        f"{pace.form} {pace.flops_per_s / 1e9:.3g} GFLOP/s of prompts and {format_bytes(pace.bytes_per_s)}/s of weights"
+        for pace in report.serving
+    )
+    return f"; in serving {formats} a token"
 
 
 def _pace(report: DeviceReport) -> str:

@@ -15,7 +15,7 @@ from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.guards import Guarding
 from fusionai.scheduling.small_memory import savings
-from fusionai.scheduling.types import Excluded, Plan, StagePlacement
+from fusionai.scheduling.types import PROMPT_TOKENS, Excluded, Plan, StagePlacement
 
 _BAR: Final = 10
 _NAMED: Final = 8
@@ -169,6 +169,12 @@ def _show_speed(found: Plan) -> None:
         f"{sizes.sessions} sessions together: {format_speed(sizes.tokens_per_s_together)} tokens/s with "
         f"{sizes.passes_in_flight} passes in flight."
     )
+    if sizes.prompt_tokens_per_s > 0:
+        tokens = min(PROMPT_TOKENS, sizes.context_tokens)
+        console.line(
+            f"A prompt of {tokens} tokens: {format_speed(sizes.prompt_tokens_per_s)} tokens/s, the first token after "
+            f"{format_seconds(tokens / sizes.prompt_tokens_per_s)}."
+        )
     console.line(
         f"Weights {sizes.weights}, cache {sizes.cache}: {sizes.pages} pages, {sizes.pages * sizes.page_tokens} tokens "
         f"(contexts of up to {sizes.context_tokens})."

@@ -55,6 +55,7 @@ from fusionai.primitives.errors import FusionError, PlanError, RefusedError, Usa
 from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
+from fusionai.scheduling.pace import typical_serving
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.serving import progress
@@ -381,8 +382,11 @@ def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
     """Processes of one machine measured each other's load: they are alike."""
     flops_per_s = median(profile.flops_per_s for profile in profiles)
     bandwidth = median(profile.memory_bandwidth_bytes_per_s for profile in profiles)
+    serving = typical_serving(profiles)
     return tuple(
-        msgspec.structs.replace(profile, flops_per_s=flops_per_s, memory_bandwidth_bytes_per_s=bandwidth)
+        msgspec.structs.replace(
+            profile, flops_per_s=flops_per_s, memory_bandwidth_bytes_per_s=bandwidth, serving=serving
+        )
         for profile in profiles
     )
 
@@ -539,6 +543,7 @@ def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, ta
         device=report.device,
         flops_per_s=report.flops_per_s,
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
+        serving=report.serving,
         memory_bytes=max(0, memory_bytes - taken_bytes),
         threads=report.threads,
         fingerprint=report.fingerprint,

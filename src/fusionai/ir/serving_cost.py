@@ -26,7 +26,7 @@ WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 CacheFormat = Literal["fp32", "bf16", "fp16"]
 
 FLOAT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
-INT8_SCALE_BYTES: Final = 2
+INT8_SCALE_BYTES: Final = 4
 """Of each row."""
 INT4_SCALE_BYTES: Final = 4
 """Scale and middle of each group."""

@@ -78,6 +78,7 @@ def make_profile(
         flops_per_s=report.flops_per_s,
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
         pace=report.pace,
+        serving=report.serving,
         scratch_bytes_per_s=report.scratch_bytes_per_s,
         unsupported_ops=report.unsupported_ops,
         tasks=report.tasks,

@@ -3,6 +3,8 @@ counted.
 
 An operator takes some time whatever its size, its operations at the speed of a training block, and the bytes it reads
 and writes (`primitives.pace`); in a small model the first is most of it, in a narrow one the last is a good part.
+Serving: a machine has the two speeds that were measured for the weight format that is wanted, where they were.
+
 Everything that plans knows operations over speed, one number per block and one per machine. So calls and bytes are
 turned into operations, as many as a typical machine of the pool computes meanwhile, and every machine gets the speed at
 which the whole model takes it as long as its own figures say. That is exact where blocks have the same calls and bytes
@@ -14,22 +16,25 @@ measured, `ir.cost` counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median_low
 
 import msgspec
 
-from fusionai.primitives.pace import Pace
+from fusionai.primitives.pace import Pace, ServingPace
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
 
 
 def paced(problem: Problem) -> Problem:
-    """`problem` itself where nobody's pace was measured, in serving, and where it is paced already."""
+    """`problem` itself where nobody's pace was measured, and where it is paced already."""
+    if problem.task == "serve":
+        return _served(problem)
     machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))
     paces = [machine.pace for machine in machines if machine.pace is not None and machine.flops_per_s > 0]
     flops = sum(block.forward_flops + block.backward_flops for block in problem.blocks)
     calls = sum(block.calls for block in problem.blocks)
     moved_bytes = sum(block.moved_bytes for block in problem.blocks)
-    if problem.task != "train" or not paces or not flops > 0:
+    if not paces or not flops > 0:
         return problem
     call_flops = median_low([pace.call_s * pace.flops_per_s for pace in paces])
     byte_flops = median_low([pace.byte_s * pace.flops_per_s for pace in paces])
@@ -65,4 +70,41 @@ def _with_flops(block: BlockCost, added: float) -> BlockCost:
         moved_bytes=0.0,
         forward_flops=block.forward_flops + share * added,
         backward_flops=block.backward_flops + (1 - share) * added if block.backward_flops > 0 else 0.0,
+    )
+
+
+def _served(problem: Problem) -> Problem:
+    needs = problem.serving
+    machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))
+    if needs is None or not any(machine.serving for machine in machines):
+        return problem
+
+    def at_pace(peer: PeerProfile) -> PeerProfile:
+        pace = next((one for one in peer.serving if one.form == needs.weights), None)
+        if pace is None or not (peer.flops_per_s > 0 and pace.flops_per_s > 0):
+            return msgspec.structs.replace(peer, serving=())
+        return msgspec.structs.replace(
+            peer, flops_per_s=pace.flops_per_s, memory_bandwidth_bytes_per_s=pace.bytes_per_s, serving=()
+        )
+
+    return msgspec.structs.replace(
+        problem,
+        peers=tuple(at_pace(peer) for peer in problem.peers),
+        owner=None if problem.owner is None else at_pace(problem.owner),
+    )
+
+
+def typical_serving(profiles: Sequence[PeerProfile]) -> tuple[ServingPace, ...]:
+    """The median of what was measured, for each weight format that all of them have."""
+    measured = [{one.form: one for one in profile.serving} for profile in profiles]
+    if not measured:
+        return ()
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            flops_per_s=median_low(known[form].flops_per_s for known in measured),
+            bytes_per_s=median_low(known[form].bytes_per_s for known in measured),
+        )
+        for form, one in measured[0].items()
+        if all(form in known for known in measured)
     )

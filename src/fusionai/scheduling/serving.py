@@ -25,15 +25,17 @@ from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.ends import middle, place_of
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.links import check_access, check_links
+from fusionai.scheduling.pace import paced
 from fusionai.scheduling.pins import check_pins, must_use
 from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.serving_evening import evened
 from fusionai.scheduling.serving_line import ServingLine, block_s, retained_bytes, ring_bytes, stage_bytes, token_bytes
-from fusionai.scheduling.serving_prediction import predict_serving, together
+from fusionai.scheduling.serving_prediction import first_token_s, predict_serving, together
 from fusionai.scheduling.serving_search import FoundLine, Line, LineLimits, fastest_line
 from fusionai.scheduling.serving_shortlist import shortlist
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import (
+    PROMPT_TOKENS,
     Certificate,
     PeerProfile,
     Plan,
@@ -56,6 +58,7 @@ FILLED: Final = 0.75
 def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
     """The plan with the least predicted seconds per token. Raises `PlanError` naming the tightest constraint. With a
     `budget` the search ends there, however little that proves."""
+    problem = paced(problem)
     needs = _checked(problem)
     pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
@@ -77,6 +80,7 @@ def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
     costs = StageCosts(problem)
     prediction = predict_serving(stages, costs)
     passes, together_per_s = together(stages, costs, needs)
+    prompt_tokens = min(PROMPT_TOKENS, needs.context_tokens)
     warnings = _warnings(problem, line, needs, found, cache_tokens, pages)
     alone = _alone(problem, usable, needs)
     if alone is not None and 1 / alone[1] > 1 / prediction.step_s:
@@ -121,6 +125,7 @@ def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
             pass_tokens=needs.pass_tokens,
             passes_in_flight=passes,
             tokens_per_s_together=together_per_s,
+            prompt_tokens_per_s=prompt_tokens / first_token_s(stages, costs, prompt_tokens, needs.pass_tokens),
         ),
     )
     return with_guards(plan, problem)

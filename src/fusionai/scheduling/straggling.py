@@ -162,5 +162,6 @@ def slowed(peer: PeerProfile, factor: float) -> PeerProfile:
         peer,
         flops_per_s=peer.flops_per_s / factor,
         pace=None if peer.pace is None else peer.pace.slowed(factor),
+        serving=tuple(pace.slowed(factor) for pace in peer.serving),
         memory_bandwidth_bytes_per_s=peer.memory_bandwidth_bytes_per_s / factor,
     )

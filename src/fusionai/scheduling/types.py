@@ -6,12 +6,12 @@ versions plans, `execution` and `training` obey them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from fusionai.primitives.pace import Pace
+from fusionai.primitives.pace import Pace, ServingPace
 from fusionai.wire.codecs import Codec, Compression
 from fusionai.wire.messages import Saving
 
@@ -44,6 +44,9 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     memory_bandwidth_bytes_per_s: float = 0.0
     pace: Pace | None = None
     """In training; None: not measured."""
+    serving: Annotated[tuple[ServingPace, ...], Meta(max_length=8)] = ()
+    """By weight format; where the one that is wanted is not measured, serving goes by `flops_per_s` and
+    `memory_bandwidth_bytes_per_s`."""
     scratch_bytes_per_s: float = 0.0
     """Of a file that optimizer state may lie in, read and written; 0: not measured."""
     memory_bytes: int
@@ -264,6 +267,10 @@ class TolerantTakeover(_Data, frozen=True, kw_only=True):
     """How far losses may be apart, relative (`backends.tolerance`)."""
 
 
+PROMPT_TOKENS: Final = 2048
+"""Of the prompt that a plan predicts, or as many as a session's context has."""
+
+
 class ServingSizes(_Data, frozen=True, kw_only=True):
     """What every stage of a serving plan is told, and what all sessions together can expect."""
 
@@ -278,6 +285,8 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
     """So many passes fill the pipeline when all sessions generate."""
     tokens_per_s_together: float
     """Predicted, all sessions generating."""
+    prompt_tokens_per_s: float = 0.0
+    """Predicted, of a prompt of `PROMPT_TOKENS` that nobody else disturbs, until its first token; 0: not predicted."""
 
 
 class Plan(_Data, frozen=True, kw_only=True):

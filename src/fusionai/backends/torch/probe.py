@@ -19,6 +19,7 @@ from fusionai.backends.arithmetic import arithmetic
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.scratch import scratch_bytes_per_s
 from fusionai.backends.torch.host import to_host
+from fusionai.backends.torch.serving_pace import measured_serving
 from fusionai.backends.torch.weights_away import EMPTIED
 
 MEASURE_S: Final = 0.2
@@ -43,12 +44,13 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         fingerprint=fingerprint(device),
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
         pace=speeds.pace,
+        serving=speeds.serving,
         savings=("recompute", "offload", *(("offload_weights",) if device.type in EMPTIED else ())),
     )
 
 
 def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
-    """With the threads this process may use now. Takes about half a second. `scratch`: where large temporary files
+    """With the threads this process may use now. Takes about a second. `scratch`: where large temporary files
     lie."""
     size = MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
@@ -58,7 +60,8 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
     target = torch.zeros_like(source)
     # A copy reads and writes every byte.
     bandwidth_bytes_per_s = 2.0 * source.nbytes * calls_per_s(lambda: target.copy_(source), device)
-    return Speeds(flops_per_s, bandwidth_bytes_per_s, scratch_bytes_per_s(scratch))
+    serving = measured_serving(device, calls_per_s)
+    return Speeds(flops_per_s, bandwidth_bytes_per_s, scratch_bytes_per_s(scratch), serving=serving)
 
 
 def device_name(device: torch.device) -> str:
@@ -130,7 +133,7 @@ def _probe_computation(device: torch.device) -> list[torch.Tensor]:
     return [logits, loss, *gradients, *norms]
 
 
-def calls_per_s(call: Callable[[], object], device: torch.device) -> float:
+def calls_per_s(call: Callable[[], object], device: torch.device, measure_s: float = MEASURE_S) -> float:
     """One after the other, each waited for."""
     call()
     _synchronise(device)
@@ -145,7 +148,7 @@ def calls_per_s(call: Callable[[], object], device: torch.device) -> float:
         _synchronise(device)
         calls += 1
         elapsed_s = clock() - start_s
-        if elapsed_s >= MEASURE_S or (elapsed_s > 0 and time.perf_counter() >= deadline_s):
+        if elapsed_s >= measure_s or (elapsed_s > 0 and time.perf_counter() >= deadline_s):
             return calls / elapsed_s
 
 

@@ -1,0 +1,61 @@
+"""How fast this device multiplies in serving, by weight format. Decides what is run to find that out.
+
+Of each format two figures: operations per second of a piece of a prompt, and bytes of weights per second that a single
+row reads. On a CPU one row multiplies by the same small matrix laid out many times, more than a processor's own caches
+hold. Takes some 0.3 s. Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with
+the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol, get_args
+
+import torch
+
+from fusionai.backends.torch.blocked_linear import blocked_product, kernels
+from fusionai.backends.torch.packed_linear import PackedLinear, pack
+from fusionai.primitives.pace import ServingPace
+from fusionai.wire.serving import WeightFormat
+
+MEASURE_S: Final = 0.02
+PROMPT_ROWS: Final = 256
+"""Of a piece of a prompt."""
+READ_BYTES: Final = 2**25
+_SIDE: Final = {"cpu": 1024, "cuda": 8192, "mps": 4096}
+
+
+class _CallsPerS(Protocol):
+    def __call__(self, call: Callable[[], object], device: torch.device, measure_s: float) -> float: ...
+
+
+def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[ServingPace, ...]:
+    """Of every format, in their order."""
+    side = _SIDE[device.type]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((side, side), generator=generator).to(device)
+    rows = torch.randn((PROMPT_ROWS, side), generator=generator).to(device)
+    one = rows[:1].clone()
+    in_blocks = device.type == "cpu" and kernels() is not None
+    found: list[ServingPace] = []
+    with torch.inference_mode():
+        for form in get_args(WeightFormat):
+            packed = pack(weight, None, form, "the probe's weight", in_blocks=in_blocks)
+            flops = 2.0 * PROMPT_ROWS * weight.numel()
+            flops_per_s = flops * calls_per_s(lambda packed=packed: packed(rows), device, MEASURE_S)
+            long = _repeated(packed)
+            bytes_per_s = long.nbytes * calls_per_s(lambda long=long: long(one), device, MEASURE_S)
+            found.append(ServingPace(form=form, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s))
+    return tuple(found)
+
+
+def _repeated(packed: PackedLinear) -> PackedLinear:
+    """So many columns that caches do not hold them."""
+    blocks = packed.blocks
+    if blocks is None:
+        return packed
+    times = max(1, READ_BYTES // packed.nbytes)
+    data = blocks.data.repeat(times, *[1] * (blocks.data.dim() - 1))
+    long = replace(blocks, columns=blocks.columns * times, data=data)
+    return replace(packed, product=blocked_product(long), nbytes=data.nbytes, blocks=long)

@@ -1,0 +1,79 @@
+"""Serving is planned with what was measured for the weight format that is wanted."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fusionai.primitives.pace import ServingPace
+from fusionai.scheduling.pace import paced, typical_serving
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.straggling import slowed
+from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
+
+PACES = (
+    ServingPace(form="fp32", flops_per_s=4e9, bytes_per_s=8e9),
+    ServingPace(form="bf16", flops_per_s=1e9, bytes_per_s=2e9),
+)
+
+
+def block(number: int) -> BlockCost:
+    return BlockCost(
+        block=number, forward_flops=2e6, backward_flops=0, parameter_bytes=20_000_000, trainable_bytes=0,
+        activation_bytes=0, output_bytes=4, gradient_bytes=0, cache_token_bytes=64,
+    )  # fmt: skip
+
+
+def machine(name: str = "a", serving: tuple[ServingPace, ...] = PACES) -> PeerProfile:
+    return PeerProfile(
+        peer=name, flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12, memory_bytes=10**9, serving=serving
+    )
+
+
+def problem(weights: str, *peers: PeerProfile) -> Problem:
+    needs = ServingNeeds(sessions=1, context_tokens=2048, cache_tokens=2048, pass_tokens=256)
+    return Problem(
+        task="serve",
+        graph_hash="x",
+        blocks=tuple(block(number) for number in range(3)),
+        peers=peers,
+        owner=None,
+        roles=(RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool")),
+        microbatches=1,
+        microbatch_tokens=1,
+        serving=msgspec.structs.replace(needs, weights=weights),
+    )
+
+
+@pytest.mark.parametrize(("weights", "token_s", "prompt_s"), [("fp32", 7.5e-3, 2.05), ("bf16", 30e-3, 8.2)])
+def test_tokens_and_prompts_are_priced_by_the_format(weights: str, token_s: float, prompt_s: float) -> None:
+    """A token waits for the weights of three blocks, a prompt for the operations of all but the head."""
+    found = plan(problem(weights, machine()))
+    assert found.step_time_s == pytest.approx(token_s, rel=0.01)
+    assert found.serving is not None
+    assert 2048 / found.serving.prompt_tokens_per_s == pytest.approx(prompt_s, rel=0.05)
+
+
+def test_a_format_that_was_not_measured_goes_by_the_general_figures() -> None:
+    of = paced(problem("int4", machine())).peers[0]
+    assert (of.flops_per_s, of.memory_bandwidth_bytes_per_s) == (1e12, 1e12)
+    assert paced(problem("bf16", machine(serving=()))) == problem("bf16", machine(serving=()))
+
+
+def test_said_twice_it_changes_nothing() -> None:
+    once = paced(problem("bf16", machine()))
+    assert paced(once) == once
+    assert (once.peers[0].flops_per_s, once.peers[0].memory_bandwidth_bytes_per_s) == (1e9, 2e9)
+
+
+def test_processes_of_one_machine_have_the_median_of_what_all_measured() -> None:
+    fast = tuple(pace.slowed(0.5) for pace in PACES)
+    slow = tuple(pace.slowed(4) for pace in PACES[:1])
+    got = typical_serving([machine("a"), machine("b", serving=fast), machine("c", serving=slow)])
+    assert got == PACES[:1]
+    assert typical_serving([]) == ()
+
+
+def test_a_straggler_serves_slower_too() -> None:
+    of = slowed(machine(), 2.0)
+    assert of.serving == tuple(pace.slowed(2.0) for pace in PACES)
