@@ -18,6 +18,7 @@ from fusionai.scheduling.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, Held, Sampling
 from fusionai.wire import messages as wire
+from fusionai.wire.messages import ServeOptions
 from harness.patience import CEILING_S
 from harness.pool import OWNER, peer_id
 from harness.serving_pool import model_weights, served, tokens_of
@@ -74,6 +75,49 @@ def test_tokens_are_those_of_transformers(llama: Captured, tmp_path: Path):
             return await asyncio.gather(*(tokens_of(job.engine, one) for one in asked))
 
     assert asyncio.run(story()) == expected(llama, tmp_path / "owner", prompts(5), 12)
+
+
+def test_pieces_of_one_prompt_follow_each_other_and_change_no_token(llama: Captured, tmp_path: Path):
+    """All of them leave before the first is back, in lengths that differ."""
+    prompt = tuple((7 * place) % VOCABULARY for place in range(110))
+
+    async def story(tile_tokens: int | None) -> tuple[list[int], list[int], int]:
+        lengths: list[int] = []
+        under_way = most = 0
+
+        def seen(_sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+            nonlocal under_way, most
+            match message:
+                case wire.Pass(segments=(wire.Segment(session=1),)) if receiver == peer_id(0):
+                    lengths.append(message.segments[0].length)
+                    under_way += 1
+                    most = max(most, under_way)
+                case wire.PassResult() | wire.Pass(consumer=3) if lengths:
+                    under_way -= 1
+                case _:
+                    pass
+
+        async with served(
+            llama,
+            tmp_path,
+            THREE_PEERS,
+            vocabulary=VOCABULARY,
+            options=ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=64),
+            chunk_tokens=64 if tile_tokens else 8,
+            tile_tokens=tile_tokens,
+            in_flight=8,
+            on_message=seen,
+        ) as job:
+            tokens = await tokens_of(job.engine, Generation(prompt=prompt, max_tokens=4, sampling=GREEDY))
+            return tokens, lengths, most
+
+    (wanted,) = expected(llama, tmp_path / "owner", [prompt], 4)
+    tokens, lengths, most = asyncio.run(story(None))
+    assert (tokens, lengths[:14]) == (wanted, [8] * 13 + [6])
+    assert most > 1, "a piece leaves while others are under way"
+    tokens, lengths, _ = asyncio.run(story(16))
+    assert tokens == wanted
+    assert all(length % 16 == 0 for length in lengths[: lengths.index(1) - 1] if length > 1)
 
 
 def test_a_stage_killed_under_running_streams_changes_no_token(llama: Captured, tmp_path: Path):
