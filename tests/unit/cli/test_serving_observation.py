@@ -262,8 +262,8 @@ def test_a_prompt_takes_a_trip_of_its_rows_with_one_row_for_the_head() -> None:
     hops = len(held)  # three between them, and the way of an empty message to the embedding beside it
     rows_s = 5 * 10 * row_s + (hops - 2) * 10 * link_s + link_s + row_s + 3 * wait_s
     assert first_token_s(PLAN.stages, costs, 10, 256) == pytest.approx(rows_s)
-    # Two whole chunks before the last tokens: nothing of them goes to the head, but that they are done is told.
-    chunk_s = 5 * 4 * row_s + (hops - 2) * 4 * link_s + 3 * wait_s
+    # Two whole chunks before the last tokens: each holds up what follows for as long as the busiest takes for it.
+    chunk_s = max(2 * 4 * row_s, 4 * link_s)
     last_s = 5 * 2 * row_s + (hops - 2) * 2 * link_s + link_s + row_s + 3 * wait_s
     assert first_token_s(PLAN.stages, costs, 10, 4) == pytest.approx(2 * chunk_s + last_s)
 
