@@ -39,25 +39,28 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
     for peer in sorted(peers, key=lambda p: p.peer):
         if not peer.effective_flops_per_s > 0 or ops & set(peer.unsupported_ops):
             continue
-        fitting = (one for one in ways if _needed_bytes(chain, one) <= peer.memory_bytes)
-        levers = next((one for one in fitting if inability(one, peer) is None), None)
-        if levers is None:
+        steps_s = [
+            _step_s(problem, chain, peer, one)
+            for one in ways
+            if _needed_bytes(chain, one) <= peer.memory_bytes and inability(one, peer) is None
+        ]
+        if not steps_s:
             continue
-        microbatch_s, update_s = compute_alone_s(chain, peer, levers), 0.0
-        if levers.offload:
-            update_s += offload_s(peer, chain.slot_bytes(0, chain.length))
-        if levers.offload_weights:
-            microbatch_s += weights_s(peer, chain.weight_bytes(0, chain.length))
-            update_s += weights_update_s(peer, chain.trained_bytes(0, chain.length))
-        step_s = problem.microbatches * microbatch_s + update_s
+        step_s = min(steps_s)
         tokens_per_s = problem.microbatches * problem.microbatch_tokens / step_s
         if best is None or tokens_per_s > best.tokens_per_s:
             best = Alone(peer, tokens_per_s)
     return best
 
 
-def compute_alone_s(chain: Chain, peer: PeerProfile, levers: Levers | None = None) -> float:
-    return max(chain.flops(0, chain.length, levers) / flops_per_s(peer, levers or chain.levers), 1e-12)
+def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, levers: Levers) -> float:
+    microbatch_s, update_s = max(chain.flops(0, chain.length, levers) / flops_per_s(peer, levers), 1e-12), 0.0
+    if levers.offload:
+        update_s += offload_s(peer, chain.slot_bytes(0, chain.length))
+    if levers.offload_weights:
+        microbatch_s += weights_s(peer, chain.weight_bytes(0, chain.length))
+        update_s += weights_update_s(peer, chain.trained_bytes(0, chain.length))
+    return problem.microbatches * microbatch_s + update_s
 
 
 def _needed_bytes(chain: Chain, levers: Levers) -> float:

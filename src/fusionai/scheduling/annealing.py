@@ -16,12 +16,14 @@ from typing import Final
 
 import numpy as np
 
+from fusionai.scheduling import chain_kernels
 from fusionai.scheduling.chain_kernels import Integers, Tables, anneal, fill, step_s
 from fusionai.scheduling.compiled import available, compiled
 from fusionai.scheduling.pipeline import Pipeline, Suffix
-from fusionai.scheduling.search import Limits, chain_tables
+from fusionai.scheduling.limits import Limits
+from fusionai.scheduling.search import chain_tables
 
-ROUNDS: Final = 600_000
+ROUNDS: Final = 40_000
 SLOW_ROUNDS: Final = 10_000
 """Where nothing can be compiled."""
 STARTS: Final = 4
@@ -47,7 +49,7 @@ def annealed(
         rounds = min(rounds, SLOW_ROUNDS)
     tables = chain_tables(pipeline, limits.required)
     tail = pipeline.tail
-    end = (tail.start, tail.head, tail.period_s, tail.transit_s, tail.up_s, tail.down_s)
+    end = (tail.start, tail.head, tail.period_s, tail.transit_s, tail.up_s, tail.down_s, tail.update_s)
     required = np.array([bool(limits.required >> peer & 1) for peer in range(pipeline.owner)], dtype=np.bool_)
     guesses = list(_guesses(pipeline, tables, end, limits))
     looked_at = len(guesses)
@@ -69,7 +71,7 @@ def annealed(
 
 
 def _guesses(
-    pipeline: Pipeline, tables: Tables, end: tuple[int, int, float, float, float, float], limits: Limits
+    pipeline: Pipeline, tables: Tables, end: chain_kernels.Suffix, limits: Limits
 ) -> Iterator[_Guess]:
     """Pipelines that fit and use whoever must be used."""
     peers = pipeline.owner

@@ -10,10 +10,15 @@ from collections.abc import Mapping
 from copy import copy
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.levers import UPDATE_BYTES, Levers, levers_of_problem
 from fusionai.scheduling.types import BlockCost, Plan, Problem
 from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, gently, packing
+
+Floats = npt.NDArray[np.float64]
 
 
 class Chain:
@@ -116,6 +121,42 @@ class Chain:
         kept = self._entering if (levers or self.levers).recompute else self._kept
         return kept[end] - kept[start] + boundary
 
+    def flops_table(self, levers: Levers) -> Floats:
+        """[L, L + 1]: as `flops`, of all ranges; like the other tables 0 for empty ones."""
+        flops = _differences(self._flops)
+        if levers.recompute:
+            sums = np.array(self._again)
+            flops = flops + sums[None, :] - sums[:-1, None]
+        return _upper(flops)
+
+    def weights_table(self) -> Floats:
+        return _upper(_differences(self._all_weights))
+
+    def slots_table(self) -> Floats:
+        return _upper(_differences(self._slots))
+
+    def trained_table(self) -> Floats:
+        return _upper(_differences(self._trained))
+
+    def resident_table(self, levers: Levers) -> Floats:
+        """As `resident_bytes`, in the same order of sums."""
+        held = _differences(self._state) + _longest(self._workspace)
+        if levers.recompute:
+            held = held + _longest(self._activations)
+        if levers.offload_weights:
+            held = held + (_longest(self._weights) - _differences(self._all_weights))
+        if levers.offload:
+            held = held - _differences(self._slots)
+        if levers.offload or levers.offload_weights:
+            held = held + _longest(self._updates)
+        return _upper(held)
+
+    def flight_table(self, levers: Levers) -> Floats:
+        """As `in_flight_bytes`."""
+        sides = np.array(self.forward_bytes) + np.array(self.gradient_bytes)
+        kept = _differences(self._entering if levers.recompute else self._kept)
+        return _upper(kept + (sides[:-1, None] + sides[None, :]))
+
     def numbers(self, start: int, end: int) -> tuple[int, int]:
         """Half-open range of block numbers for a range of positions."""
         return self.blocks[start].block, self.blocks[end - 1].block + 1
@@ -149,3 +190,23 @@ def check_blocks(blocks: tuple[BlockCost, ...]) -> None:
 
 def _sums(values: list[float]) -> list[float]:
     return [0.0, *accumulate(values)]
+
+
+def _differences(sums: list[float]) -> Floats:
+    """[L, L + 1]: of each range."""
+    values = np.array(sums)
+    return values[None, :] - values[:-1, None]
+
+
+def _longest(values: list[float]) -> Floats:
+    """[L, L + 1]: the largest of each range, 0 of an empty one."""
+    length = len(values)
+    found = np.zeros((length, length + 1))
+    for start in range(length):
+        found[start, start + 1 :] = np.maximum.accumulate(values[start:])
+    return found
+
+
+def _upper(table: Floats) -> Floats:
+    """0 where the range is empty."""
+    return np.triu(table, 1)

@@ -25,10 +25,29 @@ class Tables(NamedTuple):
     """What the loops look up: P peers (index P: the job owner), L blocks."""
 
     flops: Floats
-    """[L, L + 1]: of blocks [a, b)."""
-    held: Integers
-    """[P, L, L + 1]: microbatches that fit beside the stage; negative where the stage itself does not."""
+    """[W, L, L + 1]: of blocks [a, b) in each way to fit a memory; likewise the next five."""
+    read_bytes: Floats
+    slot_bytes: Floats
+    trained_bytes: Floats
+    stage_bytes: Floats
+    """What the stage takes with nothing in flight."""
+    flight_bytes: Floats
+    """What one microbatch in flight takes."""
+    needless: Integers
+    """[W]: mask of the ways that are no better where this one has room for all microbatches."""
+    able: npt.NDArray[np.bool_]
+    """[P, W]"""
+    pinned: Integers
+    """[L]: the peer that must hold the block; -1 for most. Empty: no pins."""
+    only: int
+    """A peer that holds its pins and nothing else, or -1."""
+    only_blocks: int
     speed: Floats
+    """[P, W]"""
+    away_bytes_per_s: Floats
+    """[P]: of weights that lie elsewhere."""
+    file_bytes_per_s: Floats
+    """[P]: of optimizer state in a file."""
     busy_s: Floats
     """[P]: the owner's loss stage on the same machine."""
     commit_s: Floats
@@ -43,16 +62,23 @@ class Tables(NamedTuple):
     forward_bytes: Floats
     """[L + 1]: over each cut."""
     gradient_bytes: Floats
-    resident_bytes: Floats
-    """[L + 1]: of blocks [0, b)."""
+    least_bytes: Floats
+    """[L + 1]: of blocks [0, b), in whatever way."""
     memory_bytes: Floats
     """[P]"""
     roomiest: Integers
     """[P]: peers by memory, the largest first."""
     twins: Integers
     """[P]: mask of earlier peers that cost the same and must be used before."""
-    hop_s: float
-    """The cheapest between two peers."""
+    periods: Floats
+    """[K + 1]: ascending. `before_s` holds between neighbours."""
+    before_s: Floats
+    """[K, P, L + 1]: least transit of all before a stage that begins there, prices of the peers used included; inf
+    where nothing leads there."""
+    prices_s: Floats
+    """[K, P]: of using a peer."""
+    all_s: Floats
+    """[K]: of all peers together."""
 
 
 class Labels(NamedTuple):
@@ -65,6 +91,7 @@ class Labels(NamedTuple):
     transit_s: Floats
     up_s: Floats
     down_s: Floats
+    update_s: Floats
     rest: Integers
     """The suffix without its first stage."""
     after: Integers
@@ -75,25 +102,61 @@ class Labels(NamedTuple):
     slot from its key on."""
 
 
-def extend(
-    tables: Tables,
-    microbatches: int,
-    stages: int,
-    suffix: tuple[int, int, float, float, float, float],
-    peer: int,
-    start: int,
-) -> tuple[int, float, float, float, float]:
-    """Put [start, end) on `peer` before a suffix (end, head, period, transit, up, down) of so many stages.
+Suffix = tuple[int, int, float, float, float, float, float]
+"""Start, head, period, transit, up, down, update."""
 
-    Returns held, period, transit, up, down of the longer suffix; held < 0: memory can't hold it.
+
+def held(tables: Tables, microbatches: int, peer: int, start: int, end: int, way: int) -> int:
+    """Microbatches that fit beside the stage, at most `microbatches`; negative where the stage itself does not."""
+    free = tables.memory_bytes[peer] - tables.stage_bytes[way, start, end]
+    if free < 0 or not tables.able[peer, way]:
+        return -1
+    flight = tables.flight_bytes[way, start, end]
+    if flight * microbatches <= free:
+        return microbatches
+    return int(np.floor(free / flight))
+
+
+def allowed(tables: Tables, peer: int, start: int, end: int) -> bool:
+    """Whether no pin is in the way."""
+    if tables.pinned.shape[0] == 0:
+        return True
+    if peer == tables.only and end - start != tables.only_blocks:
+        return False
+    for block in range(tables.pinned.shape[0]):
+        if tables.pinned[block] >= 0 and (start <= block < end) != (tables.pinned[block] == peer):
+            return False
+    return True
+
+
+def compute_s(tables: Tables, peer: int, start: int, end: int, way: int) -> float:
+    """Forward and backward of one microbatch."""
+    seconds: float = tables.flops[way, start, end] / tables.speed[peer, way]
+    if tables.read_bytes[way, start, end] > 0:
+        seconds += tables.read_bytes[way, start, end] / tables.away_bytes_per_s[peer]
+    return seconds
+
+
+def update_s(tables: Tables, peer: int, start: int, end: int, way: int) -> float:
+    """What files add to an update."""
+    seconds: float = tables.slot_bytes[way, start, end] / tables.file_bytes_per_s[peer]
+    return seconds + tables.trained_bytes[way, start, end] / tables.away_bytes_per_s[peer]
+
+
+def extend(
+    tables: Tables, microbatches: int, stages: int, suffix: Suffix, peer: int, start: int, way: int
+) -> tuple[int, Suffix]:
+    """Put [start, end) on `peer` before a suffix of so many stages, in this way. No pin is looked at.
+
+    Returns what is held and the longer suffix; held < 0: memory can't hold it.
     """
-    end, head, period_s, transit_s, head_up_s, head_down_s = suffix
-    held = tables.held[peer, start, end]
-    if held < min(microbatches, stages + 1):
-        return -1, 0.0, 0.0, 0.0, 0.0
-    compute_s = tables.flops[start, end] / tables.speed[peer]
-    transit_s = transit_s + compute_s
-    period_s = max(period_s, compute_s + tables.busy_s[peer])
+    end, head, period_s, transit_s, head_up_s, head_down_s, longest_s = suffix
+    room = held(tables, microbatches, peer, start, end, way)
+    if room < min(microbatches, stages + 1):
+        return -1, suffix
+    seconds = compute_s(tables, peer, start, end, way)
+    transit_s = transit_s + seconds
+    period_s = max(period_s, seconds + tables.busy_s[peer])
     up_s = 0.0
     down_s = 0.0
     if head >= 0:
@@ -109,45 +172,73 @@ def extend(
             down_s = gradient_bytes / tables.down[peer]
             head_up_s += gradient_bytes / tables.up[head]
         period_s = max(period_s, forward_s, backward_s, up_s, down_s, head_up_s, head_down_s)
-    if held < microbatches:
-        period_s = max(period_s, transit_s / held)
+    if room < microbatches:
+        period_s = max(period_s, transit_s / room)
     if start == 0:
         transit_s += tables.commit_s[peer]
-    return held, period_s, transit_s, up_s, down_s
+    longest_s = max(longest_s, update_s(tables, peer, start, end, way))
+    return room, (start, peer, period_s, transit_s, up_s, down_s, longest_s)
 
 
-def rest_s(tables: Tables, rounds: int, used: int, left: int, flops: float, period_s: float) -> float:
-    """Least `rounds * T + transit of what is left` over periods T from `period_s` on; `left` peers may still come.
-
-    The FLOPs are poured over the fastest free peers, T's worth each, every one of them a hop away. Between two values
-    of T that fill whole numbers of peers the sum is linear in T, so only those values and `period_s` itself count.
-    """
-    # A hair below, so that rounding can't push the bound above a step that is attained.
-    flops = flops * (1 - 1e-12)
-    least = np.inf
-    total = 0.0
-    count = 0
-    for peer in range(tables.busy_s.shape[0]):
-        if count == left:
-            break
-        if used >> peer & 1:
+def longer(
+    tables: Tables, microbatches: int, stages: int, suffix: Suffix, peer: int, start: int
+) -> tuple[int, Suffix, int]:
+    """As `extend`, in the way with the shortest step so far, which comes last."""
+    best = suffix
+    best_room = best_way = -1
+    best_s = np.inf
+    if not allowed(tables, peer, start, suffix[0]):
+        return -1, suffix, -1
+    needless = 0
+    for way in range(tables.flops.shape[0]):
+        if needless >> way & 1:
             continue
-        speed: float = tables.speed[peer]
-        if total > 0:
-            exact_s = flops / total
-            if exact_s <= period_s:
-                break
-            least = min(least, rounds * exact_s + count * (exact_s + tables.hop_s))
-        if total + speed > 0 and flops <= period_s * (total + speed):
-            # With this one, `period_s` is enough for everybody: the rest of it is what the others leave.
-            part_s = max(0.0, flops - period_s * total) / speed
-            return min(least, rounds * period_s + count * period_s + part_s + (count + 1) * tables.hop_s)
-        total += speed
-        count += 1
-    if total > 0:
-        exact_s = flops / total
-        least = min(least, rounds * exact_s + count * (exact_s + tables.hop_s))
+        room, found = extend(tables, microbatches, stages, suffix, peer, start, way)
+        if room < 0:
+            continue
+        if room >= microbatches:
+            needless |= tables.needless[way]
+        seconds = (microbatches - 1) * found[2] + found[3] + found[6]
+        if seconds < best_s:
+            best_s = seconds
+            best, best_room, best_way = found, room, way
+    return best_room, best, best_way
+
+
+def rest_s(tables: Tables, rounds: int, mask: int, peer: int, start: int, period_s: float) -> float:
+    """Least `rounds` periods and transit before a stage that begins at `start`, the suffix's period being `period_s`.
+
+    For each interval of periods the transit before is at least what prices say, less the prices of peers that are not
+    used: a Lagrangian bound, whatever the prices. Peers of the suffix can't come again, so theirs are given back too
+    little rather than too much.
+    """
+    least = np.inf
+    for place in range(tables.before_s.shape[0]):
+        if tables.periods[place + 1] < period_s:
+            continue
+        before_s: float = tables.before_s[place, peer, start]
+        if before_s == np.inf:
+            continue
+        unused_s: float = tables.all_s[place]
+        used = mask
+        while used:
+            lowest = used & -used
+            unused_s -= tables.prices_s[place, bit(lowest)]
+            used ^= lowest
+        low_s = max(period_s, tables.periods[place])
+        if rounds * low_s >= least:
+            break
+        least = min(least, rounds * low_s + before_s - unused_s)
     return least
+
+
+def bit(power: int) -> int:
+    """Of a power of two its logarithm."""
+    place = 0
+    while power > 1:
+        power >>= 1
+        place += 1
+    return place
 
 
 def grow(
@@ -167,7 +258,8 @@ def grow(
     extensions, and whether everything was looked at.
     """
     peers = tables.busy_s.shape[0]
-    length = tables.flops.shape[0]
+    ways = tables.flops.shape[0]
+    length = tables.flops.shape[1]
     slots = labels.first.shape[0]
     rounds = microbatches - 1
     best_rest = -1
@@ -192,6 +284,7 @@ def grow(
                 labels.transit_s[label],
                 labels.up_s[label],
                 labels.down_s[label],
+                labels.update_s[label],
             )
             for peer in range(peers):
                 if mask >> peer & 1 or tables.twins[peer] & ~mask:
@@ -201,76 +294,88 @@ def grow(
                 if missing > left:
                     continue
                 for start in range(stop - 1, max(missing, fewest - depth, 0) - 1, -1):
-                    compute_s: float = tables.flops[start, stop] / tables.speed[peer]
-                    if rounds * max(suffix[2], compute_s) + suffix[3] + compute_s >= best_s:
+                    least_s: float = tables.flops[0, start, stop] / tables.speed[peer, 0]
+                    if rounds * max(suffix[2], least_s) + suffix[3] + least_s >= best_s:
                         break
-                    if start > 0 and left == 0:
+                    if (start > 0 and left == 0) or not allowed(tables, peer, start, stop):
                         continue
-                    explored += 1
-                    held, period_s, transit_s, up_s, down_s = extend(
-                        tables, microbatches, tail_stages + depth - 1, suffix, peer, start
-                    )
-                    if held < 0:
+                    if start > 0 and room_bytes(tables, used, left) < tables.least_bytes[start] * (1 - 1e-12):
                         continue
-                    if start == 0:
-                        if missing == 0 and rounds * period_s + transit_s < best_s:
-                            best_s = rounds * period_s + transit_s
-                            best_rest = label
-                            best_peer = peer
-                        continue
-                    if room_bytes(tables, used, left) < tables.resident_bytes[start] * (1 - 1e-12):
-                        continue
-                    rest = rest_s(tables, rounds, used, left, tables.flops[0, start], period_s)
-                    if transit_s + rest >= best_s:
-                        continue
-                    # The state's suffixes hang together; whatever beats the new one, or is beaten by it, is among them.
-                    slot = ((used * peers + peer) * (length + 1) + start) % slots
-                    while labels.first[slot] > 0:
+                    needless = 0
+                    for way in range(ways):
+                        if needless >> way & 1:
+                            continue
+                        explored += 1
+                        room, found = extend(tables, microbatches, tail_stages + depth - 1, suffix, peer, start, way)
+                        if room < 0:
+                            continue
+                        if room >= microbatches:
+                            needless |= tables.needless[way]
+                        _, _, period_s, transit_s, up_s, down_s, longest_s = found
+                        if start == 0:
+                            if missing == 0 and rounds * period_s + transit_s + longest_s < best_s:
+                                best_s = rounds * period_s + transit_s + longest_s
+                                best_rest = label
+                                best_peer = peer
+                            continue
+                        before_s = rest_s(tables, rounds, used, peer, start, period_s)
+                        if transit_s + longest_s + before_s >= best_s:
+                            continue
+                        # The state's suffixes hang together; what beats the new one, or is beaten by it, is among them.
+                        slot = ((used * peers + peer) * (length + 1) + start) % slots
+                        while labels.first[slot] > 0:
+                            other = labels.first[slot]
+                            if (
+                                labels.mask[other] == used
+                                and labels.head[other] == peer
+                                and labels.start[other] == start
+                            ):
+                                break
+                            slot = (slot + 1) % slots
+                        worse = False
                         other = labels.first[slot]
-                        if labels.mask[other] == used and labels.head[other] == peer and labels.start[other] == start:
-                            break
-                        slot = (slot + 1) % slots
-                    worse = False
-                    other = labels.first[slot]
-                    before = 0
-                    while other > 0:
-                        if (
-                            labels.period_s[other] <= period_s
-                            and labels.transit_s[other] <= transit_s
-                            and labels.up_s[other] <= up_s
-                            and labels.down_s[other] <= down_s
-                        ):
-                            worse = True
-                            break
-                        following = labels.after[other]
-                        if (
-                            period_s <= labels.period_s[other]
-                            and transit_s <= labels.transit_s[other]
-                            and up_s <= labels.up_s[other]
-                            and down_s <= labels.down_s[other]
-                        ):
-                            labels.beaten[other] = True
-                            if before > 0:
-                                labels.after[before] = following
+                        before = 0
+                        while other > 0:
+                            if (
+                                labels.period_s[other] <= period_s
+                                and labels.transit_s[other] <= transit_s
+                                and labels.up_s[other] <= up_s
+                                and labels.down_s[other] <= down_s
+                                and labels.update_s[other] <= longest_s
+                            ):
+                                worse = True
+                                break
+                            following = labels.after[other]
+                            if (
+                                period_s <= labels.period_s[other]
+                                and transit_s <= labels.transit_s[other]
+                                and up_s <= labels.up_s[other]
+                                and down_s <= labels.down_s[other]
+                                and longest_s <= labels.update_s[other]
+                            ):
+                                labels.beaten[other] = True
+                                if before > 0:
+                                    labels.after[before] = following
+                                else:
+                                    labels.first[slot] = following
                             else:
-                                labels.first[slot] = following
-                        else:
-                            before = other
-                        other = following
-                    if worse:
-                        continue
-                    labels.mask[count] = used
-                    labels.head[count] = peer
-                    labels.start[count] = start
-                    labels.period_s[count] = period_s
-                    labels.transit_s[count] = transit_s
-                    labels.up_s[count] = up_s
-                    labels.down_s[count] = down_s
-                    labels.rest[count] = label
-                    labels.beaten[count] = False
-                    labels.after[count] = labels.first[slot]
-                    labels.first[slot] = count
-                    count += 1
+                                before = other
+                            other = following
+                        if worse:
+                            continue
+                        labels.mask[count] = used
+                        labels.head[count] = peer
+                        labels.start[count] = start
+                        labels.period_s[count] = period_s
+                        labels.transit_s[count] = transit_s
+                        labels.up_s[count] = up_s
+                        labels.down_s[count] = down_s
+                        labels.update_s[count] = longest_s
+                        labels.rest[count] = label
+                        labels.beaten[count] = False
+                        labels.after[count] = labels.first[slot]
+                        labels.first[slot] = count
+                        count += 1
                 if explored > budget:
                     return best_rest, best_peer, best_s, explored, False
         begin, end = end, count
@@ -319,7 +424,7 @@ def ones(mask: int) -> int:
 
 def step_s(
     tables: Tables,
-    tail: tuple[int, int, float, float, float, float],
+    tail: Suffix,
     microbatches: int,
     tail_stages: int,
     order: Integers,
@@ -327,23 +432,20 @@ def step_s(
     count: int,
     limit_s: float,
 ) -> float:
-    """Of the pipeline of `order[k]` holding [cuts[k], cuts[k + 1]) for k < count before `tail`; inf if it doesn't fit
-    or takes `limit_s` or longer."""
+    """Of the pipeline of `order[k]` holding [cuts[k], cuts[k + 1]) for k < count before `tail`, each stage in the way
+    that is best for what lies behind it; inf if it doesn't fit or takes `limit_s` or longer."""
     suffix = tail
     for place in range(count - 1, -1, -1):
-        start: int = cuts[place]
-        peer: int = order[place]
         stages = tail_stages + count - 1 - place
-        held, period_s, transit_s, up_s, down_s = extend(tables, microbatches, stages, suffix, peer, start)
-        if held < 0 or (microbatches - 1) * period_s + transit_s >= limit_s:
+        room, suffix, _ = longer(tables, microbatches, stages, suffix, order[place], cuts[place])
+        if room < 0 or (microbatches - 1) * suffix[2] + suffix[3] + suffix[6] >= limit_s:
             return np.inf
-        suffix = (start, peer, period_s, transit_s, up_s, down_s)
-    return (microbatches - 1) * suffix[2] + suffix[3]
+    return (microbatches - 1) * suffix[2] + suffix[3] + suffix[6]
 
 
 def fill(
     tables: Tables,
-    tail: tuple[int, int, float, float, float, float],
+    tail: Suffix,
     microbatches: int,
     tail_stages: int,
     ranked: Integers,
@@ -362,13 +464,11 @@ def fill(
         peer: int = ranked[place]
         # From the longest stage the period allows to the shortest, until one fits.
         for start in range(suffix[0]):
-            if tables.flops[start, suffix[0]] / tables.speed[peer] > period_s:
+            if tables.flops[0, start, suffix[0]] / tables.speed[peer, 0] > period_s:
                 continue
-            held, slowest_s, transit_s, up_s, down_s = extend(
-                tables, microbatches, tail_stages + count, suffix, peer, start
-            )
-            if held >= 0 and slowest_s <= max(period_s, suffix[2]):
-                suffix = (start, peer, slowest_s, transit_s, up_s, down_s)
+            room, found, _ = longer(tables, microbatches, tail_stages + count, suffix, peer, start)
+            if room >= 0 and found[2] <= max(period_s, suffix[2]):
+                suffix = found
                 order[count] = peer
                 cuts[count] = start
                 count += 1
@@ -383,7 +483,7 @@ def fill(
 
 def anneal(
     tables: Tables,
-    tail: tuple[int, int, float, float, float, float],
+    tail: Suffix,
     microbatches: int,
     tail_stages: int,
     fewest: int,
@@ -402,7 +502,7 @@ def anneal(
     Leaves the fastest pipeline seen in `order` [P] and `cuts` [P + 1]; returns its stages and seconds.
     """
     peers = tables.busy_s.shape[0]
-    length = tables.flops.shape[0]
+    length = tables.flops.shape[1]
     now_s = step_s(tables, tail, microbatches, tail_stages, order, cuts, count, np.inf)
     best_s = now_s
     best_count = count

@@ -32,7 +32,7 @@ def lightened(pipeline: Pipeline, best: Suffix) -> tuple[Pipeline, Suffix, tuple
         ends.pop()  # nothing lies behind the last stage
 
     def priced(codecs: Mapping[int, Codec]) -> tuple[Pipeline, Suffix] | None:
-        other = pipeline.with_codecs(codecs, cuts)
+        other = pipeline.with_codecs(codecs)
         found = other.fold(order, cuts)
         return None if found is None else (other, found)
 

@@ -5,22 +5,26 @@ Neighbours: `planner` asks first and lists the refusals in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.levers import inability, levers_of_problem
+from fusionai.scheduling.levers import choices_of_problem, inability
 from fusionai.scheduling.links import nearest
 from fusionai.scheduling.pins import must_use
 from fusionai.scheduling.types import BlockCost, Excluded, PeerProfile, Problem
 
 
 def eligible(
-    problem: Problem, pool_blocks: Sequence[BlockCost], smallest_stage_bytes: float
+    problem: Problem,
+    pool_blocks: Sequence[BlockCost],
+    smallest_stage_bytes: float,
+    unfit: Callable[[PeerProfile], str | None] | None = None,
 ) -> tuple[list[PeerProfile], list[Excluded]]:
     """Split `problem.peers` into usable ones and refused ones, by peer id.
 
-    `smallest_stage_bytes`: the least any stage takes. Raises `PlanError` when a required peer can't be used.
+    `smallest_stage_bytes`: the least any stage takes. `unfit` says why a peer with so much can't hold one all the same.
+    Raises `PlanError` when a required peer can't be used.
     """
     ops = sorted({op for block in pool_blocks for op in block.ops})
     usable: list[PeerProfile] = []
@@ -33,6 +37,8 @@ def eligible(
                 f"the smallest stage takes {format_bytes(smallest_stage_bytes)}: "
                 f"{format_bytes(smallest_stage_bytes - peer.memory_bytes)} are missing."
             )
+        if reason is None and unfit is not None:
+            reason = unfit(peer)
         if reason is None:
             usable.append(peer)
         else:
@@ -77,9 +83,9 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return f"its backend {peer.backend!r} can't run {', '.join(missing[:3])}{more}."
-    if peer.peer in problem.unable:
-        unable = inability(levers_of_problem(problem), peer) or f"its backend {peer.backend!r} can't save memory"
-        return f"{unable}, which its memory would ask for."
+    needed = inability(choices_of_problem(problem)[0], peer)
+    if needed is not None:
+        return f"{needed}, as the job asks of all."
     if not peer.flops_per_s > 0:
         return f"its measured speed is {peer.flops_per_s} FLOP/s."
     if not 0 < peer.share <= 1:

@@ -15,7 +15,7 @@ from math import inf
 from typing import Final
 
 from fusionai.scheduling.pipeline import Pipeline, Suffix
-from fusionai.scheduling.search import Limits
+from fusionai.scheduling.limits import Limits
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Order of peers, first stage first, and cuts (from 0 to the chain's length)."""
@@ -128,7 +128,7 @@ def _fill(pipeline: Pipeline, order: list[int], period_s: float, most: int, fewe
         for start in range(least, suffix.start):
             if pipeline.compute_s(peer, start, suffix.start) > period_s:
                 continue
-            longer = pipeline.extend(suffix, peer, start)
+            longer = pipeline.best_longer(suffix, peer, start)
             if longer is not None and longer.period_s <= max(period_s, suffix.period_s):
                 suffix = longer
                 taken.insert(0, peer)

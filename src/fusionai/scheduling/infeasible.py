@@ -8,7 +8,7 @@ from __future__ import annotations
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.pipeline import Pipeline
-from fusionai.scheduling.search import Limits
+from fusionai.scheduling.limits import Limits
 from fusionai.scheduling.types import Problem
 
 _MORE = "Use smaller microbatches or fewer of them, let providers lend more memory, or let more peers join."
@@ -29,7 +29,7 @@ def _owner(pipeline: Pipeline) -> PlanError | None:
     first = next(end for end in range(1, pipeline.chain.length + 1) if pipeline.allowed(front, 0, end))
     # The stage itself, one of the pool, the owner's last.
     in_flight = min(pipeline.microbatches, 2 + pipeline.tail.stages)
-    needed = pipeline.resident[0][first] + in_flight * pipeline.flight[0][first]
+    needed, _ = pipeline.least_bytes(0, first, in_flight)
     room = pipeline.memory_bytes[front]
     if needed <= room:
         return None
@@ -45,12 +45,12 @@ def _block(pipeline: Pipeline) -> PlanError | None:
     """One block that no peer holds."""
     chain = pipeline.chain
     largest = max(pipeline.memory_bytes[: pipeline.owner])
-    needs = [(_least_bytes(pipeline, b, b + 1), b) for b in range(chain.length)]
-    needed, block = max(needs)
+    needs = [(*_least(pipeline, b, b + 1), b) for b in range(chain.length)]
+    needed, however, block = max(needs)
     if needed <= largest:
         return None
     return PlanError(
-        f"block {chain.blocks[block].block} alone needs {format_bytes(needed)}{_however(pipeline)}, the largest peer "
+        f"block {chain.blocks[block].block} alone needs {format_bytes(needed)}{however}, the largest peer "
         f"lends {format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
         hint=_MORE,
     )
@@ -58,13 +58,13 @@ def _block(pipeline: Pipeline) -> PlanError | None:
 
 def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
     """All together they lend too little."""
-    needed = _least_bytes(pipeline, 0, pipeline.chain.length)
+    needed, however = _least(pipeline, 0, pipeline.chain.length)
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
     if needed <= lent:
         return None
     peers = "1 peer" if limits.most == 1 else f"{limits.most} peers"
     return PlanError(
-        f"the model needs at least {format_bytes(needed)}{_however(pipeline)}, the largest {peers} that may hold it "
+        f"the model needs at least {format_bytes(needed)}{however}, the largest {peers} that may hold it "
         f"lend {format_bytes(lent)}: {format_bytes(needed - lent)} are missing.",
         hint=_MORE,
     )
@@ -73,7 +73,7 @@ def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
 def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool) -> PlanError:
     """Enough in sum, but whole blocks with their microbatches in flight don't fit."""
     chain = pipeline.chain
-    size, block = max((_least_bytes(pipeline, b, b + 1), b) for b in range(chain.length))
+    size, however, block = max((*_least(pipeline, b, b + 1), b) for b in range(chain.length))
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
     stages = f"{limits.most} stages" if problem.stages is not None else f"up to {limits.most} stages"
     verdict = "no cut fits" if proven else "no cut was found that fits"
@@ -87,15 +87,12 @@ def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool
         )
     return PlanError(
         f"{verdict} {stages} with their microbatches in flight into the {format_bytes(lent)} the peers lend; "
-        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}{_however(pipeline)}.",
+        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}{however}.",
         hint=_MORE,
     )
 
 
-def _however(pipeline: Pipeline) -> str:
-    return pipeline.chain.levers.words()
-
-
-def _least_bytes(pipeline: Pipeline, start: int, end: int) -> float:
-    """With one microbatch in flight."""
-    return pipeline.resident[start][end] + pipeline.flight[start][end]
+def _least(pipeline: Pipeline, start: int, end: int) -> tuple[float, str]:
+    """With one microbatch in flight, and what saves so much."""
+    needed, way = pipeline.least_bytes(start, end)
+    return needed, pipeline.ways[way].words()

@@ -74,21 +74,27 @@ def flops_per_s(peer: PeerProfile, levers: Levers) -> float:
 
 def offload_s(peer: PeerProfile | None, slot_bytes: float) -> float:
     """Of every update, where optimizer state lies in a file of `peer`'s."""
+    return 2 * slot_bytes / file_bytes_per_s(peer)
+
+
+def file_bytes_per_s(peer: PeerProfile | None) -> float:
+    """How fast a file of `peer`'s is read or written."""
     measured = 0.0 if peer is None else peer.scratch_bytes_per_s
-    return 2 * slot_bytes / (measured if measured > 0 else DISK_BYTES_PER_S)
+    return measured if measured > 0 else DISK_BYTES_PER_S
 
 
 def weights_s(peer: PeerProfile | None, weight_bytes: float) -> float:
     """Of every microbatch, where weights lie elsewhere: forward and backward read them."""
-    return 2 * weight_bytes / _weights_bytes_per_s(peer)
+    return 2 * weight_bytes / weights_bytes_per_s(peer)
 
 
 def weights_update_s(peer: PeerProfile | None, trained_bytes: float) -> float:
     """Of every update, where weights lie elsewhere: it reads and writes those that are trained."""
-    return 2 * trained_bytes / _weights_bytes_per_s(peer)
+    return 2 * trained_bytes / weights_bytes_per_s(peer)
 
 
-def _weights_bytes_per_s(peer: PeerProfile | None) -> float:
+def weights_bytes_per_s(peer: PeerProfile | None) -> float:
+    """How fast weights come from where they lie between uses."""
     if peer is not None and peer.device != "cpu":
         return COPY_BYTES_PER_S
     return peer.scratch_bytes_per_s if peer is not None and peer.scratch_bytes_per_s > 0 else DISK_BYTES_PER_S

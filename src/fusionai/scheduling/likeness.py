@@ -25,7 +25,8 @@ import msgspec
 from fusionai.scheduling.improvement import Layout, descend, improve
 from fusionai.scheduling.pins import must_use
 from fusionai.scheduling.pipeline import Pipeline, Suffix, fastest_first
-from fusionai.scheduling.search import MOST_PEERS, Limits, search, twins
+from fusionai.scheduling.limits import Limits
+from fusionai.scheduling.search import MOST_PEERS, search, twins
 from fusionai.scheduling.types import Link, PeerProfile, Problem
 
 SAME: Final = 1.03
@@ -58,7 +59,8 @@ def without_surplus(problem: Problem, peers: Sequence[PeerProfile], most: int) -
     kept: list[PeerProfile] = []
     for peer in sorted(peers, key=lambda p: (p.peer not in running, p.peer)):
         if peer.peer not in named:
-            kind = (peer.effective_flops_per_s, peer.memory_bytes, peer.uplink, peer.downlink)
+            link = (peer.uplink, peer.downlink, peer.scratch_bytes_per_s)
+            kind = (peer.effective_flops_per_s, peer.memory_bytes, peer.device == "cpu", *peer.savings, *link)
             if counts[kind] >= most:
                 continue
             counts[kind] += 1
@@ -72,13 +74,6 @@ def few_states(pipeline: Pipeline, required: int) -> bool:
         return False
     kinds = Counter((mask | 1 << peer) & -(mask | 1 << peer) for peer, mask in enumerate(twins(pipeline, required)))
     return prod(count + 1 for count in kinds.values()) * len(kinds) * pipeline.chain.length <= STATES
-
-
-def limits_among(problem: Problem, pipeline: Pipeline, limits: Limits) -> Limits:
-    """`limits` for the peers of `pipeline`, with the mask of those that must be used."""
-    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
-    required = sum(1 << index[name] for name in must_use(problem))
-    return Limits(fewest=limits.fewest, most=min(limits.most, pipeline.owner), required=required)
 
 
 def nearly(problem: Problem, real: Pipeline, peers: Sequence[PeerProfile], limits: Limits) -> Nearly | None:

@@ -29,6 +29,16 @@ class Pins:
         self._only = only
         self._only_count = sum(peer == only for _, peer in self._pins)
 
+    def table(self, blocks: int) -> tuple[list[int], int, int]:
+        """By position the peer that must hold it, -1 for most; who holds its pins and nothing else (-1: nobody), and
+        how many those are. Without pins the list is empty."""
+        if not self._pins:
+            return [], -1, 0
+        peers = [-1] * blocks
+        for position, peer in self._pins:
+            peers[position] = peer
+        return peers, -1 if self._only is None else self._only, self._only_count
+
     def allow(self, peer: int, start: int, end: int) -> bool:
         """Whether `peer` may hold [start, end): all of its own pins, none of others'."""
         if peer == self._only and end - start != self._only_count:

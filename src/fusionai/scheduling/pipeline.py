@@ -3,17 +3,21 @@
 A pipeline is grown from its last stage towards its first, because all that a stage needs to know lies downstream: the
 next peer, the round trip of a microbatch below it (its memory for microbatches in flight) and how many stages follow.
 
-    step = (M - 1) * period + transit + commit (+ sync, 0 for one replica)
+    step = (M - 1) * period + transit + commit + update (+ sync, 0 for one replica)
     transit  = sum of compute over stages + sum over hops of (activation + gradient transfer + both latencies)
     commit   = from the first stage to the job owner and back: the word that the step is complete (see `commit`)
     period   = max over stages of compute, uplink and downlink occupancy, exceptional links' transfer, credit
     credit_k = round trip of stage k / microbatches its memory holds, where that is fewer than M (Little's law)
+    update   = the longest that a stage reads and writes files after a step, where levers put something into them
+
+Each stage works in one of several ways (`levers`: activations made again, state or weights in files), which set its
+compute, its memory and its update. `fold` finds the ways that make the step of given stages shortest.
 
 For equal stages this is M*tau + (P-1)(t_c + t_n + 2a), and the commit. Microbatches in flight at stage k: what
 `credits` says, at most M and what memory holds. Not modelled: what the feed sends, jitter.
 
-Neighbours: `chain` (costs of ranges), `links` (hops), `credits`, `search` and `improvement` (grow pipelines),
-`planner`.
+Neighbours: `stage_tables` (costs of ranges by way), `links` (hops), `credits`, `search` and `improvement` (grow
+pipelines), `planner`.
 """
 
 from __future__ import annotations
@@ -27,15 +31,16 @@ from typing import Final, NamedTuple
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.credits import SPARE, credits_needed
 from fusionai.scheduling.ends import ends_of, front_of, tail_chain
-from fusionai.scheduling.levers import flops_per_s
-from fusionai.scheduling.links import Hop, hops
+from fusionai.scheduling.levers import choices_of_problem, file_bytes_per_s, flops_per_s, inability, weights_bytes_per_s
+from fusionai.scheduling.links import Hop, hop
 from fusionai.scheduling.pins import Pins
+from fusionai.scheduling.stage_tables import stage_tables
 from fusionai.scheduling.types import PeerProfile, Problem
 from fusionai.wire.codecs import Codec
 
 
 class Suffix(NamedTuple):
-    """The stages from `start` to the end. Smaller is better in each of the four times, all else equal."""
+    """The stages from `start` to the end. Smaller is better in each of the five times, all else equal."""
 
     start: int
     """Position of the first block."""
@@ -54,6 +59,10 @@ class Suffix(NamedTuple):
     compute_s: float
     """Of the head."""
     rest: Suffix | None
+    update_s: float = 0.0
+    """The longest of any stage's files after a step."""
+    way: int = 0
+    """What the head does to fit its memory: index into `Pipeline.ways`."""
 
 
 EMPTY_HEAD: Final = -1
@@ -86,45 +95,49 @@ class Pipeline:
         self.front = front_of(problem, self.peers)
         """The peer that is the owner's machine with its first blocks."""
         self._front_cut = ends.first
-        # The owner's last stage keeps what it has.
-        self.speed = [flops_per_s(p, self.chain.levers) for p in self.peers]
-        self.speed += [p.effective_flops_per_s for p in everyone[self.owner :]]
+        self.ways = choices_of_problem(problem)
+        """What each stage may do to fit its memory."""
+        self.tables = stage_tables(self.chain, self.ways)
+        self.able = [[inability(way, peer) is None for way in self.ways] for peer in self.peers]
+        self.speed = [peer.effective_flops_per_s for peer in everyone]
+        self.pace = [[flops_per_s(peer, way) for way in self.ways] for peer in self.peers]
+        """FLOP/s of each peer in each way."""
+        self.away_bytes_per_s = [weights_bytes_per_s(peer) for peer in self.peers]
+        self.file_bytes_per_s = [file_bytes_per_s(peer) for peer in self.peers]
+        self.owner_id = None if owner is None else owner.peer
         self.up, self.down = self._access()
-        self._hops = hops(everyone, problem.links)
+        self._hops: dict[tuple[int, int], Hop] = {}
+        self._special = {end for key in problem.links for end in key.split(">")}
         self.commit_s = [
-            0.0 if owner is None else row[self.owner].latency_s + self._hops[self.owner][index].latency_s
-            for index, row in enumerate(self._hops)
+            0.0 if owner is None else self.hop(index, self.owner).latency_s + self.hop(self.owner, index).latency_s
+            for index in range(len(everyone))
         ]
         """Of a pipeline whose first stage is there."""
         self.memory_bytes = [float(p.memory_bytes) for p in everyone]
         self._pins = Pins(problem.pinned, blocks, self.peers, only=self.front)
         # The owner's machine may lend itself as a peer too: then the loss stage takes its part of both.
         self._busy_s = [0.0] * len(everyone)
-        self.owner_id = None if owner is None else owner.peer
         self.owner_memory_bytes = 0 if owner is None else owner.memory_bytes
         self.tail = self._tail()
-        chain = self.chain
-        length = chain.length
-        self.resident = [
-            [chain.resident_bytes(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)
-        ]
-        self.flight = [
-            [chain.in_flight_bytes(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)
-        ]
-        self._flops = [[chain.flops(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)]
+        tables = self.tables
+        # Python's numbers: one at a time they are looked up faster than numpy's.
+        self._resident: list[list[list[float]]] = tables.resident_bytes.tolist()
+        self._flight: list[list[list[float]]] = tables.flight_bytes.tolist()
+        self._flops: list[list[list[float]]] = tables.flops.tolist()
+        self._needless = [int(mask) for mask in tables.needless]
 
-    def extend(self, suffix: Suffix, peer: int, start: int) -> Suffix | None:
-        """Put a stage [start, suffix.start) on `peer` before `suffix`. None if its memory can't hold it."""
+    def extend(self, suffix: Suffix, peer: int, start: int, way: int) -> Suffix | None:
+        """Put a stage [start, suffix.start) on `peer` before `suffix`. None if its memory can't hold it that way."""
         end, head = suffix.start, suffix.head
-        held = self.held(peer, start, end)
+        held = self.held(peer, start, end, way)
         if held < min(self.microbatches, suffix.stages + 1):
             return None
-        compute_s = self.compute_s(peer, start, end)
+        compute_s = self.compute_s(peer, start, end, way)
         transit_s = suffix.transit_s + compute_s
         period_s = max(suffix.period_s, compute_s + self._busy_s[peer])
         up_s = down_s = 0.0
         if head != EMPTY_HEAD:
-            forward, backward = self._hops[peer][head], self._hops[head][peer]
+            forward, backward = self.hop(peer, head), self.hop(head, peer)
             forward_bytes, gradient_bytes = self.chain.forward_bytes[end], self.chain.gradient_bytes[end]
             forward_s = forward_bytes / forward.bandwidth_bytes_per_s
             backward_s = gradient_bytes / backward.bandwidth_bytes_per_s
@@ -141,31 +154,79 @@ class Pipeline:
             period_s = max(period_s, transit_s / held)
         if start == 0:
             transit_s += self.commit_s[peer]
-        return Suffix(start, peer, suffix.stages + 1, period_s, transit_s, up_s, down_s, held, compute_s, suffix)
+        update_s = suffix.update_s
+        if self.ways[way].offload or self.ways[way].offload_weights:
+            update_s = max(update_s, self.update_s(peer, start, end, way))
+        return Suffix(
+            start, peer, suffix.stages + 1, period_s, transit_s, up_s, down_s, held, compute_s, suffix, update_s, way
+        )
+
+    def longer(self, suffix: Suffix, peer: int, start: int) -> list[Suffix]:
+        """As `extend`, in every way that may be worth it: none if the peer's memory can't hold the stage at all."""
+        found: list[Suffix] = []
+        needless = 0
+        for way in range(len(self.ways)):
+            if needless >> way & 1:
+                continue
+            one = self.extend(suffix, peer, start, way)
+            if one is not None:
+                found.append(one)
+                if one.held >= self.microbatches:
+                    needless |= self._needless[way]
+        return found
+
+    def best_longer(self, suffix: Suffix, peer: int, start: int) -> Suffix | None:
+        """Of `longer` the one with the shortest step so far."""
+        return min(self.longer(suffix, peer, start), key=self.step_s, default=None)
 
     def fold(self, order: Sequence[int], cuts: Sequence[int]) -> Suffix | None:
-        """The pipeline of `order[k]` holding [cuts[k], cuts[k + 1]); `cuts` runs from 0 to the chain's length."""
-        suffix: Suffix | None = self.tail
+        """The pipeline of `order[k]` holding [cuts[k], cuts[k + 1]), each stage in the way that is best for all;
+        `cuts` runs from 0 to the chain's length."""
+        suffixes = [self.tail]
         for index in range(len(order) - 1, -1, -1):
-            suffix = self.extend(suffix, order[index], cuts[index])
-            if suffix is None:
-                return None
-        return suffix
+            grown = [one for suffix in suffixes for one in self.longer(suffix, order[index], cuts[index])]
+            suffixes = grown if len(grown) < 2 else _unbeaten(grown)
+        return min(suffixes, key=self.step_s, default=None)
 
     def step_s(self, suffix: Suffix) -> float:
-        return (self.microbatches - 1) * suffix.period_s + suffix.transit_s
+        return (self.microbatches - 1) * suffix.period_s + suffix.transit_s + suffix.update_s
 
-    def compute_s(self, peer: int, start: int, end: int) -> float:
-        return self._flops[start][end] / self.speed[peer]
+    def compute_s(self, peer: int, start: int, end: int, way: int = 0) -> float:
+        """Forward and backward of one microbatch."""
+        seconds = self._flops[way][start][end] / self.pace[peer][way]
+        if not self.ways[way].offload_weights:
+            return seconds
+        return seconds + float(self.tables.read_bytes[way, start, end]) / self.away_bytes_per_s[peer]
 
-    def held(self, peer: int, start: int, end: int) -> int:
-        """Microbatches in flight that fit beside the stage's resident bytes, at most M; negative if not even those, or
-        if a pin is in the way."""
-        free = self.memory_bytes[peer] - self.resident[start][end]
-        flight = self.flight[start][end]
-        if free < 0 or not self._pins.allow(peer, start, end):
+    def update_s(self, peer: int, start: int, end: int, way: int) -> float:
+        """What files add to an update of the stage."""
+        in_file = float(self.tables.slot_bytes[way, start, end]) / self.file_bytes_per_s[peer]
+        return in_file + float(self.tables.trained_bytes[way, start, end]) / self.away_bytes_per_s[peer]
+
+    def held(self, peer: int, start: int, end: int, way: int) -> int:
+        """Microbatches in flight that fit beside the stage's resident bytes, at most M; negative if not even those, if
+        the peer can't work that way, or if a pin is in the way."""
+        free = self.memory_bytes[peer] - self._resident[way][start][end]
+        flight = self._flight[way][start][end]
+        if free < 0 or not self.able[peer][way] or not self._pins.allow(peer, start, end):
             return -1
         return self.microbatches if flight * self.microbatches <= free else floor(free / flight)
+
+    def stage_bytes(self, start: int, end: int, way: int, in_flight: int) -> float:
+        """What a stage takes with so many microbatches in flight."""
+        return self._resident[way][start][end] + in_flight * self._flight[way][start][end]
+
+    def flight_bytes(self, start: int, end: int, way: int) -> float:
+        """Of one microbatch in flight."""
+        return self._flight[way][start][end]
+
+    def least_bytes(self, start: int, end: int, in_flight: int = 1) -> tuple[float, int]:
+        """The least that a stage takes with so many microbatches in flight, and the way."""
+        return min((self.stage_bytes(start, end, way, in_flight), way) for way in range(len(self.ways)))
+
+    @property
+    def pins(self) -> Pins:
+        return self._pins
 
     @property
     def pinned(self) -> bool:
@@ -199,24 +260,23 @@ class Pipeline:
 
     def transfer_s(self, upstream: int, downstream: int, cut: int) -> float:
         """Activation and gradient of one microbatch over `cut`, without latency."""
-        forward, backward = self._hops[upstream][downstream], self._hops[downstream][upstream]
+        forward, backward = self.hop(upstream, downstream), self.hop(downstream, upstream)
         seconds = self.chain.forward_bytes[cut] / forward.bandwidth_bytes_per_s
         return seconds + self.chain.gradient_bytes[cut] / backward.bandwidth_bytes_per_s
 
-    def with_codecs(self, codecs: Mapping[int, Codec], cuts: Sequence[int]) -> Pipeline:
-        """The same for stages between `cuts`, what crosses behind these blocks packed so."""
+    def with_codecs(self, codecs: Mapping[int, Codec]) -> Pipeline:
+        """The same, what crosses behind these blocks packed so."""
         other = copy(self)
         other.chain = self.chain.with_codecs(codecs)
         other.up, other.down = other._access()
-        other.flight = [row[:] for row in self.flight]
-        for start, end in pairwise(cuts):
-            other.flight[start][end] = other.chain.in_flight_bytes(start, end)
+        other.tables = self.tables.with_flight(other.chain)
+        other._flight = other.tables.flight_bytes.tolist()
         return other
 
     def _crossing_s(self, upstream: int, downstream: int, cut: int) -> float:
         """What both transfers wait at most for others on shared access links, which serve all evenly: activations and
         gradients of the stage's other neighbour, taken to be as large as these."""
-        forward, backward = self._hops[upstream][downstream], self._hops[downstream][upstream]
+        forward, backward = self.hop(upstream, downstream), self.hop(downstream, upstream)
         if not (forward.shared and backward.shared):
             return 0.0
         return 2 * min(
@@ -226,11 +286,17 @@ class Pipeline:
 
     def hop_s(self, upstream: int, downstream: int, cut: int) -> float:
         """`transfer_s` and both latencies."""
-        latency_s = self._hops[upstream][downstream].latency_s + self._hops[downstream][upstream].latency_s
+        latency_s = self.hop(upstream, downstream).latency_s + self.hop(downstream, upstream).latency_s
         return self.transfer_s(upstream, downstream, cut) + latency_s
 
     def hop(self, sender: int, receiver: int) -> Hop:
-        return self._hops[sender][receiver]
+        """From one to the other; looked up when it is first asked for: of a large pool few pairs are."""
+        found = self._hops.get((sender, receiver))
+        if found is None:
+            found = self._hops[sender, receiver] = hop(
+                self.everyone[sender], self.everyone[receiver], self.problem.links
+            )
+        return found
 
     def busy_s(self, peer: int) -> float:
         """Of the peer's time per microbatch, what the owner's loss stage on the same machine takes."""
@@ -247,16 +313,32 @@ class Pipeline:
 
     def access_only(self, peer: int) -> bool:
         """Whether every transfer of the peer takes its access link, whoever is next to it."""
-        others = [i for i in range(len(self._hops)) if i != peer]
-        return all(self._hops[peer][i].shared and self._hops[i][peer].shared for i in others)
+        name = self.peers[peer].peer
+        return name not in self._special and name != self.owner_id
 
     def alike(self, one: int, other: int) -> bool:
         """Whether two peers can be exchanged without changing any cost."""
-        if not (self.access_only(one) and self.access_only(other)) or self._pins.peers & {one, other}:
+        if not (self.exchangeable(one) and self.exchangeable(other)):
             return False
-        a, b = self.peers[one], self.peers[other]
-        speed = self.speed[one] == self.speed[other]
-        return speed and (a.memory_bytes, a.uplink, a.downlink) == (b.memory_bytes, b.uplink, b.downlink)
+        return self.cost_key(one) == self.cost_key(other)
+
+    def exchangeable(self, peer: int) -> bool:
+        """Whether nothing but its costs tells it from others."""
+        return self.access_only(peer) and peer not in self._pins.peers
+
+    def cost_key(self, peer: int) -> tuple[object, ...]:
+        """All that a peer's costs follow from, where its transfers take its access link."""
+        one = self.peers[peer]
+        return (
+            tuple(self.pace[peer]),
+            self.memory_bytes[peer],
+            one.uplink,
+            one.downlink,
+            tuple(self.able[peer]),
+            self.away_bytes_per_s[peer],
+            self.file_bytes_per_s[peer],
+            self.commit_s[peer],
+        )
 
     def loss_bytes(self, in_flight: int) -> float:
         """Memory of the owner's loss stage; its input (usually the logits) is what counts."""
@@ -298,3 +380,12 @@ class Pipeline:
                 kept = held if index == self.front else min(held, LOSS_IN_FLIGHT)
                 self.memory_bytes[index] -= self.loss_bytes(min(kept, self.microbatches))
         return Suffix(end, self.owner, 1, compute_s, compute_s, 0.0, 0.0, held, compute_s, None)
+
+
+def _unbeaten(suffixes: list[Suffix]) -> list[Suffix]:
+    """Of suffixes with the same machines and cuts those that none equals or beats in all three times that differ."""
+    kept: list[Suffix] = []
+    for one in sorted(suffixes, key=lambda s: (s.period_s, s.transit_s, s.update_s)):
+        if not any(other.transit_s <= one.transit_s and other.update_s <= one.update_s for other in kept):
+            kept.append(one)
+    return kept

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from fusionai.primitives.units import format_seconds
 from fusionai.scheduling.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
+from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
 from fusionai.wire.codecs import Codec
 
@@ -31,7 +34,7 @@ def written_out(
     used = {stage.peer for stage in stages if "stage" in stage.roles}
     used |= {pipeline.peers[pipeline.front].peer} if pipeline.front is not None else set()
     step_s = pipeline.step_s(best)
-    return Plan(
+    found = Plan(
         task=problem.task,
         graph_hash=problem.graph_hash,
         stages=stages,
@@ -47,6 +50,15 @@ def written_out(
         warnings=warnings,
         certificate=certificate,
     )
+    if not any(pipeline.ways[stage.way].names for stage in pipeline.pool_stages(best)):
+        return found
+    ways = {number: pipeline.ways[stage.way] for number, stage in enumerate(pipeline.pool_stages(best))}
+    costs = StageCosts(problem, found)
+    told = (
+        costs.with_levers(stage, ways[stage.stage]) if stage.stage in ways and ways[stage.stage].names else stage
+        for stage in stages
+    )
+    return msgspec.structs.replace(found, stages=tuple(told))
 
 
 def pool_name(problem: Problem, peer: str) -> str:
@@ -78,9 +90,9 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
             in_flight=in_flight,
             compute_s=stage.compute_s,
             send_s=0.0 if head == EMPTY_HEAD else pipeline.transfer_s(stage.head, head, end),
-            memory_bytes=_whole(pipeline.resident[stage.start][end] + in_flight * pipeline.flight[stage.start][end]),
+            memory_bytes=_whole(pipeline.stage_bytes(stage.start, end, stage.way, in_flight)),
             memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
-            in_flight_bytes=_whole(pipeline.flight[stage.start][end]),
+            in_flight_bytes=_whole(pipeline.flight_bytes(stage.start, end, stage.way)),
             fingerprint="" if stage.head == pipeline.front else pipeline.peers[stage.head].fingerprint,
         )
     if pipeline.loss is not None:

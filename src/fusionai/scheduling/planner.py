@@ -1,62 +1,40 @@
 """`plan(problem) -> Plan`: pure and deterministic. Decides which peer holds which blocks; starts nothing.
 
-Small pools are searched exactly (`search`), and larger ones of few kinds of machines (`likeness`); others
-heuristically (`annealing`) with a proven bound (`bound`); of very large ones only peers that can matter are looked at
-(`shortlist`), while the bound counts everybody. The plan says which, and how far from the bound it can be. The same
-problem gives the same plan, in whatever order its peers are listed. One replica and one stage per peer: `many_holders`
-says what more of them would bring.
+The same problem gives the same plan, in whatever order its peers are listed. One replica and one stage per peer:
+`many_holders` says what more of them would bring.
 
-Neighbours: `replicated` plans several replicas, `serving` for generation. `eligibility` (who may be used), `pipeline`
-(what a step costs), `alone` (one machine instead), `small_memory` (what stages do to fit), `placement` (the plan
-written out), `guards` (which spare guards which stage), `infeasible` (why there is none).
+Neighbours: `solving` finds the pipeline and its bound. `replicated` plans several replicas, `serving` for generation.
+`eligibility` (who may be used), `pipeline` (what a step costs), `alone` (one machine instead), `placement` (the plan
+written out), `guards` (which spare guards which stage).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling import likeness
 from fusionai.scheduling.alone import fastest_alone
-from fusionai.scheduling.annealing import ROUNDS, annealed
-from fusionai.scheduling.bound import Bound, step_time_bound_s
 from fusionai.scheduling.chain import Chain, check_blocks, logits_block
 from fusionai.scheduling.compression import lightened
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.ends import check_owners_memory, ends_of, middle, place_of, with_front
 from fusionai.scheduling.guards import with_guards
-from fusionai.scheduling.improvement import improve
-from fusionai.scheduling.infeasible import infeasible
-from fusionai.scheduling.likeness import few_states, limits_among, nearly, without_surplus
+from fusionai.scheduling.levers import choices_of_problem, inability
+from fusionai.scheduling.likeness import without_surplus
+from fusionai.scheduling.limits import Limits
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.pace import paced
 from fusionai.scheduling.pins import check_pins, must_use
 from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.placement import pool_name, written_out
-from fusionai.scheduling.search import MOST_PEERS, Limits, search
 from fusionai.scheduling.serving import serving_plan
-from fusionai.scheduling.shortlist import shortlist
-from fusionai.scheduling.small_memory import fitted, saving
-from fusionai.scheduling.types import Certificate, PeerProfile, Plan, Problem
+from fusionai.scheduling.solving import Solved, solved
+from fusionai.scheduling.stage_tables import stage_tables
+from fusionai.scheduling.types import BlockCost, Certificate, PeerProfile, Plan, Problem
 from fusionai.wire.codecs import Codec, gently
-
-EXACT_PEERS: Final = 12
-"""Up to here the exact search is given its full budget: it nearly always ends."""
-HOPEFUL_PEERS: Final = 20
-"""Up to here it is tried with a smaller one: it ends where few stages are needed."""
-SEARCH_BUDGET: Final = 8_000_000
-HOPEFUL_BUDGET: Final = 2_000_000
-START_BUDGET: Final = 2_000
-"""Of local search where the exact search comes after it."""
-CLOSE: Final = 1.004
-"""A step by its bound: where machines hardly differ, one that is as close is not worth more effort."""
-FEW_ROUNDS: Final = ROUNDS // 8
-"""Of annealing, from what machines taken as equal give."""
 
 
 def plan(problem: Problem) -> Plan:
@@ -64,8 +42,7 @@ def plan(problem: Problem) -> Plan:
     if problem.task == "serve":
         return serving_plan(problem)
     problem = paced(problem)
-    found = fitted(problem, _chain_plan)
-    return with_guards(_against_one(problem, found), problem)
+    return with_guards(_against_one(problem, _chain_plan(problem)), problem)
 
 
 def _chain_plan(problem: Problem) -> Plan:
@@ -73,43 +50,38 @@ def _chain_plan(problem: Problem) -> Plan:
     _check(problem)
     pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
-    pools = Chain(problem, pool_blocks)
-    smallest = min(pools.resident_bytes(b, b + 1) + pools.in_flight_bytes(b, b + 1) for b in range(pools.length))
-    usable, refused = eligible(problem, pool_blocks, smallest)
+    smallest, unfit = _smallest(problem, pool_blocks)
+    usable, refused = eligible(problem, pool_blocks, smallest, unfit)
     if not usable:
         reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
         raise PlanError(
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
         )
-    limits_of_all = _limits(problem, usable, pools.length)
+    limits = _limits(problem, usable, len(pool_blocks))
     asked, problem = problem, with_front(problem)
     if problem is not asked:
         usable = [*(one for one in usable if one.peer != problem.peers[-1].peer), problem.peers[-1]]
-        limits_of_all = Limits(fewest=limits_of_all.fewest + 1, most=limits_of_all.most + 1)
-    chain = Chain(problem, problem.blocks[: len(problem.blocks) - ends_of(problem).last])
-    rivals = without_surplus(problem, usable, limits_of_all.most)
-    listed, bound = shortlist(problem, chain, rivals, limits_of_all.most)
-    pipeline = Pipeline(problem, listed)
-    limits = limits_among(problem, pipeline, limits_of_all)
-    solved = _solve(problem, pipeline, rivals, limits, bound)
-    warnings = _warnings(problem, pipeline, limits, solved)
-    best, codecs = solved.best, _uniform(problem, solved.best)
+        limits = Limits(fewest=limits.fewest + 1, most=limits.most + 1)
+    rivals = without_surplus(problem, usable, limits.most)
+    found = solved(problem, rivals, limits)
+    certificate = _certificate(problem, found)
+    warnings = _warnings(problem, rivals, limits, found)
+    pipeline, best, codecs = found.pipeline, found.best, _uniform(problem, found.best)
     if problem.compression == "adaptive":
         pipeline, best, codecs = lightened(pipeline, best)
-        solved = _with_codecs(solved, problem, pipeline, best)
-    placed = written_out(
+        certificate = _with_codecs(certificate, problem, pipeline, best)
+    return written_out(
         problem,
         pipeline,
         best,
         codecs=codecs,
-        certificate=solved.certificate,
+        certificate=certificate,
         feed_at_owner=place_of(problem, "feed") == "owner",
         refused=tuple(refused),
         warnings=tuple(warnings),
         usable=usable,
     )
-    return saving(problem, placed)
 
 
 def _against_one(problem: Problem, found: Plan) -> Plan:
@@ -136,144 +108,66 @@ def _uniform(problem: Problem, best: Suffix) -> tuple[Codec, ...]:
     return between if logits_block(problem) is None else (*between[:-1], gently(problem.compression))
 
 
-def _with_codecs(solved: _Solved, problem: Problem, pipeline: Pipeline, best: Suffix) -> _Solved:
-    """The certificate, which was of the smallest codecs, against what those that lose less pass."""
-    speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(best)
-    gap = max(0.0, solved.certificate.bound_tokens_per_s / speed - 1)
-    certificate = msgspec.structs.replace(
-        solved.certificate, exact=solved.certificate.exact and gap == 0.0, optimality_gap=gap
-    )
-    return _Solved(best, certificate)
-
-
-@dataclass(frozen=True, slots=True)
-class _Solved:
-    best: Suffix
-    certificate: Certificate
-
-
-def _solve(
-    problem: Problem, pipeline: Pipeline, rivals: Sequence[PeerProfile], limits: Limits, bound: Bound | None
-) -> _Solved:
-    known = _incumbent(problem, pipeline, limits)
-    explored = 0
+def _certificate(problem: Problem, found: Solved) -> Certificate:
     tokens = problem.microbatches * problem.microbatch_tokens
-    alike = pipeline.owner > HOPEFUL_PEERS and bound is None and few_states(pipeline, limits.required)
-    if alike or pipeline.owner <= HOPEFUL_PEERS:
-        improved, explored = improve(pipeline, limits, budget=START_BUDGET)
-        known = _faster(pipeline, known, improved)
-        if alike:
-            found = search(pipeline, limits, known=known, budget=likeness.BUDGET, glance=likeness.GLANCE)
-        else:
-            found = search(pipeline, limits, known=known, budget=_budget(pipeline))
-        explored += found.explored
-        known = found.best
-        if found.complete:
-            if known is None:
-                raise infeasible(problem, pipeline, limits, proven=True)
-            speed = tokens / pipeline.step_s(known)
-            certificate = Certificate(
-                method="exact search over peers, order and cuts",
-                exact=True,
-                bound_tokens_per_s=speed,
-                optimality_gap=0.0,
-                explored=explored,
-            )
-            return _Solved(known, certificate)
-    method = "exact search, machines that hardly differ taken as equal"
-    near = nearly(problem, pipeline, rivals, limits)
-    least_s = 0.0
-    if near is not None:
-        known, least_s = _faster(pipeline, known, near.best), near.least_s
-        explored += near.explored
-    if near is None or not _close(pipeline, known, least_s):
-        # A shortlist was drawn up with the bound of all peers; one of those listed would prove nothing about the
-        # others.
-        capacity_s = (
-            step_time_bound_s(pipeline, limits.most, limits.fewest)
-            if bound is None
-            else bound.step_s(limits.most, limits.fewest)
-        )
-        least_s = max(least_s, capacity_s)
-    if near is None or not _close(pipeline, known, least_s):
-        method = "annealing, capacity bound"
-        # What machines taken as equal give is nearly as good as it gets, unless it leaves many out.
-        begun = near is not None and near.best is not None and pipeline.owner <= MOST_PEERS
-        known, tried = annealed(pipeline, limits, known=known, rounds=FEW_ROUNDS if begun else ROUNDS)
-        explored += tried
-    if known is None:
-        raise infeasible(problem, pipeline, limits, proven=False)
-    speed = tokens / pipeline.step_s(known)
-    bound_per_s = max(tokens / least_s, speed)
-    certificate = Certificate(
-        method=method,
-        exact=False,
+    speed = tokens / found.pipeline.step_s(found.best)
+    bound_per_s = speed if found.exact else max(tokens / found.least_s, speed)
+    return Certificate(
+        method=found.method,
+        exact=found.exact,
         bound_tokens_per_s=bound_per_s,
         optimality_gap=bound_per_s / speed - 1,
-        explored=explored,
+        explored=found.explored,
     )
-    return _Solved(known, certificate)
 
 
-def _close(pipeline: Pipeline, known: Suffix | None, least_s: float) -> bool:
-    return known is not None and pipeline.step_s(known) <= least_s * CLOSE
+def _with_codecs(certificate: Certificate, problem: Problem, pipeline: Pipeline, best: Suffix) -> Certificate:
+    """The certificate, which was of the smallest codecs, against what those that lose less pass."""
+    speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(best)
+    gap = max(0.0, certificate.bound_tokens_per_s / speed - 1)
+    return msgspec.structs.replace(certificate, exact=certificate.exact and gap == 0.0, optimality_gap=gap)
 
 
-def _budget(pipeline: Pipeline) -> int:
-    return SEARCH_BUDGET if pipeline.owner <= EXACT_PEERS else HOPEFUL_BUDGET
-
-
-def _incumbent(problem: Problem, pipeline: Pipeline, limits: Limits) -> Suffix | None:
-    """The running plan as a pipeline of this problem, if it still is one: kept where nothing is faster."""
-    running = problem.incumbent
-    if running is None or running.graph_hash != problem.graph_hash:
-        return None
-    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
-    first = pipeline.chain.blocks[0].block
-    stages = [stage for stage in running.stages if stage.blocks[0] < first + pipeline.chain.length]
-    order = [index.get(stage.peer) for stage in stages]
-    cuts = [0, *(stage.blocks[1] - first for stage in stages)]
-    chosen = [peer for peer in order if peer is not None]
-    fits = len(chosen) == len(order) == len(set(chosen)) and limits.fewest <= len(order) <= limits.most
-    if not fits or cuts[-1] != pipeline.chain.length or limits.required & ~sum(1 << peer for peer in chosen):
-        return None
-    if (
-        any(stage.blocks[0] - first != cut for stage, cut in zip(stages, cuts, strict=False))
-        or sorted(set(cuts)) != cuts
-    ):
-        return None
-    return pipeline.fold(chosen, cuts)
-
-
-def _faster(pipeline: Pipeline, first: Suffix | None, second: Suffix | None) -> Suffix | None:
-    """The first on a tie."""
-    if first is None or second is None:
-        return second if first is None else first
-    return second if pipeline.step_s(second) < pipeline.step_s(first) else first
-
-
-def _warnings(problem: Problem, pipeline: Pipeline, limits: Limits, solved: _Solved) -> list[str]:
+def _warnings(problem: Problem, peers: Sequence[PeerProfile], limits: Limits, found: Solved) -> list[str]:
     """Say so when fewer stages than asked for would be faster."""
-    own = 0 if pipeline.front is None else 1
+    own = 0 if found.pipeline.front is None else 1
     if problem.stages is None or problem.stages == 1 + own:
         return []
-    fewer = Limits(fewest=max(1, limits.required.bit_count()), most=problem.stages - 1, required=limits.required)
+    fewer = Limits(fewest=max(1, len(must_use(problem))), most=problem.stages - 1)
     if fewer.most < fewer.fewest:
         return []
-    if pipeline.owner <= HOPEFUL_PEERS:
-        known, _ = improve(pipeline, fewer, budget=START_BUDGET)
-        known = search(pipeline, fewer, known=known, budget=_budget(pipeline)).best
-    else:
-        known, _ = annealed(pipeline, fewer)
-    if known is None or pipeline.step_s(known) >= pipeline.step_s(solved.best):
+    try:
+        other = solved(problem, peers, fewer)
+    except PlanError:
         return []
-    count = sum(1 for _ in pipeline.pool_stages(known)) - own
+    asked_s, fewer_s = found.pipeline.step_s(found.best), other.pipeline.step_s(other.best)
+    if fewer_s >= asked_s:
+        return []
+    count = sum(1 for _ in other.pipeline.pool_stages(other.best)) - own
     tokens = problem.microbatches * problem.microbatch_tokens
     return [
         f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages - own} asked for: "
-        f"{format_speed(tokens / pipeline.step_s(known))} tokens/s instead of "
-        f"{format_speed(tokens / pipeline.step_s(solved.best))}."
+        f"{format_speed(tokens / fewer_s)} tokens/s instead of {format_speed(tokens / asked_s)}."
     ]
+
+
+def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, Callable[[PeerProfile], str | None]]:
+    """The least that any stage takes in any way, and why a peer whose backend can't work that way holds none."""
+    ways = choices_of_problem(problem)
+    tables = stage_tables(Chain(problem, blocks), ways)
+    needed = tables.resident_bytes + tables.flight_bytes
+    least = [min(float(needed[way, b, b + 1]) for b in range(len(blocks))) for way in range(len(ways))]
+
+    def unfit(peer: PeerProfile) -> str | None:
+        lacks = [
+            lack
+            for way, size in zip(ways, least, strict=True)
+            if size <= peer.memory_bytes and (lack := inability(way, peer)) is not None
+        ]
+        fits = sum(size <= peer.memory_bytes for size in least)
+        return f"{lacks[0]}, which its memory would ask for." if lacks and len(lacks) == fits else None
+
+    return min(least), unfit
 
 
 def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> Limits:

@@ -1,8 +1,9 @@
 """Exact search over stages, peers, order and cuts. Decides which pipeline has the shortest step, with proof.
 
 Dynamic programming over (set of peers used, first peer, first block), from the last stage towards the first, one level
-per stage. A state keeps every suffix that no other beats in period, transit and the two occupancies of its head's link;
-a suffix that can't beat the best known step even if the rest were cut perfectly is dropped (branch and bound).
+per stage. A state keeps every suffix that no other beats in period, transit, update and the two occupancies of its
+head's link, whatever its stages do to fit; a suffix that can't beat the best known step by what a relaxation says of
+all before it is dropped (branch and bound).
 Worst case exponential in the number of peers, hence the budget of tried extensions: an argument, never a clock.
 
 Neighbours: `chain_kernels` (the loops), `pipeline` (costs), `improvement` (the first best), `planner` (what to do when
@@ -17,25 +18,18 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.chain_kernels import Floats, Integers, Labels, Tables, grow
+from fusionai.scheduling.chain_kernels import Labels, Tables, grow
 from fusionai.scheduling.compiled import available, compiled
+from fusionai.scheduling.limits import Limits
 from fusionai.scheduling.pipeline import Pipeline, Suffix
+from fusionai.scheduling.relaxation import Before
 
-GLANCE_BUDGET: Final = 30_000
+GLANCE_BUDGET: Final = 6_000
 """Extensions that are tried before the compiled search is worth loading."""
 SLOW_BUDGET: Final = 400_000
 """Where nothing can be compiled: a second or two."""
 MOST_PEERS: Final = 40
 """A state's number (peers used, head, start) stays within 63 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Which pipelines count: pool stages from `fewest` to `most`, using every peer in the mask `required`."""
-
-    fewest: int
-    most: int
-    required: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,79 +42,83 @@ class Found:
 
 
 def search(
-    pipeline: Pipeline, limits: Limits, *, known: Suffix | None, budget: int, glance: int = GLANCE_BUDGET
+    pipeline: Pipeline,
+    limits: Limits,
+    *,
+    known: Suffix | None,
+    budget: int,
+    glance: int = GLANCE_BUDGET,
+    before: Before | None = None,
+    below_s: float = inf,
 ) -> Found:
     """The fastest pipeline, no slower than `known` (a feasible one or None); tries at most about `budget` extensions,
-    of them `glance` before it loads the compiled loops. At most `MOST_PEERS` peers."""
-    tables = chain_tables(pipeline, limits.required)
+    of them `glance` before it loads the compiled loops. At most `MOST_PEERS` peers. `before`: what a `Relaxation` says
+    of what lies before a stage, for steps shorter than `known`. `below_s`: nothing longer is of interest."""
+    tables = chain_tables(pipeline, limits.required, before)
     if not available():
         budget = glance = min(budget, max(glance, SLOW_BUDGET))
     if glance > 0:
-        found = _searched(pipeline, tables, limits, known, min(budget, glance), fast=False)
+        found = _searched(pipeline, tables, limits, known, below_s, min(budget, glance), fast=False)
         if found.complete or budget <= glance:
             return found
         known = found.best
-    return _searched(pipeline, tables, limits, known, budget, fast=True)
+    return _searched(pipeline, tables, limits, known, below_s, budget, fast=True)
 
 
-def chain_tables(pipeline: Pipeline, required: int = 0) -> Tables:
+def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = None) -> Tables:
     """The costs of `pipeline` as arrays; `required`: peers that aren't exchangeable with others."""
-    chain, peers = pipeline.chain, pipeline.owner
+    chain, peers, stages = pipeline.chain, pipeline.owner, pipeline.tables
     length = chain.length
     machines = len(pipeline.speed)
     hops = [[pipeline.hop(i, j) for j in range(machines)] for i in range(machines)]
-    bandwidth = np.array([[hop.bandwidth_bytes_per_s for hop in row] for row in hops])
-    latency_s = np.array([[hop.latency_s for hop in row] for row in hops])
-    no_twins = [0] * peers
     memory_bytes = np.array(pipeline.memory_bytes[:peers])
+    pinned, only, only_blocks = pipeline.pins.table(length)
+    before = _simply_before(pipeline) if before is None else before
     return Tables(
-        flops=np.array([[chain.flops(a, b) if a < b else 0.0 for b in range(length + 1)] for a in range(length)]),
-        held=_held(pipeline),
-        speed=np.array(pipeline.speed),
+        flops=stages.flops,
+        read_bytes=stages.read_bytes,
+        slot_bytes=stages.slot_bytes,
+        trained_bytes=stages.trained_bytes,
+        stage_bytes=stages.resident_bytes,
+        flight_bytes=stages.flight_bytes,
+        needless=stages.needless,
+        able=np.array(pipeline.able, dtype=np.bool_),
+        pinned=np.array(pinned, dtype=np.int64),
+        only=only,
+        only_blocks=only_blocks,
+        speed=np.array(pipeline.pace),
+        away_bytes_per_s=np.array(pipeline.away_bytes_per_s),
+        file_bytes_per_s=np.array(pipeline.file_bytes_per_s),
         busy_s=np.array([pipeline.busy_s(peer) for peer in range(peers)]),
         commit_s=np.array(pipeline.commit_s[:peers]),
-        bandwidth=bandwidth,
-        latency_s=latency_s,
+        bandwidth=np.array([[hop.bandwidth_bytes_per_s for hop in row] for row in hops]),
+        latency_s=np.array([[hop.latency_s for hop in row] for row in hops]),
         shared=np.array([[hop.shared for hop in row] for row in hops]),
         up=np.array(pipeline.up),
         down=np.array(pipeline.down),
         forward_bytes=np.array(chain.forward_bytes),
         gradient_bytes=np.array(chain.gradient_bytes),
-        resident_bytes=np.array([0.0, *pipeline.resident[0][1:]]),
+        least_bytes=stages.resident_bytes[:, 0, :].min(axis=0),
         memory_bytes=memory_bytes,
         roomiest=np.argsort(-memory_bytes, kind="stable").astype(np.int64),
-        twins=np.array(twins(pipeline, required) if peers <= MOST_PEERS else no_twins, dtype=np.int64),
-        hop_s=_cheapest_hop_s(pipeline, bandwidth[:peers, :peers], latency_s[:peers, :peers]),
+        twins=np.array(twins(pipeline, required) if peers <= MOST_PEERS else [0] * peers, dtype=np.int64),
+        periods=before.periods,
+        before_s=before.before_s,
+        prices_s=before.prices_s,
+        all_s=before.all_s,
     )
 
 
-def _held(pipeline: Pipeline) -> Integers:
-    """[P, L, L + 1]: as `Pipeline.held`, all at once."""
-    length = pipeline.chain.length
-    rounds = pipeline.microbatches
-    resident, flight = np.array(pipeline.resident), np.array(pipeline.flight)
-    free = np.array(pipeline.memory_bytes[: pipeline.owner])[:, None, None] - resident
-    few = np.floor(free / np.where(flight > 0, flight, 1.0))
-    held = np.where(flight * rounds <= free, float(rounds), few)
-    held = np.where((free < 0) | np.tri(length, length + 1, dtype=np.bool_), -1.0, held).astype(np.int64)
-    if pipeline.pinned:
-        for peer in range(pipeline.owner):
-            for start in range(length):
-                for end in range(start + 1, length + 1):
-                    if not pipeline.allowed(peer, start, end):
-                        held[peer, start, end] = -1
-    return held
-
-
-def _cheapest_hop_s(pipeline: Pipeline, bandwidth: Floats, latency_s: Floats) -> float:
-    """Of all inner cuts between any two peers; 0.0 where there are none."""
-    chain, peers = pipeline.chain, pipeline.owner
-    if peers < 2 or chain.length < 2:
-        return 0.0
-    others = ~np.eye(peers, dtype=np.bool_)
-    both_s = (latency_s + latency_s.T)[others]
-    inner = (chain.forward_bytes[c] / bandwidth + chain.gradient_bytes[c] / bandwidth.T for c in range(1, chain.length))
-    return min(float((transfer_s[others] + both_s).min()) for transfer_s in inner)
+def _simply_before(pipeline: Pipeline) -> Before:
+    """The fastest machine computes all that lies before a stage."""
+    work = pipeline.tables.flops[0, 0] * (1 - 1e-12)
+    least_s = work / max(pace[0] for pace in pipeline.pace)
+    return Before(
+        periods=np.array([0.0, np.inf]),
+        before_s=np.broadcast_to(least_s, (1, pipeline.owner, len(least_s))).copy(),
+        prices_s=np.zeros((1, pipeline.owner)),
+        all_s=np.zeros(1),
+    )
 
 
 def twins(pipeline: Pipeline, required: int) -> list[int]:
@@ -136,10 +134,10 @@ def twins(pipeline: Pipeline, required: int) -> list[int]:
 
 
 def _searched(
-    pipeline: Pipeline, tables: Tables, limits: Limits, known: Suffix | None, budget: int, *, fast: bool
+    pipeline: Pipeline, tables: Tables, limits: Limits, known: Suffix | None, below_s: float, budget: int, *, fast: bool
 ) -> Found:
     labels = _labels(pipeline, budget)
-    known_s = inf if known is None else pipeline.step_s(known)
+    known_s = below_s if known is None else min(below_s, pipeline.step_s(known))
     run = compiled(grow) if fast else grow
     rest, peer, _, explored, complete = run(
         tables,
@@ -181,6 +179,7 @@ def _labels(pipeline: Pipeline, budget: int) -> Labels:
         transit_s=floats(),
         up_s=floats(),
         down_s=floats(),
+        update_s=floats(),
         rest=integers(),
         after=integers(),
         beaten=np.zeros(size, dtype=np.bool_),
@@ -188,4 +187,5 @@ def _labels(pipeline: Pipeline, budget: int) -> Labels:
     )
     labels.head[0], labels.start[0] = tail.head, tail.start
     labels.period_s[0], labels.transit_s[0], labels.up_s[0], labels.down_s[0] = tail[3:7]
+    labels.update_s[0] = tail.update_s
     return labels

@@ -1,0 +1,368 @@
+"""A certificate: no pipeline on these machines makes a step shorter than this, whatever its stages do to fit. Proves;
+places nothing.
+
+All pipelines are divided into boxes by their period and by what their files add to an update. Of one box no step is
+shorter than the box's least period and update and the least transit of a chain whose stages fit the largest. That
+transit is a shortest path over cuts and machines: exact costs of stages, hops, memory and levers, but a machine may
+come again. Each use of a machine has a price, given back once (Lagrangian relaxation, M. Held and R. Karp, 1970;
+relaxed states as N. Christofides, A. Mingozzi and P. Toth, 1981): prices rise until machines are used no more often
+than there are. Machines through which no path is as short as the best known step are dropped from the box. The box with
+the least bound is divided next. Equal machines are one kind, with as many uses as machines.
+
+Neighbours: `planner` prints the gap to it and asks who may still matter, `search` prunes with what lies before a stage,
+`relaxation_kernels` has the loops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf, sqrt
+from typing import Final
+
+import numpy as np
+
+from fusionai.scheduling.compiled import available, compiled
+from fusionai.scheduling.limits import Limits
+from fusionai.scheduling.pipeline import Pipeline
+from fusionai.scheduling.relaxation_kernels import Floats, Ground, Integers, arcs, before, priced, through
+
+PAIRED: Final = 72
+"""Kinds up to which each pair's hop counts as it is; of more kinds as access links say at least."""
+HALVINGS: Final = 8
+"""Of the largest period: boxes to begin with."""
+ROUNDS: Final = 40
+"""Changes of prices per box."""
+NARROW: Final = 5e-4
+"""Of a step: what a box's periods and updates may differ by where dividing it further says little."""
+EFFORT: Final = 400_000_000
+"""Stages and hops looked at, about: a second of compiled loops."""
+SLOW_EFFORT: Final = 2_000_000
+"""Where nothing can be compiled."""
+SLACK: Final = 1 - 1e-9
+"""Sums in another order may differ in the last bits; the bound must not rise because of that."""
+INTERVALS: Final = 12
+"""Of periods, in what a search is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Pipelines with a period in (low_s, high_s] and files that take up to `high_update_s`, more than `low_update_s`;
+    `kinds`: those that may matter. No step of them is shorter than `bound_s`."""
+
+    low_s: float
+    high_s: float
+    low_update_s: float
+    high_update_s: float
+    kinds: Integers
+    prices_s: Floats
+    bound_s: float
+
+    def __lt__(self, other: Box) -> bool:
+        return self.bound_s < other.bound_s
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """For a search: least transit before a stage, by interval of periods. See `chain_kernels.Tables`."""
+
+    periods: Floats
+    before_s: Floats
+    prices_s: Floats
+    all_s: Floats
+
+
+class Relaxation:
+    """Of the pipelines within `limits`. Say with `narrow` what is known; ask for the bound and who matters."""
+
+    def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
+        self._pipeline = pipeline
+        self._limits = limits
+        self._rounds = pipeline.microbatches - 1
+        self._kinds = _kinds(pipeline, limits)
+        self._kind_of = np.zeros(pipeline.owner, dtype=np.int64)
+        for number, members in enumerate(self._kinds):
+            self._kind_of[members] = number
+        self._first = np.array([members[0] for members in self._kinds], dtype=np.int64)
+        self._required = np.array([bool(limits.required >> int(peer) & 1) for peer in self._first], dtype=np.bool_)
+        self._ground = _ground(pipeline, self._kinds, self._first)
+        self._known_s = inf
+        self._boxes: list[Box] = []
+        self._done: list[Box] = []
+        """Boxes that are not divided further."""
+        self._begun = False
+        self.effort = 0.0
+
+    def narrow(self, known_s: float, *, goal: float = 0.0, effort: float = EFFORT) -> None:
+        """Divide boxes until no step can be shorter than `known_s` by more than the fraction `goal`, or for so much
+        effort. A smaller `known_s` than before goes on from where it was."""
+        if not available():
+            effort = min(effort, SLOW_EFFORT)
+        self._known_s = min(known_s, self._known_s)
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        end = self.effort + effort
+        done_s = min((box.bound_s for box in self._done), default=inf)
+        while self._boxes and self._boxes[0].bound_s < done_s and self._boxes[0].bound_s * (1 + goal) < self._known_s and self.effort < end:
+            box = heappop(self._boxes)
+            for part in self._divided(box):
+                self._offer(part)
+            done_s = min((box.bound_s for box in self._done), default=inf)
+
+    @property
+    def bound_s(self) -> float:
+        """No step is shorter; at most what is known."""
+        least_s = min((box.bound_s for box in self._open()), default=inf)
+        return min(least_s * SLACK, self._known_s)
+
+    def matter(self) -> list[int]:
+        """Peers that a shorter step than the known one may use, those of the most promising boxes first."""
+        found: dict[int, None] = {}
+        for box in sorted(self._open()):
+            found |= dict.fromkeys(int(kind) for kind in box.kinds)
+        return [int(peer) for kind in found for peer in self._kinds[kind]]
+
+    def before(self, peers: list[int]) -> Before:
+        """What lies before a stage, for a search among `peers` (all that matter) for a step shorter than the known
+        one."""
+        boxes = self._open()
+        edges = sorted({edge for box in boxes for edge in (box.low_s, box.high_s)})
+        if len(edges) > INTERVALS + 1:
+            edges = [edges[round(place * (len(edges) - 1) / INTERVALS)] for place in range(INTERVALS + 1)]
+        kinds = np.array(sorted({int(self._kind_of[peer]) for peer in peers}), dtype=np.int64)
+        place_of = {int(kind): place for place, kind in enumerate(kinds)}
+        ground = self._among(kinds)
+        rows = np.array([place_of[int(self._kind_of[peer])] for peer in peers], dtype=np.int64)
+        length = self._pipeline.chain.length
+        count = max(len(edges) - 1, 0)
+        found = Before(
+            periods=np.array(edges if edges else [0.0]),
+            before_s=np.full((count, len(peers), length + 1), inf),
+            prices_s=np.zeros((count, len(peers))),
+            all_s=np.zeros(count),
+        )
+        for place in range(count):
+            low_s, high_s = edges[place], edges[place + 1]
+            near = [box for box in boxes if box.low_s < high_s and box.high_s > low_s]
+            if not near:
+                continue
+            prices_s = self._prices_among(min(near), kinds)
+            prices_s[-1] = 0.0
+            cost = compiled(arcs)(ground, self._pipeline.microbatches, high_s, inf)
+            target_s = self._known_s - self._rounds * low_s
+            required = self._required[kinds]
+            compiled(priced)(ground, cost, high_s, 1, length + 1, required, prices_s, target_s, ROUNDS // 2)
+            before_s = compiled(before)(ground, cost, high_s, prices_s[:-1])
+            found.before_s[place] = before_s[rows]
+            found.prices_s[place] = prices_s[rows]
+            found.all_s[place] = float((prices_s[:-1] * ground.room).sum())
+            self._spend(len(kinds), ROUNDS // 2)
+        return found
+
+    def _open(self) -> list[Box]:
+        return [box for box in (*self._boxes, *self._done) if box.bound_s < self._known_s]
+
+    def _begin(self) -> None:
+        top_s = self._known_s / self._rounds if self._rounds > 0 else self._known_s
+        if top_s == inf:
+            top_s = self._longest_s()
+        edges = [0.0, *(top_s * 2.0**-k for k in range(HALVINGS, -1, -1))] if self._rounds > 0 else [0.0, top_s]
+        everyone = np.arange(len(self._kinds), dtype=np.int64)
+        prices_s = np.zeros(len(self._kinds) + 1)
+        updates = [(0.0, 0.0)]
+        if any(way.offload or way.offload_weights for way in self._pipeline.ways):
+            whole_s = self._known_s if self._known_s < inf else self._longest_update_s()
+            updates.append((0.0, whole_s))
+        for low_update_s, high_update_s in updates:
+            for low_s, high_s in zip(edges, edges[1:], strict=False):
+                least_s = self._rounds * low_s
+                self._offer(self._bounded(Box(low_s, high_s, low_update_s, high_update_s, everyone, prices_s, least_s)))
+
+    def _offer(self, box: Box) -> None:
+        if box.bound_s >= self._known_s or box.bound_s == inf:
+            return
+        width_s = self._rounds * (box.high_s - box.low_s) + box.high_update_s - box.low_update_s
+        if width_s <= NARROW * box.bound_s:
+            self._done.append(box)
+        else:
+            heappush(self._boxes, box)
+
+    def _divided(self, box: Box) -> list[Box]:
+        in_files = box.high_update_s - box.low_update_s
+        in_rounds = self._rounds * (box.high_s - box.low_s)
+        if in_files > in_rounds:
+            half_s = sqrt(box.low_update_s * box.high_update_s) if box.low_update_s > 0 else box.high_update_s / 8
+            parts = [replace(box, high_update_s=half_s), replace(box, low_update_s=half_s)]
+        else:
+            half_s = sqrt(box.low_s * box.high_s) if box.low_s > 0 else box.high_s / 8
+            parts = [replace(box, high_s=half_s), replace(box, low_s=half_s)]
+        return [self._bounded(part) for part in parts]
+
+    def _bounded(self, box: Box) -> Box:
+        """With the least transit of the box, and without the kinds that can't matter there."""
+        floor_s = self._rounds * box.low_s + box.low_update_s
+        if floor_s >= self._known_s:
+            return replace(box, bound_s=inf)
+        ground = self._among(box.kinds)
+        prices_s = self._prices_among(box, box.kinds)
+        target_s = self._known_s - floor_s
+        cost = compiled(arcs)(ground, self._pipeline.microbatches, box.high_s, box.high_update_s)
+        rounds = ROUNDS if len(box.kinds) <= PAIRED else 6
+        required = self._required[box.kinds]
+        aim_s = target_s if target_s < inf else 1.0
+        transit_s, _, _, _ = compiled(priced)(
+            ground, cost, box.high_s, self._limits.fewest, self._limits.most, required, prices_s, aim_s, rounds
+        )
+        self._spend(len(box.kinds), rounds)
+        if transit_s >= target_s:
+            return replace(box, bound_s=inf)
+        back_s = float((prices_s[:-1] * ground.room).sum())
+        back_s += prices_s[-1] * (self._limits.most if prices_s[-1] > 0 else self._limits.fewest)
+        whole_s = compiled(through)(ground, cost, box.high_s, prices_s[:-1] + prices_s[-1]) - back_s
+        stays = whole_s < target_s * (1 + 1e-9)
+        everyone = np.zeros(len(self._kinds) + 1)
+        everyone[box.kinds] = prices_s[:-1]
+        everyone[-1] = prices_s[-1]
+        bound_s = max(box.bound_s, floor_s + max(float(transit_s), box.low_s))
+        return replace(box, kinds=box.kinds[stays], prices_s=everyone, bound_s=bound_s)
+
+    def _prices_among(self, box: Box, kinds: Integers) -> Floats:
+        return np.concatenate([box.prices_s[kinds], box.prices_s[-1:]])
+
+    def _spend(self, kinds: int, rounds: int) -> None:
+        length, ways = self._pipeline.chain.length, len(self._pipeline.ways)
+        paired = kinds * kinds if kinds <= PAIRED else 4 * kinds
+        stages = kinds * length * length / 2
+        self.effort += stages * (2 + ways) + (rounds + 2) * (stages + length * paired)
+
+    def _among(self, kinds: Integers) -> Ground:
+        ground = self._ground
+        return _chosen(self._pipeline, ground, self._first, kinds)
+
+    def _longest_s(self) -> float:
+        """A period that no stage exceeds."""
+        ground = self._ground
+        slowest = float(ground.speed.min())
+        seconds = float(ground.flops.max()) / slowest + float(ground.read_bytes.max() / ground.away_bytes_per_s.min())
+        width = min(float(ground.up.min()), float(ground.down.min()))
+        crossing = float((ground.forward_bytes + ground.gradient_bytes).max()) / width
+        whole_s = seconds + crossing + float(ground.latency_s.max()) + float(ground.last_latency_s.max())
+        return (whole_s + float(ground.tail_s)) * self._pipeline.chain.length * 2
+
+    def _longest_update_s(self) -> float:
+        ground = self._ground
+        return float(ground.slot_bytes.max() / ground.file_bytes_per_s.min()) + float(
+            ground.trained_bytes.max() / ground.away_bytes_per_s.min()
+        )
+
+
+def _kinds(pipeline: Pipeline, limits: Limits) -> list[list[int]]:
+    """Peers that cost the same; who is required is a kind of its own."""
+    found: dict[object, list[int]] = {}
+    for peer in range(pipeline.owner):
+        own = limits.required >> peer & 1 or not pipeline.exchangeable(peer)
+        found.setdefault(peer if own else pipeline.cost_key(peer), []).append(peer)
+    return list(found.values())
+
+
+def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Ground:
+    """Of all kinds, without their pairs."""
+    tables, chain, owner = pipeline.tables, pipeline.chain, pipeline.owner
+    forward, gradient = np.array(chain.forward_bytes), np.array(chain.gradient_bytes)
+    length = chain.length
+    there_s, back_s, latency_s = (np.zeros(len(kinds)) for _ in range(3))
+    if pipeline.loss is None:
+        forward[length] = gradient[length] = 0.0
+    else:
+        for number, peer in enumerate(first):
+            there, back = pipeline.hop(int(peer), owner), pipeline.hop(owner, int(peer))
+            there_s[number] = forward[length] / there.bandwidth_bytes_per_s
+            back_s[number] = gradient[length] / back.bandwidth_bytes_per_s
+            latency_s[number] = there.latency_s + back.latency_s
+    pinned, only, only_blocks = pipeline.pins.table(length)
+    kind_of = {peer: number for number, members in enumerate(kinds) for peer in members}
+    profiles = [pipeline.peers[int(peer)] for peer in first]
+    plain = [pipeline.access_only(int(peer)) or int(peer) == pipeline.front for peer in first]
+    return Ground(
+        flops=tables.flops,
+        read_bytes=tables.read_bytes,
+        slot_bytes=tables.slot_bytes,
+        trained_bytes=tables.trained_bytes,
+        stage_bytes=tables.resident_bytes,
+        flight_bytes=tables.flight_bytes,
+        needless=tables.needless,
+        able=np.array([pipeline.able[int(peer)] for peer in first], dtype=np.bool_),
+        speed=np.array([pipeline.pace[int(peer)] for peer in first]),
+        away_bytes_per_s=np.array([pipeline.away_bytes_per_s[int(peer)] for peer in first]),
+        file_bytes_per_s=np.array([pipeline.file_bytes_per_s[int(peer)] for peer in first]),
+        memory_bytes=np.array([pipeline.memory_bytes[int(peer)] for peer in first]),
+        busy_s=np.array([pipeline.busy_s(int(peer)) for peer in first]),
+        commit_s=np.array([pipeline.commit_s[int(peer)] for peer in first]),
+        up=np.array([pipeline.up[int(peer)] for peer in first]),
+        down=np.array([pipeline.down[int(peer)] for peer in first]),
+        latency_s=np.array([one.uplink.latency_s + one.downlink.latency_s for one in profiles]),
+        plain=np.array(plain, dtype=np.bool_),
+        room=np.array([len(members) for members in kinds], dtype=np.int64),
+        bandwidth=np.zeros((0, 0)),
+        hop_latency_s=np.zeros((0, 0)),
+        last_there_s=there_s,
+        last_back_s=back_s,
+        last_latency_s=latency_s,
+        forward_bytes=forward,
+        gradient_bytes=gradient,
+        pinned=np.array([kind_of.get(peer, -1) for peer in pinned], dtype=np.int64),
+        only=kind_of.get(only, -1),
+        only_blocks=only_blocks,
+        tails=pipeline.tail.stages,
+        tail_s=pipeline.tail.transit_s,
+    )
+
+
+def _chosen(pipeline: Pipeline, ground: Ground, first: Integers, kinds: Integers) -> Ground:
+    """The same for some kinds, with their pairs where they are few."""
+    up, down, latency_s = ground.up[kinds], ground.down[kinds], ground.latency_s[kinds]
+    plain = ground.plain[kinds]
+    bandwidth = hop_latency_s = np.zeros((0, 0))
+    special = [place for place, kind in enumerate(kinds) if not pipeline.access_only(int(first[kind]))]
+    if len(kinds) <= PAIRED:
+        peers = [int(first[kind]) for kind in kinds]
+        wide = np.array([pipeline.peers[peer].uplink.bandwidth_bytes_per_s for peer in peers])
+        deep = np.array([pipeline.peers[peer].downlink.bandwidth_bytes_per_s for peer in peers])
+        bandwidth = np.minimum(wide[:, None], deep[None, :])
+        hop_latency_s = latency_s[:, None] + latency_s[None, :]
+        for one in special:
+            for other in range(len(kinds)):
+                if one != other:
+                    there, back = pipeline.hop(peers[one], peers[other]), pipeline.hop(peers[other], peers[one])
+                    bandwidth[one, other] = there.bandwidth_bytes_per_s
+                    bandwidth[other, one] = back.bandwidth_bytes_per_s
+                    hop_latency_s[one, other] = hop_latency_s[other, one] = there.latency_s + back.latency_s
+    else:
+        up, down, latency_s = up.copy(), down.copy(), latency_s.copy()
+        up[special] = down[special] = inf
+        latency_s[special] = 0.0
+    place_of = {int(kind): place for place, kind in enumerate(kinds)}
+    return ground._replace(
+        able=ground.able[kinds],
+        speed=ground.speed[kinds],
+        away_bytes_per_s=ground.away_bytes_per_s[kinds],
+        file_bytes_per_s=ground.file_bytes_per_s[kinds],
+        memory_bytes=ground.memory_bytes[kinds],
+        busy_s=ground.busy_s[kinds],
+        commit_s=ground.commit_s[kinds],
+        up=up,
+        down=down,
+        latency_s=latency_s,
+        plain=plain,
+        room=ground.room[kinds],
+        bandwidth=bandwidth,
+        hop_latency_s=hop_latency_s,
+        last_there_s=ground.last_there_s[kinds],
+        last_back_s=ground.last_back_s[kinds],
+        last_latency_s=ground.last_latency_s[kinds],
+        pinned=np.array([-1 if kind < 0 else place_of.get(int(kind), -2) for kind in ground.pinned], dtype=np.int64)
+        if ground.pinned.shape[0]
+        else ground.pinned,
+        only=place_of.get(ground.only, -1),
+    )
