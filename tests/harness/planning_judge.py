@@ -7,13 +7,15 @@ beginning is given up only where its period, transit and update already exceed t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.scheduling.compiled import compiled
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
 
 _WAYS = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
@@ -25,6 +27,7 @@ _UPDATE_BYTES = 3 * 2**20
 _ALLOWED = {"never": (0,), "always": (1,), "auto": (0, 1)}
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,9 @@ def best_single(problem: Problem) -> float:
 
 class _Case:
     def __init__(self, problem: Problem) -> None:
-        assert problem.task == "train" and problem.compression == "none" and not problem.pinned
+        assert problem.task == "train"
+        assert problem.compression == "none"
+        assert not problem.pinned
         places = {role.role: role.place for role in problem.roles}
         owner = problem.owner
         count = len(problem.blocks)
@@ -96,10 +101,10 @@ class _Case:
             machines.append(owner)
         self.machines, self.tail, self.busy, self.taken = machines, tail, busy, taken
 
-    def enumerated(self, chosen: object, most: int) -> Verdict:
+    def enumerated(self, chosen: Sequence[int], most: int) -> Verdict:
         problem, owner = self.problem, self.owner
         blocks = problem.blocks[: self.cut]
-        machines = [self.machines[i] for i in chosen]  # type: ignore[attr-defined]
+        machines = [self.machines[i] for i in chosen]
         front = -1
         if self.first:
             front = len(machines)
@@ -123,16 +128,37 @@ class _Case:
             memory[front] -= self.taken
             busy[front] = self.busy
         able = np.array([[all(n in m.savings for n in _names(w)) for w in self.ways] for m in machines])
-        order, starts, levers = (np.zeros(len(machines), dtype=np.int64) for _ in range(3))
-        step_s, count, explored = _enumerate(
-            column("forward_flops"), column("backward_flops"), column("parameter_bytes"), column("trainable_bytes"),
-            column("activation_bytes"), column("workspace_bytes"), column("output_bytes"), column("gradient_bytes"),
-            slots, np.array(self.ways), able, np.array([m.flops_per_s * m.share for m in machines]),
-            np.array([m.device == "cpu" for m in machines]), memory, busy, np.array(commit),
+        order, starts, levers = np.zeros((3, len(machines)), dtype=np.int64)
+        given = _Given(
+            column("forward_flops"),
+            column("backward_flops"),
+            column("parameter_bytes"),
+            column("trainable_bytes"),
+            column("activation_bytes"),
+            column("workspace_bytes"),
+            column("output_bytes"),
+            column("gradient_bytes"),
+            slots,
+            np.array(self.ways),
+            able,
+            np.array([m.flops_per_s * m.share for m in machines]),
+            np.array([m.device == "cpu" for m in machines]),
+            memory,
+            busy,
+            np.array(commit),
             np.array([m.scratch_bytes_per_s if m.scratch_bytes_per_s > 0 else _DISK_BYTES_PER_S for m in machines]),
-            links, up, down, self.tail[0], int(self.tail[1]), problem.microbatches, front, self.first,
-            problem.stages or 0, min(most, len(machines)) + (front >= 0), order, starts, levers,
-        )  # fmt: skip
+            links,
+            up,
+            down,
+            self.tail[0],
+            int(self.tail[1]),
+            problem.microbatches,
+            front,
+            self.first,
+            problem.stages or 0,
+            min(most, len(machines)) + (front >= 0),
+        )
+        step_s, count, explored = compiled(_enumerate)(given, order, starts, levers)
         return Verdict(
             step_s,
             tuple(machines[i].peer for i in order[:count]),
@@ -162,12 +188,48 @@ def _hop(problem: Problem, one: PeerProfile, other: PeerProfile) -> tuple[float,
     return width, one.uplink.latency_s + other.downlink.latency_s, 1.0
 
 
-@numba.njit(cache=True, error_model="numpy")
+class _Given(NamedTuple):
+    """By block: the first eight. By machine: from `speed` to `scratch`."""
+
+    forward: Floats
+    backward: Floats
+    parameters: Floats
+    trainable: Floats
+    activations: Floats
+    workspace: Floats
+    output: Floats
+    gradient: Floats
+    slots: float
+    ways: Integers
+    able: npt.NDArray[np.bool_]
+    speed: Floats
+    cpu: npt.NDArray[np.bool_]
+    memory: Floats
+    busy: Floats
+    commit: Floats
+    scratch: Floats
+    links: Floats
+    up: Floats
+    down: Floats
+    tail_s: float
+    tails: int
+    rounds: int
+    front: int
+    first: int
+    asked: int
+    most: int
+
+
 def _enumerate(
-    forward, backward, parameters, trainable, activations, workspace, output, gradient, slots, ways, able, speed, cpu,
-    memory, busy, commit, scratch, links, up, down, tail_s, tails, rounds, front, first, asked, most,
-    best_order, best_starts, best_ways,
-):  # fmt: skip  # type: ignore[no-untyped-def]
+    given: _Given, best_order: Integers, best_starts: Integers, best_ways: Integers
+) -> tuple[float, int, int]:
+    """Least seconds of a step, the stages of that plan, and how many stages were priced."""
+    forward, backward, parameters, trainable = given.forward, given.backward, given.parameters, given.trainable
+    activations, workspace, output, gradient = given.activations, given.workspace, given.output, given.gradient
+    slots, ways, able, speed, cpu, memory = given.slots, given.ways, given.able, given.speed, given.cpu, given.memory
+    busy, commit, scratch, links, up, down = given.busy, given.commit, given.scratch, given.links, given.up, given.down
+    tail_s, tails, rounds, front, first = given.tail_s, given.tails, given.rounds, given.front, given.first
+    asked, most = given.asked, given.most
     machines, length, choices = speed.shape[0], forward.shape[0], ways.shape[0]
     owner = machines
     # By depth: what the suffix has so far, and where its loops stand.

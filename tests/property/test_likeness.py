@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling import planner
-from fusionai.scheduling.likeness import SAME, few_states, limits_among, nearly, without_surplus
+from fusionai.scheduling import solving
+from fusionai.scheduling.likeness import without_surplus
+from fusionai.scheduling.limits import Limits, limits_among
 from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.search import Limits
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
@@ -75,7 +75,7 @@ def at_owner(problem: Problem) -> bool:
 def limits_of(problem: Problem, pipeline: Pipeline) -> Limits:
     most = min(len(problem.peers), pipeline.chain.length)
     whole = Limits(fewest=problem.stages or max(1, len(problem.required)), most=problem.stages or most)
-    return limits_among(problem, pipeline, whole)
+    return limits_among(problem, pipeline.peers, whole)
 
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
@@ -94,7 +94,7 @@ def test_nothing_is_lost_without_surplus_machines(problem: Problem) -> None:
 def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> None:
     """As in large pools: what small ones are searched with for certain is out of the way."""
     with pytest.MonkeyPatch.context() as large:
-        large.setattr(planner, "HOPEFUL_PEERS", 0)
+        large.setattr(solving, "EXACT_PEERS", 0)
         try:
             found = plan(problem)
         except PlanError:
@@ -102,27 +102,6 @@ def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> Non
             return
     assert found.step_time_s == pytest.approx(brute_force_step_s(problem), rel=1e-9)
     assert found.certificate.exact
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(alike_problems(spread=0.02))
-def test_bound_and_plan_of_nearly_equal_machines_hold_the_best_between_them(problem: Problem) -> None:
-    real = Pipeline(problem, problem.peers)
-    limits = limits_of(problem, real)
-    if limits.most < limits.fewest:
-        return
-    near = nearly(problem, real, problem.peers, limits)
-    if near is None:
-        return
-    best_s = brute_force_step_s(problem)
-    assert near.least_s <= best_s * (1 + 1e-9)
-    if near.best is not None:
-        found_s = real.step_s(near.best)
-        assert best_s <= found_s * (1 + 1e-9)
-        # Memory decides by thresholds, all else is in proportion.
-        roomy = all(peer.memory_bytes == problem.peers[0].memory_bytes for peer in problem.peers)
-        assert not roomy or found_s <= near.least_s * SAME**2
 
 
 @pytest.mark.slow
@@ -138,10 +117,8 @@ def test_a_large_pool_of_equal_machines_is_proven() -> None:
 
 @pytest.mark.slow
 def test_machines_as_measured_are_planned_close_to_the_bound() -> None:
-    for spread, most in ((0.001, 0.004), (0.01, 0.02)):
-        found = plan(_pool(30, 1, spread))
-        assert 0 < found.certificate.optimality_gap <= most
-    assert "taken as equal" in plan(_pool(30, 1, 0.001)).certificate.method
+    for spread, most in ((0.001, 0.005), (0.01, 0.02)):
+        assert plan(_pool(30, 1, spread)).certificate.optimality_gap <= most
 
 
 def test_the_running_plan_and_named_machines_stay() -> None:
@@ -164,11 +141,6 @@ def test_whoever_differs_in_one_figure_is_no_surplus() -> None:
     ):
         assert other in without_surplus(posed, (*posed.peers[:3], other), 1)
     assert without_surplus(posed, posed.peers, 3) == list(posed.peers[:3])
-
-
-def test_many_kinds_are_too_much_to_look_at() -> None:
-    posed = _pool(30, 30, 0.0)
-    assert not few_states(Pipeline(posed, posed.peers), 0)
 
 
 def _pool(count: int, kinds: int, spread: float) -> Problem:

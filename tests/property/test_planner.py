@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.annealing import annealed
-from fusionai.scheduling.bound import step_time_bound_s
 from fusionai.scheduling.improvement import improve
+from fusionai.scheduling.limits import Limits
 from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.search import Limits, search
+from fusionai.scheduling.relaxation import Relaxation
+from fusionai.scheduling.search import search
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
@@ -216,8 +217,10 @@ def test_bound_and_heuristic_enclose_the_optimum(problem: Problem) -> None:
     if found is None:
         return
     pipeline, limits = posed(problem)
-    bound_s = step_time_bound_s(pipeline, limits.most, limits.fewest)
-    assert 0 < bound_s <= found.step_time_s * (1 + 1e-9)
+    for known_s in (inf, found.step_time_s):
+        relaxation = Relaxation(pipeline, limits)
+        relaxation.narrow(known_s, effort=100_000)
+        assert 0 < relaxation.bound_s <= found.step_time_s * (1 + 1e-9)
     for good in (improve(pipeline, limits, budget=2000)[0], annealed(pipeline, limits, rounds=400)[0]):
         if good is None:
             continue
@@ -242,21 +245,22 @@ def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
         better, _ = annealed(pipeline, limits, rounds=40_000)
         assert better is not None
         annealed_losses.append(pipeline.step_s(better) / best_s - 1)
-        gaps.append(best_s / step_time_bound_s(pipeline, limits.most) - 1)
+        relaxation = Relaxation(pipeline, limits)
+        relaxation.narrow(best_s)
+        gaps.append(best_s / relaxation.bound_s - 1)
     assert max(losses) <= 0.03
     assert max(annealed_losses) <= 0.005
-    assert max(gaps) <= 0.25
+    assert max(gaps) <= 0.06
 
 
 @pytest.mark.slow
 def test_a_large_pool_has_a_certificate() -> None:
     problem = ordinary_problem(1, peers=24, layers=24)
     found = plan(problem)
-    assert not found.certificate.exact
     assert found.certificate.bound_tokens_per_s >= found.tokens_per_s
     expected = found.certificate.bound_tokens_per_s / found.tokens_per_s - 1
     assert found.certificate.optimality_gap == pytest.approx(expected)
-    assert 0 < found.certificate.optimality_gap < 0.5
+    assert 0 <= found.certificate.optimality_gap < 0.05
     assert plan(problem) == found
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from fusionai.scheduling.compiled import available
+from fusionai.scheduling.limits import Limits
 from fusionai.scheduling.pipeline import Pipeline
-from fusionai.scheduling.search import Limits, search
+from fusionai.scheduling.search import search
 from fusionai.scheduling.types import Problem
 from harness.examples import examples
 from harness.problems import problems

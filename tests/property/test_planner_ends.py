@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.annealing import annealed
-from fusionai.scheduling.bound import step_time_bound_s
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.ends import with_front
+from fusionai.scheduling.limits import Limits
 from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.prediction import predict
-from fusionai.scheduling.search import Limits
+from fusionai.scheduling.relaxation import Relaxation
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, StagePlacement
 from harness.examples import examples
@@ -170,7 +170,9 @@ def test_bound_and_annealing_enclose_the_optimum(problem: Problem) -> None:
     limits = Limits(fewest=2, most=len(problem.peers) + 1, required=1 << pipeline.front)
     if problem.required or problem.stages is not None:
         return
-    assert 0 < step_time_bound_s(pipeline, limits.most, limits.fewest) <= found.step_time_s * (1 + 1e-9)
+    relaxation = Relaxation(pipeline, limits)
+    relaxation.narrow(found.step_time_s, effort=100_000)
+    assert 0 < relaxation.bound_s <= found.step_time_s * (1 + 1e-9)
     good, _ = annealed(pipeline, limits, rounds=400)
     if good is not None:
         assert pipeline.step_s(good) >= found.step_time_s * (1 - 1e-9)

@@ -19,8 +19,8 @@ import numpy as np
 from fusionai.scheduling import chain_kernels
 from fusionai.scheduling.chain_kernels import Integers, Tables, anneal, fill, step_s
 from fusionai.scheduling.compiled import available, compiled
-from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.limits import Limits
+from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.search import chain_tables
 
 ROUNDS: Final = 40_000
@@ -70,9 +70,7 @@ def annealed(
     return best, looked_at
 
 
-def _guesses(
-    pipeline: Pipeline, tables: Tables, end: chain_kernels.Suffix, limits: Limits
-) -> Iterator[_Guess]:
+def _guesses(pipeline: Pipeline, tables: Tables, end: chain_kernels.Suffix, limits: Limits) -> Iterator[_Guess]:
     """Pipelines that fit and use whoever must be used."""
     peers = pipeline.owner
     stages = pipeline.tail.stages

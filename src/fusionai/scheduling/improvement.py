@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import inf
 from typing import Final
 
-from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.limits import Limits
+from fusionai.scheduling.pipeline import Pipeline, Suffix
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Order of peers, first stage first, and cuts (from 0 to the chain's length)."""

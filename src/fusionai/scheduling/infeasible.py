@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.limits import Limits
+from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.types import Problem
 
 _MORE = "Use smaller microbatches or fewer of them, let providers lend more memory, or let more peers join."
@@ -73,7 +73,9 @@ def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
 def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool) -> PlanError:
     """Enough in sum, but whole blocks with their microbatches in flight don't fit."""
     chain = pipeline.chain
-    size, however, block = max((*_least(pipeline, b, b + 1), b) for b in range(chain.length))
+    # What makes most room in all: of one block alone keeping all may take less.
+    _, way = pipeline.least_bytes(0, chain.length)
+    size, block = max((pipeline.stage_bytes(b, b + 1, way, 1), b) for b in range(chain.length))
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
     stages = f"{limits.most} stages" if problem.stages is not None else f"up to {limits.most} stages"
     verdict = "no cut fits" if proven else "no cut was found that fits"
@@ -87,7 +89,7 @@ def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool
         )
     return PlanError(
         f"{verdict} {stages} with their microbatches in flight into the {format_bytes(lent)} the peers lend; "
-        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}{however}.",
+        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}{pipeline.ways[way].words()}.",
         hint=_MORE,
     )
 

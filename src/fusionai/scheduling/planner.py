@@ -66,7 +66,7 @@ def _chain_plan(problem: Problem) -> Plan:
     rivals = without_surplus(problem, usable, limits.most)
     found = solved(problem, rivals, limits)
     certificate = _certificate(problem, found)
-    warnings = _warnings(problem, rivals, limits, found)
+    warnings = _warnings(problem, rivals, found)
     pipeline, best, codecs = found.pipeline, found.best, _uniform(problem, found.best)
     if problem.compression == "adaptive":
         pipeline, best, codecs = lightened(pipeline, best)
@@ -128,7 +128,7 @@ def _with_codecs(certificate: Certificate, problem: Problem, pipeline: Pipeline,
     return msgspec.structs.replace(certificate, exact=certificate.exact and gap == 0.0, optimality_gap=gap)
 
 
-def _warnings(problem: Problem, peers: Sequence[PeerProfile], limits: Limits, found: Solved) -> list[str]:
+def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> list[str]:
     """Say so when fewer stages than asked for would be faster."""
     own = 0 if found.pipeline.front is None else 1
     if problem.stages is None or problem.stages == 1 + own:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf, sqrt
 from typing import Final
 
@@ -33,6 +34,8 @@ HALVINGS: Final = 8
 """Of the largest period: boxes to begin with."""
 ROUNDS: Final = 40
 """Changes of prices per box."""
+FEW_ROUNDS: Final = 6
+"""Of boxes with more kinds than `PAIRED`."""
 NARROW: Final = 5e-4
 """Of a step: what a box's periods and updates may differ by where dividing it further says little."""
 EFFORT: Final = 400_000_000
@@ -104,7 +107,10 @@ class Relaxation:
             self._begin()
         end = self.effort + effort
         done_s = min((box.bound_s for box in self._done), default=inf)
-        while self._boxes and self._boxes[0].bound_s < done_s and self._boxes[0].bound_s * (1 + goal) < self._known_s and self.effort < end:
+        while self._boxes and self.effort < end:
+            least_s = self._boxes[0].bound_s
+            if least_s >= done_s or least_s * (1 + goal) >= self._known_s:
+                break
             box = heappop(self._boxes)
             for part in self._divided(box):
                 self._offer(part)
@@ -175,7 +181,7 @@ class Relaxation:
             whole_s = self._known_s if self._known_s < inf else self._longest_update_s()
             updates.append((0.0, whole_s))
         for low_update_s, high_update_s in updates:
-            for low_s, high_s in zip(edges, edges[1:], strict=False):
+            for low_s, high_s in pairwise(edges):
                 least_s = self._rounds * low_s
                 self._offer(self._bounded(Box(low_s, high_s, low_update_s, high_update_s, everyone, prices_s, least_s)))
 
@@ -208,11 +214,12 @@ class Relaxation:
         prices_s = self._prices_among(box, box.kinds)
         target_s = self._known_s - floor_s
         cost = compiled(arcs)(ground, self._pipeline.microbatches, box.high_s, box.high_update_s)
-        rounds = ROUNDS if len(box.kinds) <= PAIRED else 6
+        rounds = ROUNDS if len(box.kinds) <= PAIRED else FEW_ROUNDS
+        if target_s == inf:
+            rounds = 0  # prices have nowhere to go
         required = self._required[box.kinds]
-        aim_s = target_s if target_s < inf else 1.0
         transit_s, _, _, _ = compiled(priced)(
-            ground, cost, box.high_s, self._limits.fewest, self._limits.most, required, prices_s, aim_s, rounds
+            ground, cost, box.high_s, self._limits.fewest, self._limits.most, required, prices_s, target_s, rounds
         )
         self._spend(len(box.kinds), rounds)
         if transit_s >= target_s:

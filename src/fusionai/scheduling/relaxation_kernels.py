@@ -283,7 +283,6 @@ def traced(
     ground: Ground,
     cost: Floats,
     limit_s: float,
-    prices_s: Floats,
     begun_s: Floats,
     behind_s: Floats,
     path: Integers,
@@ -373,13 +372,13 @@ def priced(
         begun_s, behind_s = suffixes(ground, cost, limit_s, each_s)
         value_s = np.inf
         for kind in range(kinds):
-            value_s = min(value_s, begun_s[kind, 0] + ground.commit_s[kind])
+            value_s = min(value_s, float(begun_s[kind, 0] + ground.commit_s[kind]))
         if value_s == np.inf:
             return np.inf, 0, path, starts
         for kind in range(kinds):
-            value_s -= now_s[kind] * ground.room[kind]
-        value_s -= now_s[kinds] * (most if now_s[kinds] > 0 else fewest)
-        count = traced(ground, cost, limit_s, each_s, begun_s, behind_s, path, starts)
+            value_s -= float(now_s[kind] * ground.room[kind])
+        value_s -= float(now_s[kinds] * (most if now_s[kinds] > 0 else fewest))
+        count = traced(ground, cost, limit_s, begun_s, behind_s, path, starts)
         if value_s > best_s:
             if value_s > best_s + 1e-4 * abs(best_s):
                 stale = 0

@@ -40,6 +40,8 @@ TURNS: Final = 3
 GOAL: Final = 0.002
 """Gap at which large pools are not looked at any further."""
 EXACT: Final = 1e-9
+SEARCHED: Final = "exact search over peers, order, cuts and what stages do to fit"
+RELAXED: Final = "search among the machines that can matter, bound by relaxation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class _Solving:
             self.explored += found.explored
             self._offer(found.best)
             if found.complete:
-                return self._done(self._known_s, "exact search over peers, order, cuts and what stages do to fit")
+                return self._done(self._known_s, SEARCHED)
         else:
             self._offer_alone()
             self._anneal(self._promising())
@@ -92,14 +94,14 @@ class _Solving:
                 break
             before_s = self._known_s
             matter = relaxation.matter()
-            if len(matter) <= MOST_PEERS:
-                if self._search(relaxation, matter, SEARCH_BUDGET if exact else HOPEFUL_BUDGET):
-                    return self._done(self._known_s, "exact search over peers, order, cuts and what stages do to fit")
+            budget = SEARCH_BUDGET if exact else HOPEFUL_BUDGET
+            if len(matter) <= MOST_PEERS and self._search(relaxation, matter, budget):
+                return self._done(self._known_s, SEARCHED)
             if not exact:
                 self._anneal(matter[:LISTED])
             if not self._known_s < before_s * (1 - EXACT) and turn > 0:
                 break
-        return self._done(relaxation.bound_s, "search among the machines that can matter, bound by relaxation")
+        return self._done(relaxation.bound_s, RELAXED)
 
     @property
     def _known_s(self) -> float:
@@ -126,9 +128,9 @@ class _Solving:
         """The whole chain on one machine, whichever it is."""
         if self.limits.fewest > 1 or self.limits.required.bit_count() > 1 or self.whole.front is not None:
             return
-        only = [peer for peer in range(self.whole.owner) if not self.limits.required or self.limits.required >> peer & 1]
-        for peer in only:
-            self._offer(self.whole.fold((peer,), (0, self.whole.chain.length)))
+        for peer in range(self.whole.owner):
+            if not self.limits.required & ~(1 << peer):
+                self._offer(self.whole.fold((peer,), (0, self.whole.chain.length)))
 
     def _promising(self) -> list[int]:
         """Peers for a first pipeline in a large pool: the fastest, the largest, the best connected of the fast, those
@@ -161,12 +163,9 @@ class _Solving:
         pipeline, limits, known = self._among(matter)
         places = [next(i for i, p in enumerate(self.whole.peers) if p.peer == one.peer) for one in pipeline.peers]
         before = relaxation.before(places)
-        if known is None and self.best is not None:
-            # What is known uses a machine that no longer matters.
-            known_s = self._known_s
-        else:
-            known_s = inf
-        found = search(pipeline, limits, known=known, budget=budget, glance=0, before=before, below_s=known_s)
+        # What is known may use a machine that no longer matters.
+        below_s = self._known_s if known is None else inf
+        found = search(pipeline, limits, known=known, budget=budget, glance=0, before=before, below_s=below_s)
         self.explored += found.explored
         self._offer_from(pipeline, found.best)
         return found.complete

@@ -85,8 +85,8 @@ def test_a_stage_that_would_not_fit_makes_them_again_and_the_plan_says_what_that
     assert not last.recompute
     assert last.compute_s == pytest.approx(4 * 3 * 1e9 / 1e10)
     assert (last.recompute_s, last.recompute_saves_bytes) == (0.0, 0)
-    assert not found.certificate.exact
-    assert found.certificate.bound_tokens_per_s >= found.tokens_per_s
+    assert found.certificate.exact
+    assert found.certificate.bound_tokens_per_s == found.tokens_per_s
 
 
 def test_what_is_asked_for_everywhere_is_done_everywhere() -> None:
@@ -143,8 +143,8 @@ def test_a_file_asked_for_everywhere_costs_its_time_in_every_step() -> None:
     assert [stage.offload for stage in away.stages] == [True, True]
     slowest = max(stage.offload_s for stage in away.stages)
     assert away.step_time_s == pytest.approx(SPARING * kept.step_time_s + slowest, rel=1e-4)
-    assert not away.certificate.exact
-    assert away.certificate.bound_tokens_per_s > away.tokens_per_s
+    assert away.certificate.exact
+    assert away.certificate.bound_tokens_per_s == away.tokens_per_s
 
 
 def test_weights_go_only_where_state_in_a_file_is_not_enough() -> None:
@@ -213,18 +213,21 @@ def test_who_can_not_have_weights_away_is_used_where_it_need_not() -> None:
     plain = ("recompute",)
     tight = problem(14_000_000, 14_000_000, offload="auto", offload_weights="auto")
     big = peer("j", 40_000_000, backend="jax", savings=plain, flops_per_s=3e10)
-    small = peer("j", 14_000_000, backend="jax", savings=plain, flops_per_s=3e10)
+    small = peer("j", 30_000_000, backend="jax", savings=plain, flops_per_s=3e10)
     with_big = plan(msgspec.structs.replace(tight, peers=(peer("a", 8_000_000), big), stages=2))
     (stage,) = [stage for stage in with_big.stages if stage.peer == "j"]
     assert not stage.offload
     assert not stage.offload_weights
-    found = plan(msgspec.structs.replace(tight, peers=(*tight.peers, small)))
+    # 40 MB of state a block, half of it the optimizer's: without that, 25 MB.
+    heavy = tuple(msgspec.structs.replace(one, parameter_bytes=10**7, trainable_bytes=10**7) for one in tight.blocks)
+    large = msgspec.structs.replace(tight, blocks=heavy, peers=(peer("a", 150_000_000), peer("b", 150_000_000), small))
+    found = plan(large)
     assert {stage.peer for stage in found.stages} <= {"a", "b"}
     (refused,) = found.excluded
     assert refused.peer == "j"
-    assert "its backend 'jax' can't put optimizer state into a file" in refused.reason
-    with pytest.raises(PlanError, match=r"made again in backward, .* are missing"):
-        plan(msgspec.structs.replace(tight, peers=(small,)))
+    assert "its backend 'jax' can't put optimizer state into a file, which its memory" in refused.reason
+    with pytest.raises(PlanError, match="no peer of the pool can be used"):
+        plan(msgspec.structs.replace(large, peers=(small,)))
 
 
 def test_a_stand_in_must_be_able_to_do_as_the_stage_does() -> None:

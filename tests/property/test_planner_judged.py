@@ -1,0 +1,63 @@
+"""Plans of training against an independent enumeration, over random pools of ten kinds: no claim is false."""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+import pytest
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.compiled import available
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.types import Problem
+from harness.judged_pools import KINDS, judged_pool
+from harness.planning_judge import best_single, judged
+
+ROUNDING = 1e-9
+
+pytestmark = pytest.mark.skipif(not available(), reason="numba is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_plan_of_a_small_pool_is_beaten_and_no_bound_is_false(kind: str) -> None:
+    for seed in range(25):
+        judge(judged_pool(kind, seed, peers=2 + seed % 4, layers=2 + seed % 3), f"{kind} {seed}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_plan_of_six_machines_is_beaten_and_no_bound_is_false(kind: str) -> None:
+    for seed in range(200):
+        judge(judged_pool(kind, 1000 + seed, peers=3 + seed % 4, layers=3 + seed % 4), f"{kind} {seed}")
+
+
+def judge(problem: Problem, case: str) -> None:
+    best = judged(problem)
+    try:
+        found = plan(problem)
+    except PlanError:
+        assert best.step_s == inf, case
+        return
+    tokens = problem.microbatches * problem.microbatch_tokens
+    assert found.certificate.exact, case
+    assert found.step_time_s == pytest.approx(best.step_s, rel=ROUNDING), case
+    assert found.certificate.bound_tokens_per_s >= tokens / best.step_s * (1 - ROUNDING), case
+    assert found.step_time_s <= best_single(problem) * (1 + ROUNDING), case
+
+
+def test_a_plan_that_keeps_everything_is_not_taken_for_the_best_where_making_again_is_faster() -> None:
+    """The kinds in which plans without levers exist, and are several times slower."""
+    for kind, seed in (("slow links", 1), ("unequal links", 4), ("latency", 0), ("unequal speeds", 2)):
+        problem = judged_pool(kind, seed, peers=4, layers=3)
+        problem = msgspec.structs.replace(problem, recompute="auto")
+        judge(problem, f"{kind} {seed}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_twelve_machines_are_planned_exactly(kind: str) -> None:
+    found = plan(judged_pool(kind, 2, peers=12, layers=10))
+    assert found.certificate.exact
+    assert found.certificate.optimality_gap == 0.0
