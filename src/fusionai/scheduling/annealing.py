@@ -4,13 +4,13 @@ First guesses: for a range of target periods and rankings of peers, stages are f
 many blocks as period and memory allow (`chain_kernels.fill`). The best few are changed at random, with noise that dies
 down (`chain_kernels.anneal`). Deterministic: effort is counted, random numbers come from a seed. Proves nothing.
 
-Neighbours: `planner` asks where `search` can't end, `shortlist` says among whom, `bound` how far from the optimum the
+Neighbours: `solving` asks where `search` can't end, `relaxation` says among whom and how far from the optimum the
 result can be; `improvement` gives small pools their first guess without a compiler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,20 +42,27 @@ class _Guess:
 
 
 def annealed(
-    pipeline: Pipeline, limits: Limits, *, known: Suffix | None = None, rounds: int = ROUNDS, seed: int = 0
+    pipeline: Pipeline,
+    limits: Limits,
+    *,
+    known: Suffix | None = None,
+    others: Sequence[Suffix] = (),
+    afresh: bool = True,
+    rounds: int = ROUNDS,
+    seed: int = 0,
 ) -> tuple[Suffix | None, int]:
-    """The fastest pipeline found, no slower than `known`, and how many were looked at; None if none fits."""
+    """The fastest pipeline found, no slower than `known`, and how many were looked at; None if none fits. `others`:
+    pipelines to begin with besides; `afresh`: from simple ones as well."""
     if not available():
         rounds = min(rounds, SLOW_ROUNDS)
     tables = chain_tables(pipeline, limits.required)
     tail = pipeline.tail
     end = (tail.start, tail.head, tail.period_s, tail.transit_s, tail.up_s, tail.down_s, tail.update_s)
     required = np.array([bool(limits.required >> peer & 1) for peer in range(pipeline.owner)], dtype=np.bool_)
-    guesses = list(_guesses(pipeline, tables, end, limits))
+    guesses = list(_guesses(pipeline, tables, end, limits)) if afresh else []
     looked_at = len(guesses)
-    if known is not None:
-        guesses.append(_written(pipeline, known))
-    guesses = sorted(_distinct(guesses), key=lambda guess: guess.step_s)[:STARTS]
+    guesses += [_written(pipeline, one) for one in (*others, *([] if known is None else [known]))]
+    guesses = sorted(_distinct(guesses), key=lambda one: one.step_s)[:STARTS]
     best, best_s = known, np.inf if known is None else pipeline.step_s(known)
     for turn, guess in enumerate(guesses):
         order, cuts = guess.order.copy(), guess.cuts.copy()

@@ -38,8 +38,8 @@ FEW_ROUNDS: Final = 6
 """Of boxes with more kinds than `PAIRED`."""
 NARROW: Final = 5e-4
 """Of a step: what a box's periods and updates may differ by where dividing it further says little."""
-EFFORT: Final = 400_000_000
-"""Stages and hops looked at, about: a second of compiled loops."""
+EFFORT: Final = 500_000_000
+"""Stages and hops looked at, about: half a second of compiled loops."""
 SLOW_EFFORT: Final = 2_000_000
 """Where nothing can be compiled."""
 SLACK: Final = 1 - 1e-9
@@ -60,6 +60,8 @@ class Box:
     kinds: Integers
     prices_s: Floats
     bound_s: float
+    path: tuple[tuple[int, int], ...] = ()
+    """Kinds and starts of the cheapest chain at these prices."""
 
     def __lt__(self, other: Box) -> bool:
         return self.bound_s < other.bound_s
@@ -128,6 +130,21 @@ class Relaxation:
         for box in sorted(self._open()):
             found |= dict.fromkeys(int(kind) for kind in box.kinds)
         return [int(peer) for kind in found for peer in self._kinds[kind]]
+
+    def chains(self, most: int) -> list[list[tuple[int, int]]]:
+        """Stages (peer, start) of the cheapest chains of the most promising boxes. Of a kind that is used more often
+        than there are machines, one comes again."""
+        found: list[list[tuple[int, int]]] = []
+        for box in sorted(self._open())[:most]:
+            used: dict[int, int] = {}
+            chain: list[tuple[int, int]] = []
+            for kind, start in box.path:
+                members = self._kinds[kind]
+                place = used.get(kind, 0)
+                used[kind] = place + 1
+                chain.append((members[min(place, len(members) - 1)], start))
+            found.append(chain)
+        return found
 
     def before(self, peers: list[int]) -> Before:
         """What lies before a stage, for a search among `peers` (all that matter) for a step shorter than the known
@@ -218,7 +235,7 @@ class Relaxation:
         if target_s == inf:
             rounds = 0  # prices have nowhere to go
         required = self._required[box.kinds]
-        transit_s, _, _, _ = compiled(priced)(
+        transit_s, count, path, starts = compiled(priced)(
             ground, cost, box.high_s, self._limits.fewest, self._limits.most, required, prices_s, target_s, rounds
         )
         self._spend(len(box.kinds), rounds)
@@ -232,7 +249,8 @@ class Relaxation:
         everyone[box.kinds] = prices_s[:-1]
         everyone[-1] = prices_s[-1]
         bound_s = max(box.bound_s, floor_s + max(float(transit_s), box.low_s))
-        return replace(box, kinds=box.kinds[stays], prices_s=everyone, bound_s=bound_s)
+        chain = tuple((int(box.kinds[path[k]]), int(starts[k])) for k in range(count))
+        return replace(box, kinds=box.kinds[stays], prices_s=everyone, bound_s=bound_s, path=chain)
 
     def _prices_among(self, box: Box, kinds: Integers) -> Floats:
         return np.concatenate([box.prices_s[kinds], box.prices_s[-1:]])

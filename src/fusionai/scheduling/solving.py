@@ -17,26 +17,30 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.annealing import annealed
+from fusionai.scheduling.annealing import ROUNDS, annealed
 from fusionai.scheduling.improvement import Layout, improve
 from fusionai.scheduling.infeasible import infeasible
 from fusionai.scheduling.limits import Limits, limits_among
 from fusionai.scheduling.pipeline import Pipeline, Suffix
-from fusionai.scheduling.relaxation import EFFORT, Relaxation
+from fusionai.scheduling.relaxation import Relaxation
 from fusionai.scheduling.search import GLANCE_BUDGET, MOST_PEERS, search
 from fusionai.scheduling.types import PeerProfile, Problem
 
 EXACT_PEERS: Final = 12
 """Up to here the search is given its full budget: it nearly always ends."""
 SEARCH_BUDGET: Final = 8_000_000
-HOPEFUL_BUDGET: Final = 1_000_000
+HOPEFUL_BUDGET: Final = 400_000
 """In larger pools, where the search ends if few machines can matter."""
 START_BUDGET: Final = 2_000
 """Of local search where the exact search comes after it."""
 LISTED: Final = 72
 """Peers among which a pipeline is annealed."""
+FIRST_ROUNDS: Final = 20_000
+"""Of annealing, before a relaxation says what matters."""
+CHAINS: Final = 12
+"""Of a relaxation, from which annealing goes on."""
 TURNS: Final = 3
-"""Of annealing and proving, where both still gain."""
+"""Of proving, with annealing between them where both still gain."""
 GOAL: Final = 0.002
 """Gap at which large pools are not looked at any further."""
 EXACT: Final = 1e-9
@@ -87,28 +91,26 @@ class _Solving:
             self._offer_alone()
             self._anneal(self._promising())
         relaxation = Relaxation(self.whole, self.limits)
-        exact = self.whole.owner <= EXACT_PEERS
+        small = self.whole.owner <= EXACT_PEERS
         for turn in range(TURNS):
-            relaxation.narrow(self._known_s, goal=0.0 if exact else GOAL, effort=EFFORT / (4 if exact else TURNS))
-            if self._proven(relaxation):
+            relaxation.narrow(self._known_s, goal=0.0 if small else GOAL)
+            if relaxation.bound_s >= self._known_s * (1 - EXACT):
                 break
             before_s = self._known_s
             matter = relaxation.matter()
-            budget = SEARCH_BUDGET if exact else HOPEFUL_BUDGET
-            if len(matter) <= MOST_PEERS and self._search(relaxation, matter, budget):
+            if len(matter) <= MOST_PEERS and self._search(
+                relaxation, matter, SEARCH_BUDGET if small else HOPEFUL_BUDGET
+            ):
                 return self._done(self._known_s, SEARCHED)
-            if not exact:
-                self._anneal(matter[:LISTED])
-            if not self._known_s < before_s * (1 - EXACT) and turn > 0:
+            if not small and before_s > relaxation.bound_s * (1 + GOAL) and turn < TURNS - 1:
+                self._anneal(matter, relaxation)
+            if turn > 0 and not self._known_s < before_s * (1 - EXACT):
                 break
         return self._done(relaxation.bound_s, RELAXED)
 
     @property
     def _known_s(self) -> float:
         return inf if self.best is None else self.whole.step_s(self.best)
-
-    def _proven(self, relaxation: Relaxation) -> bool:
-        return relaxation.bound_s >= self._known_s * (1 - EXACT)
 
     def _done(self, least_s: float, method: str) -> Solved:
         if self.best is None:
@@ -152,11 +154,40 @@ class _Solving:
             found |= dict.fromkeys(int(peer) for peer in ranks)
         return list(found)
 
-    def _anneal(self, peers: Sequence[int]) -> None:
-        pipeline, limits, known = self._among(peers)
-        found, tried = annealed(pipeline, limits, known=known)
+    def _anneal(self, peers: Sequence[int], relaxation: Relaxation | None = None) -> None:
+        """Among `peers`; with a relaxation, from its chains, without whom it uses twice."""
+        chains = [] if relaxation is None else self._mended(relaxation)
+        running = [] if self.best is None else [stage.head for stage in self.whole.pool_stages(self.best)]
+        named = dict.fromkeys([*running, *(stage.head for one in chains for stage in self.whole.pool_stages(one))])
+        listed = [*named, *(peer for peer in peers if peer not in named)][: max(LISTED, len(named))]
+        pipeline, limits, known = self._among(listed)
+        others = [one for chain in chains if (one := _carried(pipeline, self.whole, _layout(self.whole, chain)))]
+        rounds = FIRST_ROUNDS if relaxation is None else ROUNDS
+        found, tried = annealed(pipeline, limits, known=known, others=others, afresh=relaxation is None, rounds=rounds)
         self.explored += tried
         self._offer_from(pipeline, found)
+
+    def _mended(self, relaxation: Relaxation) -> list[Suffix]:
+        """The relaxation's chains with other machines where one comes again, as far as they fit."""
+        found: list[Suffix] = []
+        for chain in relaxation.chains(CHAINS):
+            cuts = [*(start for _, start in chain), self.whole.chain.length]
+            order: list[int] = []
+            for place, (peer, start) in enumerate(chain):
+                order.append(peer if peer not in order else self._stand_in(order, chain, start, cuts[place + 1]))
+            whole = None if -1 in order else self.whole.fold(order, cuts)
+            if whole is not None and not self.limits.required & ~sum(1 << peer for peer in order):
+                found.append(whole)
+        return found
+
+    def _stand_in(self, order: Sequence[int], chain: Sequence[tuple[int, int]], start: int, end: int) -> int:
+        """The fastest machine that is not in the chain and has room for the stage with some in flight; -1: none."""
+        taken = {*order, *(peer for peer, _ in chain)}
+        needed, _ = self.whole.least_bytes(start, end, min(self.whole.microbatches, len(chain)))
+        return next(
+            (peer for peer in range(self.whole.owner) if peer not in taken and self.whole.memory_bytes[peer] >= needed),
+            -1,
+        )
 
     def _search(self, relaxation: Relaxation, matter: Sequence[int], budget: int) -> bool:
         """Whether it ended."""
