@@ -1,14 +1,18 @@
 """One machine on its own: the baseline every plan is held against. Decides its speed, or that the model does not fit.
 
 No link, no pipeline: a step is M microbatches one after the other, with one in flight.
-Neighbours: `planner` prints it and warns when it wins.
+Neighbours: `planner` and `serving` hold their plans against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_speed
 from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.levers import (
     Levers,
@@ -19,7 +23,7 @@ from fusionai.scheduling.levers import (
     weights_s,
     weights_update_s,
 )
-from fusionai.scheduling.types import PeerProfile, Problem
+from fusionai.scheduling.types import PeerProfile, Plan, Problem, RolePlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,46 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
         if best is None or tokens_per_s > best.tokens_per_s:
             best = Alone(peer, tokens_per_s)
     return best
+
+
+def against_one(
+    problem: Problem, found: Plan, peer: str, tokens_per_s: float, planned: Callable[[Problem], Plan]
+) -> str | None:
+    """What to say where `peer` alone is faster than the plan: that the job's privacy costs so much, or its other
+    wishes do, or that the job owner's machine needs no pool. None where it is not, or the plan is that machine."""
+    if tokens_per_s <= found.tokens_per_s:
+        return None
+    pool = {stage.peer for stage in found.stages if "stage" in stage.roles}
+    ends = any(stage.peer == found.feed and "stage" not in stage.roles for stage in found.stages)
+    if pool == {peer} and not ends:
+        return None  # that machine, and the way to it
+    speed = format_speed(found.tokens_per_s)
+    name = next((p.name for p in _everyone(problem) if p.peer == peer and p.name), peer)
+    if all(peer != one.peer for one in problem.peers):
+        return (
+            f"The job owner's machine alone would be faster: {name} reaches {format_speed(tokens_per_s)} tokens/s "
+            f"without the pool, this plan {speed}."
+        )
+    if ends:
+        placed = tuple(RolePlacement(role=role, place="pool") for role in ("feed", "loss"))
+        free = msgspec.structs.replace(problem, roles=placed, kept_first=0, kept_last=0, incumbent=None)
+        try:
+            open_per_s = planned(free).tokens_per_s
+        except PlanError:
+            open_per_s = 0.0
+        if open_per_s > found.tokens_per_s:
+            return (
+                f"That the model's ends stay with the job owner costs speed: {speed} tokens/s, and "
+                f"{format_speed(open_per_s)} with privacy level `open` and the ends in the pool."
+            )
+    return (
+        f"One machine alone would be faster: {name} reaches {format_speed(tokens_per_s)} tokens/s by itself, this plan "
+        f"{speed}."
+    )
+
+
+def _everyone(problem: Problem) -> list[PeerProfile]:
+    return [*problem.peers, *([] if problem.owner is None else [problem.owner])]
 
 
 def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, levers: Levers) -> float:

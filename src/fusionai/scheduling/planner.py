@@ -16,7 +16,7 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.alone import fastest_alone
+from fusionai.scheduling.alone import against_one, fastest_alone
 from fusionai.scheduling.chain import Chain, check_blocks, logits_block
 from fusionai.scheduling.compression import lightened
 from fusionai.scheduling.eligibility import check_names, eligible
@@ -90,13 +90,8 @@ def _against_one(problem: Problem, found: Plan) -> Plan:
     alone = fastest_alone(problem, _machines(problem, usable))
     if alone is None:
         return found
-    warnings = found.warnings
-    if alone.tokens_per_s > found.tokens_per_s:
-        sentence = (
-            f"One machine alone would be faster: {pool_name(problem, alone.peer.peer)} reaches "
-            f"{format_speed(alone.tokens_per_s)} tokens/s by itself, this plan {format_speed(found.tokens_per_s)}."
-        )
-        warnings = (sentence, *warnings)
+    sentence = against_one(problem, found, alone.peer.peer, alone.tokens_per_s, _chain_plan)
+    warnings = found.warnings if sentence is None else (sentence, *found.warnings)
     return msgspec.structs.replace(found, single_peer_tokens_per_s=alone.tokens_per_s, warnings=warnings)
 
 

@@ -15,12 +15,14 @@ stages as placed, `guards` gives every stage a spare that holds its weights.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Final
 
 import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
+from fusionai.scheduling.alone import against_one
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.ends import middle, place_of
 from fusionai.scheduling.guards import with_guards
@@ -55,9 +57,9 @@ FILLED: Final = 0.75
 """Of the memory beyond the wanted cache; the rest lets a spare hold the weights of more stages than it will run."""
 
 
-def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
+def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool = True) -> Plan:
     """The plan with the least predicted seconds per token. Raises `PlanError` naming the tightest constraint. With a
-    `budget` the search ends there, however little that proves."""
+    `budget` the search ends there, however little that proves. `compared`: held against one machine alone."""
     problem = paced(problem)
     needs = _checked(problem)
     pool_blocks = middle(problem)
@@ -74,7 +76,9 @@ def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
     assert found.best is not None, "a line was found"
     best = found.best
     if needs.sessions > 1:
-        best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens))
+        single = _single(line, _limits(problem, line, cache_tokens), cache_tokens)
+        most_s = inf if single is None else max(single[0], found.seconds)
+        best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens, most_s=most_s))
     pages = _pages(line, best, needs, cache_tokens)
     stages = _stages(line, best, needs, pages * needs.page_tokens)
     costs = StageCosts(problem)
@@ -83,12 +87,6 @@ def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
     prompt_tokens = min(PROMPT_TOKENS, needs.context_tokens)
     warnings = _warnings(problem, line, needs, found, cache_tokens, pages)
     alone = _alone(problem, usable, needs)
-    if alone is not None and 1 / alone[1] > 1 / prediction.step_s:
-        warnings.insert(
-            0,
-            f"One machine alone would be faster: {pool_name(problem, alone[0])} reaches "
-            f"{format_speed(1 / alone[1])} tokens/s by itself, this plan {format_speed(1 / prediction.step_s)}.",
-        )
     used = {stage.peer for stage in stages if "stage" in stage.roles}
     bound = max(1 / found.bound_s, 1 / prediction.step_s)
     gap = bound * prediction.step_s - 1
@@ -128,6 +126,10 @@ def serving_plan(problem: Problem, budget: int | None = None) -> Plan:
             prompt_tokens_per_s=prompt_tokens / first_token_s(stages, costs, prompt_tokens, needs.pass_tokens),
         ),
     )
+    if alone is not None and compared:
+        sentence = against_one(problem, plan, alone[0], 1 / alone[1], lambda open_: serving_plan(open_, compared=False))
+        if sentence is not None:
+            plan = msgspec.structs.replace(plan, warnings=(sentence, *plan.warnings))
     return with_guards(plan, problem)
 
 
@@ -142,9 +144,9 @@ def _found_in_pool(
     """The line, what was found for it, and the cache it has room for. Of large pools only the promising are looked at,
     and the bound is everybody's."""
     listed = shortlist(problem, needs, usable, middle(problem), room=room)
-    line = ServingLine(problem, needs, listed.peers)
+    line = ServingLine(problem, needs, _with_fastest(problem, needs, usable, listed.peers))
     _check_owner(line, needs)
-    if len(listed.peers) == len(usable):
+    if line.count == len(usable):
         return line, *_found(problem, line, needs, budget, SEARCH_BUDGET)
     try:
         found, cache_tokens = _found(problem, line, needs, budget, LISTED_BUDGET)
@@ -154,6 +156,24 @@ def _found_in_pool(
         # Where memory is short, more peers may hold what those who were listed can't.
         return _found_in_pool(problem, needs, usable, budget, room=MOST_ROOM)
     return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
+
+
+def _with_fastest(
+    problem: Problem, needs: ServingNeeds, usable: list[PeerProfile], listed: list[PeerProfile]
+) -> list[PeerProfile]:
+    """`listed` and, of all that hold the pool's blocks with one context, the machine that passes a token soonest."""
+    if len(listed) == len(usable):
+        return listed
+    blocks = middle(problem)
+    needed = stage_bytes(blocks, needs, blocks[-1].output_bytes if needs.retain else 0, needs.context_tokens)
+
+    def token_s(peer: PeerProfile) -> float:
+        latency_s = peer.uplink.latency_s + peer.downlink.latency_s
+        return sum(block_s(block, peer) for block in blocks) + latency_s
+
+    roomy = [peer for peer in usable if peer.memory_bytes >= needed]
+    fastest = min(roomy, key=lambda peer: (token_s(peer), peer.peer), default=None)
+    return listed if fastest is None or fastest in listed else [*listed, fastest]
 
 
 def _found(
@@ -166,10 +186,42 @@ def _found(
     while True:
         found = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
         if found.best is not None:
-            return found, limits.cache_tokens
+            single = _single(line, limits, least_tokens)
+            if single is None or single[0] >= found.seconds * (1 - ROUNDING):
+                return found, limits.cache_tokens
+            # One machine is faster by itself with less room for caches: then all lines may have so little.
+            limits = _limits(problem, line, single[1])
+            again = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
+            assert again.best is not None, "one machine holds it"
+            return again, limits.cache_tokens
         if limits.cache_tokens <= least_tokens:
             raise _infeasible(line, limits)
         limits = _limits(problem, line, max(limits.cache_tokens // 2, least_tokens))
+
+
+def _single(line: ServingLine, limits: LineLimits, least_tokens: int) -> tuple[float, int] | None:
+    """Of the lines with one stage in the pool and room for a whole context the fastest: its seconds per token, and for
+    how many tokens it has room, up to the wanted ones. None where there is none."""
+    if limits.fewest > 1 or limits.required.bit_count() > 1:
+        return None
+    best: tuple[float, int] | None = None
+    for peer in range(line.count):
+        if limits.required & ~(1 << peer) or not line.allowed(peer, 0, line.length):
+            continue
+        tokens = limits.cache_tokens
+        while tokens > least_tokens and line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
+            tokens = max(tokens // 2, least_tokens)
+        if line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
+            continue
+        seconds = single_s(line, peer)
+        if best is None or (seconds, -tokens) < (best[0], -best[1]):
+            best = (seconds, tokens)
+    return best
+
+
+def single_s(line: ServingLine, peer: int) -> float:
+    """Seconds per token of the line with one stage in the pool."""
+    return line.enter_s(peer) + line.compute_s(peer, 0, line.length) + line.leave_s(peer) + line.ends_s
 
 
 def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimits:

@@ -17,8 +17,8 @@ SLACK: Final = 0.05
 """Of one session's time per token, given for the speed of all together."""
 
 
-def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int) -> tuple[int, ...]:
-    """Cuts for `best.order`; `token_s`: of the whole trip with `best.cuts`."""
+def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int, *, most_s: float = inf) -> tuple[int, ...]:
+    """Cuts for `best.order`; `token_s`: of the whole trip with `best.cuts`. `most_s`: a longer one is not wanted."""
     order, length = best.order, line.length
     if len(order) == 1:
         return best.cuts
@@ -34,12 +34,12 @@ def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int) -> 
         }
     )
     # What no cut changes is in both.
-    most_s = token_s * (1 + SLACK) - (token_s - _trip_s(line, order, best.cuts))
+    limit_s = min(token_s * (1 + SLACK), most_s) - (token_s - _trip_s(line, order, best.cuts))
     low, high, chosen = 0, len(thresholds) - 1, best.cuts
     while low <= high:
         middle = (low + high) // 2
         seconds, cuts = _quickest(line, order, needed, lent, thresholds[middle])
-        if cuts is not None and seconds <= most_s:
+        if cuts is not None and seconds <= limit_s:
             chosen, high = cuts, middle - 1
         else:
             low = middle + 1

@@ -177,8 +177,6 @@ class Problem(_Data, frozen=True, kw_only=True):
     offload_weights: Lever = "never"
     """Training: whether weights lie in a file of the peer's (beside an accelerator: in the host's memory) until a block
     needs them."""
-    unable: tuple[str, ...] = ()
-    """Peers that would have to save memory as their backend can't, in a stage of this problem."""
     serving: ServingNeeds | None = None
     """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
 
