@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -24,6 +25,10 @@ from fusionai.scheduling.levers import (
     weights_update_s,
 )
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, RolePlacement
+
+
+EXPLAINED: Final = 0.9
+"""Of one machine's speed: a plan with the ends in the pool that reaches so much shows that they are what it costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def against_one(
             open_per_s = planned(free).tokens_per_s
         except PlanError:
             open_per_s = 0.0
-        if open_per_s > found.tokens_per_s:
+        if open_per_s >= EXPLAINED * tokens_per_s:
             return (
                 f"That the model's ends stay with the job owner costs speed: {speed} tokens/s, and "
                 f"{format_speed(open_per_s)} with privacy level `open` and the ends in the pool."
