@@ -66,7 +66,7 @@ def serving_pool(seed: int) -> Problem:
 
 
 def single_s(problem: Problem) -> float:
-    """Seconds per token of the fastest plan with one machine of the pool, the formulas written out again; inf where none
+    """Seconds per token of the fastest plan with one machine of the pool, by formulas written out again; inf where none
     has room for a context and the probe's page."""
     needs, owner = problem.serving, problem.owner
     assert needs is not None

@@ -26,7 +26,6 @@ from fusionai.scheduling.levers import (
 )
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, RolePlacement
 
-
 EXPLAINED: Final = 0.9
 """Of one machine's speed: a plan with the ends in the pool that reaches so much shows that they are what it costs."""
 
