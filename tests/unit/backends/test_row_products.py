@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
 import sys
 from ctypes import CFUNCTYPE, c_int64
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +24,8 @@ from fusionai.backends.torch.row_blocks import (
 from fusionai.backends.torch.row_code import Factor
 from fusionai.backends.torch.row_products import FEW_ROWS, HALVES, ROWS, SUMMANDS
 from fusionai.wire.serving import WeightFormat
+from harness.levels import LEVELS, run_as
+from harness.patience import CEILING_S
 
 FORMS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
 FLOATS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16")
@@ -299,19 +300,15 @@ def test_products_are_near_those_of_the_weights_that_came(form: WeightFormat, er
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "level", [("avx2", "AVX2", "AVX2", "haswell"), ("default", "SSE41", "SSE4_2", "nehalem")], ids=["avx2", "sse"]
-)
-def test_bits_do_not_depend_on_rows_at_lower_instruction_sets(level: tuple[str, str, str, str]) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_bits_do_not_depend_on_rows_at_lower_instruction_sets(level: str) -> None:
     """This file's own tests of bits and of sums, in a process that takes the processor for a smaller one."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("levels of x86 processors")
-    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "NUMBA_CPU_NAME")
-    lowered = {**os.environ, **dict(zip(names, level, strict=True)), "NUMBA_CPU_FEATURES": ""}
     chosen = "rows_bits_are or float64s or whole_numbers"
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-k", chosen, "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env=lowered, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    command = [sys.executable, "-m", "pytest", __file__, "-k", chosen, "-p", "no:faulthandler"]
+    done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
 
 

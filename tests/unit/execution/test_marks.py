@@ -104,3 +104,13 @@ def test_what_is_not_finite_shows():
 
 def test_nothing_at_all_is_zeros():
     assert mark(dict[str, HostTensor](), KEY, what="w") == (0.0,) * SIZE
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+def test_marks_of_many_rows_are_exact_whatever_the_order_of_sums(offset: float):
+    """Against sums in float64; library by library, orders of float32 sums differ by more than that."""
+    rows = (np.random.default_rng(6).standard_normal((40_000, 3)) + offset).astype(np.float32)
+    tensor = host_tensor("float32", rows.shape, rows.tobytes())
+    wide = host_tensor("float64", rows.shape, rows.astype(np.float64).tobytes())
+    made, exact = (np.array(mark({"x": one}, KEY, what="m")) for one in (tensor, wide))
+    assert np.linalg.norm(made - exact) <= 3e-6 * np.linalg.norm(exact)
