@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from types import MappingProxyType
+from typing import Final, Literal, Protocol
 
 from fusionai.ir.schema import Graph
 from fusionai.primitives.pace import Pace, ServingPace
@@ -83,6 +84,9 @@ class DeviceReport:
         )
 
 
+NOTHING_BEGUN: Final[Mapping[str, HostTensor]] = MappingProxyType({})
+
+
 class StageProgram(Protocol):
     """One loaded stage with its parameters, contexts of microbatches in flight and partial gradient sums.
 
@@ -114,10 +118,15 @@ class StageProgram(Protocol):
         allocated."""
         ...
 
-    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        """Add this microbatch's parameter gradients to the sums; return gradients of the inputs in `grad_inputs`.
+    def backward(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> dict[str, HostTensor]:
+        """Add this microbatch's parameter gradients to the sums; return gradients of those in `grad_inputs`: inputs,
+        and parameters by their value names, which are returned and not added.
 
-        `gradients`: graph output meaning -> gradient; outputs not named get none."""
+        `gradients`: graph output meaning -> gradient; outputs not named get none. `begun`: input or parameter value ->
+        the sum of what later stages contribute to its gradient. This stage's contributions are added to it one by one,
+        the last use first, as one process would."""
         ...
 
     def weight_gradients(self, call: Call) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 from fusionai.backends.binding import nearest
-from fusionai.backends.interface import Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.movable_weights import block_weights
 from fusionai.backends.state import StateEntry, gradient_bytes, state_entries
 from fusionai.ir.schema import Graph, ParamSpec
@@ -36,6 +36,8 @@ class StageBase(ABC, Generic[Held]):
         self._grad_inputs = frozenset(grad_inputs)
         self._options = options
         self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
+        self._trained_values = {value: spec.key for value, spec in graph.params.items() if spec.trainable}
+        """Value name -> key."""
         self._check_declarations()
         self._entries = state_entries(graph, options.optimizer)
         self._unset = set(self._specs)
@@ -80,7 +82,9 @@ class StageBase(ABC, Generic[Held]):
             raise ExecutionError(f"microbatch {call.microbatch} of step {call.step} is already in flight.")
         return names
 
-    def _take(self, call: Call, gradients: Mapping[str, HostTensor]) -> Held:
+    def _take(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> Held:
         """What forward kept of the microbatch whose backward comes now."""
         held = self._contexts.pop(key_of(call), None)
         if held is None:
@@ -89,6 +93,10 @@ class StageBase(ABC, Generic[Held]):
             )
         for name in gradients:
             self._require_output(name)
+        for name in begun:
+            if name not in self._grad_inputs and name not in self._trained_values:
+                known = sorted({*self._grad_inputs, *self._trained_values})
+                raise ExecutionError(f"the stage sums no gradient of {name!r}{nearest(name, known)}.")
         return held
 
     def _require_output(self, name: str) -> None:
@@ -114,7 +122,7 @@ class StageBase(ABC, Generic[Held]):
 
     def _check_declarations(self) -> None:
         for name in self._grad_inputs:
-            if name not in self._graph.inputs:
+            if name not in self._graph.inputs and name not in self._trained_values:
                 raise ExecutionError(f"the stage has no input {name!r}{nearest(name, self._graph.inputs)}.")
         for value, spec in self._graph.params.items():
             if self._specs[spec.key] != spec:

@@ -45,13 +45,20 @@ class StageShape:
     producers: Mapping[Mode, frozenset[int]]
     """Who must deliver before a forward may run, per mode; -1 is the data feed."""
     consumers: frozenset[int]
-    """Who must return gradients before a backward may run; empty: the backward follows its forward at once."""
+    """Who must return gradients before a backward may run; empty: the backward follows its forward at once. Stages that
+    read what this one makes, and later stages whose sums of gradients it continues."""
+    gradients_to: frozenset[int] = frozenset()
+    """Who gets gradients from this stage."""
     weight_lag: int = 0
     """Microbatches whose weight gradients may wait for a moment when this stage has nothing better to do."""
     sums_of: frozenset[int] = frozenset()
-    """Other stages holding a parameter (tied weights, replicas) whose gradients this stage sums."""
+    """Other stages holding a parameter (tied weights, replicas) whose gradients this stage adds once per step."""
+    totals_to: frozenset[int] = frozenset()
+    """Other stages holding a parameter whose gradients are summed here, once per step or with each microbatch."""
     summed_by: frozenset[int] = frozenset()
-    """Stages that sum gradients of parameters held here."""
+    """Stages that sum gradients of parameters held here, and send the totals."""
+    parts_to: frozenset[int] = frozenset()
+    """Those of them that wait for this stage's sums once per step."""
     replica: int = 0
     replicas: int = 1
     """Microbatch m of a step crosses the stages of replica m mod `replicas`."""
@@ -60,7 +67,7 @@ class StageShape:
 
     @property
     def shares_with(self) -> frozenset[int]:
-        return self.sums_of | self.summed_by
+        return self.totals_to | self.summed_by
 
     def turn(self, microbatch: int) -> int | None:
         """Which of this stage's microbatches this one of the step is; None if it crosses another replica."""
@@ -406,7 +413,7 @@ class StageMachine:
                 if phase == "partial":
                     known = self._shared_partials.get(step, set())
                     return sender in self.shape.sums_of - known and self.shape.stage not in totals
-                asked = self._shared_sent or self.phase is StagePhase.REPLAYING
+                asked = self._shared_sent or self.phase is StagePhase.REPLAYING or not self.shape.parts_to
                 return asked and sender in self.shape.summed_by - totals
 
     def wants_agreement(self, step: int) -> bool:
@@ -525,10 +532,10 @@ class StageMachine:
 
     def _closing_work(self, step: int) -> Work | None:
         """All microbatches are summed: reduce what is shared, then take norms."""
-        if self.shape.summed_by and not self._shared_sent:
+        if self.shape.parts_to and not self._shared_sent:
             return Work("share", step=step)
         totals = self._shared_totals.get(step, set())
-        if self.shape.sums_of and self.shape.stage not in totals:
+        if self.shape.totals_to and self.shape.stage not in totals:
             complete = self._shared_partials.get(step, set()) >= self.shape.sums_of
             return Work("total", step=step) if complete else None
         return Work("norms", step=step) if totals >= self.shape.summed_by and not self._summed else None
@@ -573,7 +580,9 @@ class StageMachine:
         return [DropSums(), DropRetained(EVERY_STEP), *load]
 
     def _resume_keeping(self, event: Resumed) -> list[StageCommand]:
-        neighbours = self.shape.consumers.union(*self.shape.producers.values(), self.shape.shares_with)
+        neighbours = self.shape.consumers.union(
+            *self.shape.producers.values(), self.shape.gradients_to, self.shape.shares_with
+        )
         to = event.replaying & neighbours
         retained: list[StageCommand] = []
         self._kept_from = min(self._kept_from, event.committed)  # from there on everything is done anew

@@ -1,34 +1,15 @@
-"""Sum of the gradients that several consumers return for one value, in a fixed order.
+"""Host tensors as flat numpy arrays and back, for sums that are made outside a backend.
 
-The order is that of autograd in one process: the last consumer's gradient arrives first, earlier ones are added to it.
-Neighbours: `execution.work` sums, `execution.codecs` takes the number formats.
+Neighbours: `execution.codecs`, `execution.marks` and `execution.exchange` calculate with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import HostTensor
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-
-
-def total_gradient(by_consumer: Mapping[int, HostTensor]) -> HostTensor:
-    """Gradients by consumer stage, all of one dtype and shape. One consumer: its gradient as it is."""
-    ordered = [by_consumer[consumer] for consumer in sorted(by_consumer, reverse=True)]
-    first = ordered[0]
-    if len(ordered) == 1:
-        return first
-    if any((other.dtype, other.shape) != (first.dtype, first.shape) for other in ordered):
-        kinds = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in ordered]
-        raise ExecutionError(f"gradients of one value must agree in dtype and shape, got {', '.join(kinds)}.")
-    total = as_array(first)
-    for other in ordered[1:]:
-        total = total + as_array(other)
-    return host_tensor(first.dtype, first.shape, as_bytes(total, first.dtype))
 
 
 def as_array(tensor: HostTensor) -> np.ndarray:

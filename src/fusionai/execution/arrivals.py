@@ -26,14 +26,16 @@ class Arrivals:
         self._stage = boundary.stage
         self._codecs = codecs
         self._inputs = {port.other: port for port in boundary.receives}
-        self._returns = {port.other: frozenset(port.needs_grad) for port in boundary.sends}
+        self._returns = {port.other: frozenset(port.values) for port in boundary.returned}
         own = boundary.stage
         self._replica = boundary.replica
         self._crosses = boundary.crosses
-        self._partials = {other: boundary.shared_keys(own, other) for other in boundary.sums_of}
+        self._partials = {other: boundary.summed_keys(own, other) for other in boundary.sums_of}
         self._totals = {home: boundary.shared_keys(home, own) for home in boundary.summed_by}
-        names = {name for port in (*boundary.receives, *boundary.sends) for name in port.values}
-        values = {name: graph.values[name if name in graph.inputs else graph.outputs[name]] for name in names}
+        known = {*graph.inputs, *graph.params}
+        names = {name for port in (*boundary.receives, *boundary.sends, *boundary.returned) for name in port.values}
+        self._parameters = boundary.parameters
+        values = {name: graph.values[name if name in known else graph.outputs[name]] for name in names}
         self._dtypes = {name: spec.dtype for name, spec in values.items()}
         self._limits_bytes = {name: _largest_bytes(graph, spec) for name, spec in values.items()}
         for spec in graph.params.values():
@@ -61,7 +63,8 @@ class Arrivals:
         self._named(message.consumer, "gradients", self._returns.get(message.consumer, frozenset()), tensors)
         for name, carried in tensors.items():
             codec = codec_between(self._codecs, self._stage, message.consumer)
-            was = self._as_agreed(name, carried, packing(codec, forward=False))
+            way = "none" if name in self._parameters else packing(codec, forward=False)
+            was = self._as_agreed(name, carried, way)
             self._float(name, was)
             self._size(name, name, was)
 

@@ -27,24 +27,36 @@ LOSS: Final = "loss"
 
 
 class Port(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Values between this stage and stage `other`, in canonical order. `needs_grad` and `inference` are subsets."""
+    """Values between this stage and stage `other`, in canonical order. `inference` is a subset."""
 
     other: int
     values: tuple[str, ...]
-    needs_grad: tuple[str, ...] = ()
     inference: tuple[str, ...] = ()
 
     def carried(self, mode: Mode) -> tuple[str, ...]:
         return self.inference if mode == "infer" else self.values
 
 
+class GradientPort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Gradients between this stage and stage `other`: of boundary values, of aliases of them and of shared parameters
+    (by value name), in canonical order."""
+
+    other: int
+    values: tuple[str, ...]
+
+
 class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`outputs`: meanings of the job outputs this stage produces, e.g. `loss`, `logits`."""
+    """`outputs`: meanings of the job outputs this stage produces, e.g. `loss`, `logits`. `returns`: gradients this
+    stage sends, `returned`: those it gets, of its outputs or, of an input or parameter, the sum that later stages
+    began. `aliases`: input -> the received value that it repeats. `joins`: outputs that only take gradients."""
 
     stage: int
-    grad_inputs: tuple[str, ...]
     receives: tuple[Port, ...]
     sends: tuple[Port, ...]
+    returns: tuple[GradientPort, ...] = ()
+    returned: tuple[GradientPort, ...] = ()
+    aliases: dict[str, str] = {}
+    joins: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     shared: tuple[SharedParam, ...] = ()
     replica: int = 0
@@ -54,23 +66,57 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def others(self) -> frozenset[int]:
         """Stages this one exchanges tensors with."""
-        linked = {port.other for port in (*self.receives, *self.sends)}
-        return frozenset(linked - {FEED}) | self.sums_of | self.summed_by
+        linked = {port.other for port in (*self.receives, *self.sends, *self.returns, *self.returned)}
+        return frozenset(linked - {FEED}) | self.totals_to | self.summed_by
+
+    @property
+    def grad_inputs(self) -> tuple[str, ...]:
+        """Inputs and parameters whose gradient backward gives for another stage."""
+        return tuple(value for port in self.returns for value in port.values)
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Values of this stage whose gradients it gets; of others it gets sums to continue."""
+        return frozenset(value for port in self.sends for value in port.values).union(self.joins)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Value names of the parameters whose gradients travel with each microbatch."""
+        received = {value for port in self.receives for value in port.values}
+        exchanged = {value for port in (*self.returns, *self.returned) for value in port.values}
+        return frozenset(exchanged - received - self.aliases.keys() - self.made)
 
     @property
     def sums_of(self) -> frozenset[int]:
-        """Stages whose gradients of shared parameters are summed here."""
-        at_home = (shared for shared in self.shared if shared.stages[0] == self.stage)
-        return frozenset(stage for shared in at_home for stage in shared.stages[1:])
+        """Stages whose gradients of shared parameters are added here once per step."""
+        return frozenset(stage for shared in self._at_home for stage in shared.summed)
+
+    @property
+    def totals_to(self) -> frozenset[int]:
+        """Stages that are sent the sums made here."""
+        return frozenset(stage for shared in self._at_home for stage in shared.stages[1:])
 
     @property
     def summed_by(self) -> frozenset[int]:
         """Home stages of parameters held here."""
         return frozenset(shared.stages[0] for shared in self.shared) - {self.stage}
 
+    @property
+    def parts_to(self) -> frozenset[int]:
+        """Home stages that add this one's gradients once per step."""
+        return frozenset(shared.stages[0] for shared in self.shared if self.stage in shared.summed)
+
+    @property
+    def _at_home(self) -> list[SharedParam]:
+        return [shared for shared in self.shared if shared.stages[0] == self.stage]
+
     def shared_keys(self, home: int, other: int) -> frozenset[str]:
         """Parameters summed at `home` that `other` holds as well; one of the two is this stage."""
         return frozenset(shared.key for shared in self.shared if shared.stages[0] == home and other in shared.stages)
+
+    def summed_keys(self, home: int, other: int) -> frozenset[str]:
+        """Those of them whose sums `other` sends once per step."""
+        return frozenset(shared.key for shared in self.shared if shared.stages[0] == home and other in shared.summed)
 
     def crosses(self, microbatch: int) -> bool:
         return microbatch % self.replicas == self.replica
@@ -83,31 +129,44 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 raise GraphError(f"{place} has two ports with one stage.")
             for port in ports:
                 values = {*port.values}
-                if len(values) != len(port.values) or not values.issuperset((*port.needs_grad, *port.inference)):
+                if len(values) != len(port.values) or not values.issuperset(port.inference):
                     raise GraphError(f"{place} names values of stage {port.other} twice or not at all.")
+        for ports in (self.returns, self.returned):
+            named = [value for port in ports for value in port.values]
+            if len({port.other for port in ports}) != len(ports) or len({*named}) != len(named):
+                raise GraphError(f"{place} names a gradient twice.")
+            if any(port.other < 0 for port in ports):
+                raise GraphError(f"{place} exchanges gradients with the data feed.")
         received = [value for port in self.receives for value in port.values]
-        returned = {value for port in self.receives for value in port.needs_grad if port.other != FEED}
-        produced = {value for port in self.sends for value in port.values} | {*self.outputs}
-        trainable = {spec.key for spec in graph.params.values() if spec.trainable}
+        produced = {value for port in self.sends for value in port.values} | {*self.outputs} | {*self.joins}
+        trainable = {value: spec.key for value, spec in graph.params.items() if spec.trainable}
+        summed = {*received, *self.aliases, *trainable}
+        returned = {value for port in self.returned for value in port.values}
         for what, named, known in (
-            ("inputs", {*received}, {*graph.inputs}),
-            ("gradients of inputs", {*self.grad_inputs} | returned, {*received}),
+            ("inputs", {*received, *self.aliases}, {*graph.inputs}),
+            ("values that inputs repeat", {*self.aliases.values()}, {*received}),
+            ("gradients of inputs", {*self.grad_inputs}, summed),
+            ("gradients of outputs", returned, produced | summed),
             ("outputs", produced, {*graph.outputs}),
-            ("shared parameters", {shared.key for shared in self.shared}, trainable),
+            ("shared parameters", {shared.key for shared in self.shared}, {*trainable.values()}),
         ):
             if unknown := named - known:
                 some = ", ".join(sorted(unknown)[:5])
                 raise GraphError(f"{place} names {what} that the stage does not have: {some}.")
-        if len(set(received)) != len(received):
+        if len({*received, *self.aliases}) != len(received) + len(self.aliases):
             raise GraphError(f"{place} has one input from two stages.")
         if not 0 <= self.replica < self.replicas:
             raise GraphError(f"{place} is of replica {self.replica} of {self.replicas}.")
-        if any(len(shared.stages) < 2 or self.stage not in shared.stages for shared in self.shared):
+        if any(
+            len(shared.stages) < 2 or self.stage not in shared.stages or not {*shared.summed} <= {*shared.stages[1:]}
+            for shared in self.shared
+        ):
             raise GraphError(f"{place} names shared parameters that it does not share.")
 
     def wanted(self, mode: Mode) -> tuple[str, ...]:
         """Graph output meanings to compute in this mode."""
         values = {value for port in self.sends for value in port.carried(mode)}
+        values.update(self.joins if mode == "train" else ())
         return (*sorted(values), *(meaning for meaning in self.job_outputs(mode) if meaning not in values))
 
     def job_outputs(self, mode: Mode) -> tuple[str, ...]:
@@ -130,9 +189,12 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             in_flight=in_flight,
             weight_lag=weight_lag,
             producers={mode: frozenset(p.other for p in self.receives if p.carried(mode)) for mode in modes},
-            consumers=frozenset(port.other for port in self.sends if port.needs_grad),
+            consumers=frozenset(port.other for port in self.returned),
+            gradients_to=frozenset(port.other for port in self.returns),
             sums_of=self.sums_of,
+            totals_to=self.totals_to,
             summed_by=self.summed_by,
+            parts_to=self.parts_to,
             replica=self.replica,
             replicas=self.replicas,
             exchanges=exchanges,
@@ -144,7 +206,6 @@ def boundaries(partition: Partition) -> tuple[Boundary, ...]:
     inference = _inference_values(partition)
     receives: dict[int, dict[int, list[str]]] = {stage.stage: {} for stage in partition.stages}
     sends: dict[int, dict[int, list[str]]] = {stage.stage: {} for stage in partition.stages}
-    needs_grad = {route.value for route in partition.routes if route.needs_grad}
     for route in partition.routes:
         for consumer in route.consumers:
             receives[consumer].setdefault(route.producer, []).append(route.value)
@@ -160,18 +221,28 @@ def boundaries(partition: Partition) -> tuple[Boundary, ...]:
                 Port(
                     other,
                     ordered,
-                    tuple(value for value in ordered if value in needs_grad),
                     tuple(value for value in ordered if (consumer, value) in inference),
                 )
             )
         return tuple(made)
 
+    def gradient_ports(at_stage: int, *, incoming: bool) -> tuple[GradientPort, ...]:
+        table: dict[int, list[str]] = {}
+        for route in partition.gradients:
+            own, other = (route.receiver, route.sender) if incoming else (route.sender, route.receiver)
+            if own == at_stage:
+                table.setdefault(other, []).append(route.value)
+        return tuple(GradientPort(other, tuple(sorted(values))) for other, values in sorted(table.items()))
+
     return tuple(
         Boundary(
             stage=stage.stage,
-            grad_inputs=stage.grad_inputs,
             receives=ports(receives[stage.stage], stage.stage, incoming=True),
             sends=ports(sends[stage.stage], stage.stage, incoming=False),
+            returns=gradient_ports(stage.stage, incoming=False),
+            returned=gradient_ports(stage.stage, incoming=True),
+            aliases=stage.aliases,
+            joins=stage.joins,
             outputs=_job_outputs(partition, stage.stage, stage.graph),
             shared=tuple(shared for shared in partition.shared if stage.stage in shared.stages),
         )
@@ -183,13 +254,25 @@ def replicated(partitions: Sequence[Partition]) -> tuple[Boundary, ...]:
     """Boundaries of the stages of one replica after the other, numbered on. All partitions are cuts of one graph, each
     its own; whoever holds a trainable parameter shares it with every other that does."""
     holders: dict[str, list[int]] = {}
+    passed_on: dict[str, set[int]] = {}
+    """Key -> stages whose gradients their own replica's lowest holder has already."""
     first = 0
     for partition in partitions:
         for stage in partition.stages:
             for key in sorted({spec.key for spec in stage.graph.params.values() if spec.trainable}):
                 holders.setdefault(key, []).append(first + stage.stage)
+        for one in partition.shared:
+            passed_on.setdefault(one.key, set()).update(first + at for at in {*one.stages[1:]} - {*one.summed})
         first += len(partition.stages)
-    shared = [SharedParam(key=key, stages=tuple(at)) for key, at in sorted(holders.items()) if len(at) > 1]
+    shared = [
+        SharedParam(
+            key=key,
+            stages=tuple(at),
+            summed=tuple(stage for stage in at[1:] if stage not in passed_on.get(key, ())),
+        )
+        for key, at in sorted(holders.items())
+        if len(at) > 1
+    ]
     made: list[Boundary] = []
     for replica, partition in enumerate(partitions):
         first = len(made)
@@ -201,6 +284,8 @@ def replicated(partitions: Sequence[Partition]) -> tuple[Boundary, ...]:
                     stage=stage,
                     receives=tuple(_numbered_on(port, first) for port in boundary.receives),
                     sends=tuple(_numbered_on(port, first) for port in boundary.sends),
+                    returns=tuple(_returned_on(port, first) for port in boundary.returns),
+                    returned=tuple(_returned_on(port, first) for port in boundary.returned),
                     shared=tuple(one for one in shared if stage in one.stages),
                     replica=replica,
                     replicas=len(partitions),
@@ -213,8 +298,12 @@ def _numbered_on(port: Port, first: int) -> Port:
     return port if port.other == FEED else msgspec.structs.replace(port, other=first + port.other)
 
 
+def _returned_on(port: GradientPort, first: int) -> GradientPort:
+    return msgspec.structs.replace(port, other=first + port.other)
+
+
 def _job_outputs(partition: Partition, stage: int, graph: Graph) -> tuple[str, ...]:
-    sent = {route.value for route in partition.routes if route.producer == stage}
+    sent = {route.value for route in partition.routes if route.producer == stage} | {*partition.stages[stage].joins}
     return tuple(sorted(meaning for meaning, value in graph.outputs.items() if meaning != value or value not in sent))
 
 
@@ -225,7 +314,8 @@ def _inference_values(partition: Partition) -> set[tuple[int, str]]:
     for stage in reversed(partition.stages):
         job = {meaning for meaning in _job_outputs(partition, stage.stage, stage.graph) if meaning != LOSS}
         values = {stage.graph.outputs[meaning] for meaning in job | wanted[stage.stage]}
-        for value in _inputs_needed(stage.graph, values):
+        needed = {stage.aliases.get(value, value) for value in _inputs_needed(stage.graph, values)}
+        for value in sorted(needed):
             pairs.add((stage.stage, value))
             producer = next(
                 route.producer for route in partition.routes if route.value == value and stage.stage in route.consumers

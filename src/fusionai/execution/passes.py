@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusionai.backends.interface import Call, StageProgram
-from fusionai.execution.accumulate import total_gradient
-from fusionai.execution.boundary import FEED, LOSS, Boundary, Port
+from fusionai.execution.boundary import FEED, LOSS, Boundary
 from fusionai.execution.codecs import Carried, pack, unpack_all
 from fusionai.execution.held import ByConsumer
 from fusionai.execution.marks import mark
@@ -38,7 +37,8 @@ class Pass:
 
     def forward(self, call: Call, inputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ByStage]:
         """(values, what goes to each stage)."""
-        values = self.program.forward(call, inputs, self.boundary.wanted(call.mode))
+        repeated = {alias: inputs[value] for alias, value in self.boundary.aliases.items() if value in inputs}
+        values = self.program.forward(call, {**inputs, **repeated}, self.boundary.wanted(call.mode))
         own = self.boundary.stage
         carried = {
             port.other: self._packed(
@@ -49,31 +49,36 @@ class Pass:
         return values, carried
 
     def backward(self, call: Call, arrived: ByConsumer) -> ByStage:
-        """What goes back to each stage."""
-        gradients = {value: total_gradient(unpack_all(by_consumer)) for value, by_consumer in arrived.items()}
+        """What goes back to each stage: gradients of what it made, or sums that it continues."""
+        gradients: dict[str, HostTensor] = {}
+        begun: dict[str, HostTensor] = {}
+        made_here = self.boundary.made
+        for value, by_sender in arrived.items():
+            (gradient,) = unpack_all(by_sender).values()
+            (gradients if value in made_here else begun)[value] = gradient
         if LOSS in self.boundary.job_outputs("train"):
             gradients[LOSS] = _loss_seed(self.options.microbatches)
-        made = self.program.backward(call, gradients)
+        made = self.program.backward(call, gradients, begun)
         own = self.boundary.stage
         # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
         return {
             port.other: self._packed(
-                port.other, own, {value: made[value] for value in port.needs_grad if value in made}, forward=False
+                port.other, own, {value: made[value] for value in port.values if value in made}, forward=False
             )
-            for port in self.returns
+            for port in self.boundary.returns
         }
-
-    @property
-    def returns(self) -> list[Port]:
-        """Where gradients go."""
-        return [port for port in self.boundary.receives if port.other != FEED and port.needs_grad]
 
     def _packed(
         self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, forward: bool
     ) -> dict[str, Carried]:
         codec = codec_between(self.options.codecs, producer, consumer)
         way = packing(codec, forward=forward)
-        return {name: pack(name, value, way, following=forward) for name, value in values.items()}
+        # A parameter's gradient travels whole: the update would keep what a codec loses.
+        whole = self.boundary.parameters
+        return {
+            name: pack(name, value, "none" if name in whole else way, following=forward)
+            for name, value in values.items()
+        }
 
     # -------------------------------------------------------------------------------------------------------- marks
 
@@ -87,7 +92,7 @@ class Pass:
         ]
 
     def marks_got_back(self, microbatch: int, arrived: ByConsumer, key: bytes) -> list[wire.Mark]:
-        by_stage: dict[int, dict[str, Carried]] = {port.other: {} for port in self.boundary.sends if port.needs_grad}
+        by_stage: dict[int, dict[str, Carried]] = {port.other: {} for port in self.boundary.returned}
         for value, gradients in arrived.items():
             for consumer, gradient in gradients.items():
                 by_stage[consumer][value] = gradient

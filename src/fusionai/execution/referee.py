@@ -169,7 +169,7 @@ class Referee:
         wanted: set[Arrived] = {
             ("forward", step, microbatch, port.other) for port in self._boundary.receives if port.values
         }
-        wanted |= {("backward", step, microbatch, port.other) for port in self._boundary.sends if port.needs_grad}
+        wanted |= {("backward", step, microbatch, port.other) for port in self._boundary.returned}
         await self._until(wanted)
 
     def _shared_of(self, step: int) -> set[Arrived]:

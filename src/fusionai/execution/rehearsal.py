@@ -34,9 +34,9 @@ def rehearse(loaded: LoadedStage, options: StageOptions) -> None:
     missing = program.initialise()
     program.import_state([(name, _zeros(entries[name].dtype, entries[name].shape, symbols)) for name in missing])
     call = Call("train", 0, 0)
-    received = [value for port in boundary.receives for value in port.values]
+    received = [*(value for port in boundary.receives for value in port.values), *boundary.aliases]
     made = program.forward(call, zeros(received), boundary.wanted("train"))
-    wished = {value for port in boundary.sends for value in port.needs_grad}
+    wished = {value for port in boundary.returned for value in port.values if value in made}
     wished |= {LOSS} & {*boundary.job_outputs("train")}
     gradients = {name: _zeros(made[name].dtype, made[name].shape, symbols) for name in sorted(wished)}
     program.backward(call, gradients)

@@ -47,8 +47,8 @@ class Retained:
     def is_whole(self, boundary: Boundary, microbatches: int, to: int, first: int, below: int) -> bool:
         """Whether all that stage `to` got in these steps, of so many microbatches each, is here."""
         forward = any(port.other == to for port in boundary.sends)
-        back = any(port.other == to and port.needs_grad for port in boundary.receives)
-        shares = to in boundary.sums_of | boundary.summed_by
+        back = any(port.other == to for port in boundary.returns)
+        shares = to in boundary.totals_to | boundary.parts_to
         kinds = Counter((key[0], min(key[2], 2)) for key in self._sent if key[3] == to)
         return all(
             kinds[step, 0] == forward * microbatches

@@ -41,4 +41,4 @@ def chunks(entries: Iterable[tuple[str, Some]]) -> Iterator[list[tuple[str, Some
 
 def headers(tensors: Mapping[str, HostTensor]) -> tuple[TensorHeader, ...]:
     """What a message says of the tensors that follow it."""
-    return tuple(TensorHeader(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    return tuple(TensorHeader(name, tensor.dtype, tensor.shape, tensor.layout) for name, tensor in tensors.items())

@@ -348,10 +348,10 @@ class Bench:
 
     async def _share(self, step: int) -> None:
         """Own sums of what is summed elsewhere, to each home its own."""
-        own, homes = self._boundary.stage, sorted(self._boundary.summed_by)
+        own, homes = self._boundary.stage, sorted(self._boundary.parts_to)
 
         def work() -> list[list[tuple[str, HostTensor]]]:
-            named = (sorted(self._boundary.shared_keys(home, own)) for home in homes)
+            named = (sorted(self._boundary.summed_keys(home, own)) for home in homes)
             return [self._program.export_gradients(keys) for keys in named]
 
         parts, _ = await self._compute.run(work)
@@ -379,7 +379,7 @@ class Bench:
     async def _sum_shared(self, step: int) -> None:
         """At home: own sums plus the others' in stage order, then the totals to everybody who holds them."""
         parts, own = self._held.take_partials(step), self._boundary.stage
-        keys = {other: self._boundary.shared_keys(own, other) for other, _ in parts}
+        keys = {other: self._boundary.shared_keys(own, other) for other in sorted(self._boundary.totals_to)}
 
         def work() -> list[tuple[str, HostTensor]]:
             for _, part in parts:
@@ -387,8 +387,8 @@ class Bench:
             return self._program.export_gradients(sorted(frozenset().union(*keys.values())))
 
         total, _ = await self._compute.run(work)
-        for other, _ in parts:
-            self._send_shared(other, step, "total", [(key, tensor) for key, tensor in total if key in keys[other]])
+        for other, theirs in keys.items():
+            self._send_shared(other, step, "total", [(key, tensor) for key, tensor in total if key in theirs])
 
     # ---------------------------------------------------------------------------------------------------- details
 

@@ -3,7 +3,9 @@
 Any assignment of nodes to stages works as long as data flows forward. Cheap nodes (`ir.graph.cheap_nodes`) are computed
 again in every stage that needs them, so at a layer boundary of a transformer exactly one tensor crosses. A value may
 skip stages: any later stage can consume it by name. A parameter read by several stages is held by each of them; the
-trainable ones are listed in `Partition.shared`, because their gradients must be summed over the holders.
+trainable ones are listed in `Partition.shared`, because their gradients must be summed over the holders. Gradients
+travel as `ir.gradients` routes them, so that sums have the bits of one process. What no route can give these bits is
+listed in `Partition.cut_dependent`.
 
 Neighbours: `ir.blocks` numbers the blocks, `scheduling` chooses the ranges, `execution` moves boundary values.
 """
@@ -11,25 +13,40 @@ Neighbours: `ir.blocks` numbers the blocks, `scheduling` chooses the ranges, `ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Final
 
 import msgspec
 
+from fusionai.ir.gradients import (
+    GradientRoute,
+    Rewritten,
+    Use,
+    gradient_uses,
+    in_stage_order,
+    passed_on,
+    rewritten,
+    route_values,
+)
 from fusionai.ir.graph import cheap_nodes, needing_gradient, producers, reads, restrict
 from fusionai.ir.schema import Dim, Graph, Node, Ref
 from fusionai.ir.shapes import parse
 from fusionai.primitives.errors import GraphError
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
 FEED: Final = -1
 """The producer of job inputs."""
 
 SIZE_OF: Final = "aten.sym_size.int"
+PASSED_ON_BYTES: Final = 4 * 2**20
+"""Largest gradient of a shared parameter that travels with every microbatch: 1.7 s of a 20 Mbit/s line. A larger one
+crosses once per step."""
 
 
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A value on its way: from the stage that makes it (-1: the data feed) to every stage that reads it.
 
-    `needs_grad` says that each consumer returns a gradient; the producer sums them in the order of `consumers`.
+    `needs_grad` says that a gradient flows back, as `Partition.gradients` has it.
     """
 
     value: str
@@ -40,30 +57,46 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 class SharedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A trainable parameter held by several stages. `stages[0]` is its home: gradients are summed there, its norm is
-    counted there, its bytes are saved from there."""
+    counted there, its bytes are saved from there. `summed`: stages whose sums over the microbatches are added at home
+    once per step; the gradients of the others travel with each microbatch (`Partition.gradients`)."""
 
     key: str
     stages: tuple[int, ...]
+    summed: tuple[int, ...] = ()
 
 
 class StageGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stage. `grad_inputs` are the boundary inputs whose gradient `backward` must return."""
+    """One stage. `grad_inputs`: boundary inputs, aliases and parameters (by value name) whose gradient `backward` must
+    return. `aliases`: input -> the boundary value that it repeats. `joins`: outputs that only take gradients."""
 
     stage: int
     graph: Graph
     grad_inputs: tuple[str, ...]
+    aliases: dict[str, str] = {}
+    joins: tuple[str, ...] = ()
+
+
+class CutDependent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A parameter whose gradient has other bits than in one process. `groups`: its uses, (place, operand), stage by
+    stage; cuts with equal groups give equal bits."""
+
+    key: str
+    reason: str
+    groups: tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Stages in order, the routes between them, the parameters several of them hold."""
+    """Stages in order, the routes between them, the parameters several of them hold, the ways of gradients."""
 
     stages: tuple[StageGraph, ...]
     routes: tuple[Route, ...]
     shared: tuple[SharedParam, ...]
+    gradients: tuple[GradientRoute, ...] = ()
+    cut_dependent: tuple[CutDependent, ...] = ()
 
 
-def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]]) -> Partition:
-    """Cut at block boundaries: stage i takes the blocks `ranges[i][0] <= block < ranges[i][1]`.
+def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]], hosts: Sequence[str] = ()) -> Partition:
+    """Cut at block boundaries: stage i takes the blocks `ranges[i][0] <= block < ranges[i][1]`. `hosts`: see `cut`.
 
     Raises `GraphError` unless the ranges follow each other without gap or overlap and cover every block.
     """
@@ -78,16 +111,19 @@ def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]]) -> Partition:
     return cut(
         graph,
         [frozenset(node.id for node in graph.nodes if first <= node.block < end) for first, end in ranges],
+        hosts,
     )
 
 
-def cut(graph: Graph, assignment: Sequence[frozenset[int]]) -> Partition:
-    """Cut a validated graph; `assignment[i]` are the ids of the nodes of stage i.
+def cut(graph: Graph, assignment: Sequence[frozenset[int]], hosts: Sequence[str] = ()) -> Partition:
+    """Cut a validated graph; `assignment[i]` are the ids of the nodes of stage i, `hosts[i]` the machine that it runs on
+    (empty: one each). Between stages of one machine gradients of shared parameters of any size travel with each
+    microbatch.
 
     Nodes nothing needs are dropped. Raises `GraphError` when a node has no stage or two, when data would flow backward,
     when the nodes that read and write one buffer are separated, or when a stage has nothing to do.
     """
-    return _Cut(graph, _stage_of_node(graph, assignment), len(assignment)).partition()
+    return _Cut(graph, _stage_of_node(graph, assignment), len(assignment), hosts).partition()
 
 
 def holders(partition: Partition) -> dict[str, tuple[int, ...]]:
@@ -118,9 +154,10 @@ def _stage_of_node(graph: Graph, assignment: Sequence[frozenset[int]]) -> dict[i
 class _Cut:
     """Works from the last stage to the first: a stage must make what later stages and the job want of it."""
 
-    def __init__(self, graph: Graph, stage_of: dict[int, int], count: int) -> None:
+    def __init__(self, graph: Graph, stage_of: dict[int, int], count: int, hosts: Sequence[str]) -> None:
         self.graph = graph
         self.count = count
+        self.hosts = hosts
         self.cheap = cheap_nodes(graph)
         self.producer = producers(graph)
         self.home = {value: stage_of[node.id] for value, node in self.producer.items()}
@@ -148,15 +185,55 @@ class _Cut:
             for value in self.graph.values
             if value in demanded
         )
-        stages = tuple(
-            StageGraph(
-                stage=stage,
-                graph=part,
-                grad_inputs=tuple(value for value in part.inputs if value in needs_grad),
-            )
-            for stage, part in enumerate(graphs)
+        return self._with_gradients(graphs, routes)
+
+    def _with_gradients(self, graphs: Sequence[Graph], routes: tuple[Route, ...]) -> Partition:
+        shared = _shared(graphs)
+        made_at = {route.value: route.producer for route in routes if route.needs_grad}
+        value_of = {spec.key: value for value, spec in self.graph.params.items()}
+        held = [{node.id for node in graph.nodes} for graph in graphs]
+        uses = gradient_uses(self.graph, held, made_at.keys() | {value_of[one.key] for one in shared})
+        gradients, changes = route_values(uses, made_at, self.graph.values.keys())
+        dependent: list[CutDependent] = []
+        for number, one in enumerate(shared):
+            value = value_of[one.key]
+            found = uses.get(value, [])
+            reason = ""
+            if self._passes_on(one):
+                gradients += passed_on(value, found, one.stages[0])
+                if in_stage_order(found)[1]:
+                    reason = "its uses in several stages interleave"
+            else:
+                shared[number] = msgspec.structs.replace(one, summed=one.stages[1:])
+                reason = "stages add it over the microbatches of a step before they add theirs to each other's"
+            if reason:
+                dependent.append(CutDependent(key=one.key, reason=reason, groups=_groups(found)))
+        return Partition(
+            stages=tuple(
+                self._stage_graph(stage, graph, gradients, changes.get(stage)) for stage, graph in enumerate(graphs)
+            ),
+            routes=routes,
+            shared=tuple(shared),
+            gradients=tuple(gradients),
+            cut_dependent=tuple(dependent),
         )
-        return Partition(stages=stages, routes=routes, shared=_shared(stages))
+
+    def _stage_graph(
+        self, stage: int, graph: Graph, gradients: Sequence[GradientRoute], change: Rewritten | None
+    ) -> StageGraph:
+        return StageGraph(
+            stage=stage,
+            graph=graph if change is None else rewritten(self.graph, graph, change),
+            grad_inputs=tuple(route.value for route in gradients if route.sender == stage),
+            aliases={} if change is None else change.aliases,
+            joins=() if change is None else tuple(change.joins),
+        )
+
+    def _passes_on(self, shared: SharedParam) -> bool:
+        """Whether this parameter's gradient travels with each microbatch."""
+        spec = next(spec for spec in self.graph.params.values() if spec.key == shared.key)
+        at_one = self.hosts and len({self.hosts[stage] for stage in shared.stages}) == 1
+        return bool(at_one) or prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] <= PASSED_ON_BYTES
 
     def _stage(self, stage: int, demanded: dict[str, list[int]]) -> Graph:
         """The stage's graph, given what later stages demand."""
@@ -271,10 +348,17 @@ def _position(shape: tuple[Dim, ...], size: Dim) -> int | None:
     return None
 
 
-def _shared(stages: Sequence[StageGraph]) -> tuple[SharedParam, ...]:
+def _shared(graphs: Sequence[Graph]) -> list[SharedParam]:
     readers: dict[str, list[int]] = {}
-    for stage in stages:
-        for spec in stage.graph.params.values():
+    for stage, graph in enumerate(graphs):
+        for spec in graph.params.values():
             if spec.trainable:
-                readers.setdefault(spec.key, []).append(stage.stage)
-    return tuple(SharedParam(key=key, stages=tuple(at)) for key, at in sorted(readers.items()) if len(at) > 1)
+                readers.setdefault(spec.key, []).append(stage)
+    return [SharedParam(key=key, stages=tuple(at)) for key, at in sorted(readers.items()) if len(at) > 1]
+
+
+def _groups(uses: Sequence[Use]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    by_stage: dict[int, list[tuple[int, int]]] = {}
+    for use in uses:
+        by_stage.setdefault(use.stage, []).append((use.place, use.operand))
+    return tuple(tuple(by_stage[stage]) for stage in sorted(by_stage))

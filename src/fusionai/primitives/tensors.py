@@ -26,17 +26,28 @@ ITEMSIZE_BYTES: Final[dict[str, int]] = {
 
 FLOAT_DTYPES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 MAX_RANK: Final = 16
+LARGEST_SPREAD: Final = 4
+"""Memory of a tensor with gaps between its rows (a part of a split) by that of a dense one. A sparser one is sent as if
+it were dense."""
+MAX_STRIDE: Final = 2**40
+MAX_OFFSET: Final = 64
+"""In elements: no alignment that matters is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """`data` is a flat memoryview of `uint8`, C-contiguous, little-endian, exactly `nbytes` long."""
+    """`data` is a flat memoryview of `uint8`, C-contiguous, little-endian, exactly `nbytes` long. `layout`: how the
+    tensor lay in its backend's memory, as strides and the offset from an aligned address, in elements; empty: as in
+    `data`. A backend that calculates with other strides may round otherwise."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    layout: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.layout and not layout_fits(self.shape, self.layout):
+            raise ValueError(f"tensor {self.dtype}{list(self.shape)} can't lie in memory as {list(self.layout)}")
         expected_bytes = tensor_bytes(self.dtype, self.shape)
         if self.data.nbytes != expected_bytes:
             raise ValueError(
@@ -60,9 +71,24 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return prod(shape) * itemsize
 
 
-def host_tensor(dtype: str, shape: tuple[int, ...], buffer: bytes | bytearray | memoryview) -> HostTensor:
+def layout_fits(shape: tuple[int, ...], layout: tuple[int, ...]) -> bool:
+    """Whether elements of such a tensor lie apart from each other (but for expanded dimensions, of stride 0) and take no
+    more than `LARGEST_SPREAD` times the memory of a dense one."""
+    if len(layout) != len(shape) + 1 or not all(0 <= number < MAX_STRIDE for number in layout):
+        return False
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(layout, shape, strict=False) if size > 1):
+        if stride and stride < extent:
+            return False
+        extent += stride * (size - 1)
+    return layout[-1] < MAX_OFFSET and extent <= LARGEST_SPREAD * prod(shape)
+
+
+def host_tensor(
+    dtype: str, shape: tuple[int, ...], buffer: bytes | bytearray | memoryview, layout: tuple[int, ...] = ()
+) -> HostTensor:
     """Wrap a buffer (any contiguous layout of bytes) as a `HostTensor` without copying."""
     view = memoryview(buffer)
     # A memoryview with a zero in its shape can't be cast; an empty tensor has no bytes to share anyway.
     flat = memoryview(b"") if view.nbytes == 0 else view.cast("B")
-    return HostTensor(dtype, shape, flat)
+    return HostTensor(dtype, shape, flat, layout)

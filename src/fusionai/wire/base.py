@@ -86,11 +86,13 @@ class Fence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True,
 
 
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Name, dtype and shape of one tensor whose bytes follow in the body, in this order, unpadded."""
+    """Name, dtype and shape of one tensor whose bytes follow in the body, in this order, unpadded. `layout`: see
+    `primitives.tensors.HostTensor`."""
 
     name: Name
     dtype: Annotated[str, Meta(max_length=16)]
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+    layout: Annotated[tuple[Count, ...], Meta(max_length=17)] = ()
 
 
 class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from fusionai.primitives.errors import WireError
-from fusionai.primitives.tensors import HostTensor, tensor_bytes
+from fusionai.primitives.tensors import HostTensor, layout_fits, tensor_bytes
 from fusionai.wire import messages
 from fusionai.wire.messages import Message, Stream, TensorHeader
 
@@ -139,6 +139,11 @@ def tensor_layout(message: Message, body_bytes: int) -> tuple[TensorSlot, ...]:
             nbytes = tensor_bytes(header.dtype, header.shape)
         except ValueError as error:
             raise WireError(f"tensor {header.name!r} in {_tag(message)}: {error}.") from error
+        if header.layout and not layout_fits(header.shape, header.layout):
+            raise WireError(
+                f"tensor {header.name!r} in {_tag(message)}: {list(header.shape)} can't lie in memory as "
+                f"{list(header.layout)}."
+            )
         slots.append(TensorSlot(header, offset_bytes, nbytes))
         offset_bytes += nbytes
     if offset_bytes != body_bytes:
@@ -163,7 +168,7 @@ def encode_frame_head(message: Message, tensors: Sequence[HostTensor], limits: F
     fits = len(announced) == len(tensors)
     # Equal lengths were just checked; this runs for every frame.
     for header, tensor in zip(announced, tensors, strict=False):
-        fits = fits and header.dtype == tensor.dtype and header.shape == tensor.shape
+        fits = fits and (header.dtype, header.shape, header.layout) == (tensor.dtype, tensor.shape, tensor.layout)
         body_bytes += tensor.nbytes
     if not fits:
         got = [(tensor.dtype, tensor.shape) for tensor in tensors[:8]]
@@ -180,7 +185,7 @@ def encode_frame_head(message: Message, tensors: Sequence[HostTensor], limits: F
 
 def describe(name: str, tensor: HostTensor) -> TensorHeader:
     """The header to put in a message for `tensor`."""
-    return TensorHeader(name, tensor.dtype, tensor.shape)
+    return TensorHeader(name, tensor.dtype, tensor.shape, tensor.layout)
 
 
 def _tag(message: Message) -> str:

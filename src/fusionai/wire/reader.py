@@ -101,7 +101,9 @@ class FrameReader:
         tensors: dict[str, HostTensor] = {}
         for slot in self._slots:
             header, offset = slot.header, slot.offset_bytes
-            tensors[header.name] = HostTensor(header.dtype, header.shape, body[offset : offset + slot.nbytes])
+            tensors[header.name] = HostTensor(
+                header.dtype, header.shape, body[offset : offset + slot.nbytes], header.layout
+            )
         frame = Frame(self._message, tensors, HEADER_BYTES + self._header.message_bytes + self._header.body_bytes)
         self._header, self._message, self._slots = None, None, ()
         return frame

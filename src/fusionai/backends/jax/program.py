@@ -20,7 +20,7 @@ import numpy as np
 from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.counters import DropoutKey, folds
 from fusionai.backends.indices import check_indices
-from fusionai.backends.interface import Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.jax.footprint import footprint_bytes
 from fusionai.backends.jax.host import to_host, to_jax
 from fusionai.backends.jax.operators import Context
@@ -130,9 +130,12 @@ class JaxStageProgram(StageBase[_InFlight]):
             self._tensors[buffer] = value
         return {name: to_host(value) for name, value in {**floats, **rest}.items()}
 
-    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result."""
-        held = self._take(call, gradients)
+    def backward(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> dict[str, HostTensor]:
+        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result. The
+        compiled backward sums this stage's own uses; what has been begun is added to that sum."""
+        held = self._take(call, gradients, begun)
         roots: Arrays = {}
         for name, gradient in gradients.items():
             if name not in held.outputs:
@@ -140,19 +143,31 @@ class JaxStageProgram(StageBase[_InFlight]):
             shape, dtype = held.outputs[name]
             check_gradient(name, gradient, shape, str(dtype))
             roots[name] = to_jax(gradient, self._device)
-        if not roots:
-            return {}
+        known = {name: to_jax(gradient, self._device) for name, gradient in begun.items()}
+        own = self._own_gradients(held, roots) if roots else {}
+        totals = {
+            name: _added(known[name], own[name]) if name in known and name in own else (own | known)[name]
+            for name in (*own, *(name for name in known if name not in own))
+        }
+        returned: dict[str, HostTensor] = {}
+        for name, gradient in totals.items():
+            key = self._trained_values.get(name)
+            if name in self._grad_inputs or key is None:
+                returned[name] = to_host(gradient)
+            else:
+                self._sums[key] = _added(self._sums[key], gradient) if key in self._sums else gradient
+        return returned
+
+    def _own_gradients(self, held: _InFlight, roots: Arrays) -> Arrays:
+        """By value name: of inputs and parameters that these outputs depend on."""
         all_roots = {
             name: roots[name] if name in roots else jnp.zeros(shape, dtype)
             for name, (shape, dtype) in held.outputs.items()
         }
         trained, leaves = _pulled(held.pull, all_roots)
         values = reached(self._graph, frozenset(self._graph.outputs[name] for name in roots))
-        for value, spec in self._graph.params.items():
-            if value in values and spec.key in trained:
-                gradient = trained.pop(spec.key)
-                self._sums[spec.key] = _added(self._sums[spec.key], gradient) if spec.key in self._sums else gradient
-        return {name: to_host(leaf) for name, leaf in leaves.items() if name in values}
+        found = {name: leaf for name, leaf in leaves.items() if name in values}
+        return found | {value: trained[key] for value, key in self._trained_values.items() if value in values}
 
     def weight_gradients(self, call: Call) -> None:
         """Nothing is left undone."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionai.backends.binding import bind_symbols, largest
-from fusionai.backends.interface import Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.stage_base import StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, trainable_keys
 from fusionai.ir.cost import block_costs
@@ -92,15 +92,17 @@ class NullStageProgram(StageBase[dict[str, int]]):
         self._spend(self._priced(symbols).forward_flops)
         return {name: self._value(value, symbols) for name, value in self._graph.outputs.items() if name in names}
 
-    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        symbols = self._take(call, gradients)
+    def backward(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> dict[str, HostTensor]:
+        symbols = self._take(call, gradients, begun)
         for name, gradient in gradients.items():
             expected = self._value(self._graph.outputs[name], symbols)
             check_gradient(name, gradient, expected.shape, expected.dtype)
         self._spend(self._priced(symbols).backward_flops)
-        if not gradients:
+        if not gradients and not begun:
             return {}
-        self._summed.update(self._trainable)
+        self._summed.update(key for value, key in self._trained_values.items() if value not in self._grad_inputs)
         return {name: self._value(name, symbols) for name in sorted(self._grad_inputs)}
 
     def weight_gradients(self, call: Call) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.indices import check_indices
-from fusionai.backends.interface import Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
 from fusionai.backends.stage_base import StageBase
 from fusionai.backends.state import StateEntry, check_entry
@@ -84,8 +84,10 @@ class OnnxStageProgram(StageBase[None]):
         found = self._sessions[at]({name: np.array(numbers(inputs[name])) for name in needed})
         return {name: _host(self._graph, self._graph.outputs[name], found) for name in names}
 
-    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        del call, gradients
+    def backward(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> dict[str, HostTensor]:
+        del call, gradients, begun
         raise ExecutionError(NO_TRAINING, hint=_HINT)
 
     def weight_gradients(self, call: Call) -> None:

@@ -10,7 +10,8 @@ Neighbours: `interpreter` binds `deferrable_linear`, `program` runs what was lef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +21,32 @@ from fusionai.ir.graph import consumers
 from fusionai.ir.schema import Graph, Ref
 
 LINEAR = "aten.linear.default"
-Left = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(weight, input, gradient of the output) of layers whose weight gradient is still to be computed."""
 
 
-def deferrable(graph: Graph) -> frozenset[int]:
-    """Node ids of the linear layers whose weight gradient may be computed after backward."""
+@dataclass(slots=True)
+class Lagging:
+    """A layer whose weight gradient is still to be computed from its input and the gradient of its output. `begun`: the
+    sum of what other stages contribute to it, which goes first."""
+
+    weight: torch.Tensor
+    x: torch.Tensor
+    gradient: torch.Tensor
+    begun: torch.Tensor | None = None
+
+
+Left = list[Lagging]
+
+
+def deferrable(graph: Graph, kept: Collection[str] = ()) -> frozenset[int]:
+    """Node ids of the linear layers whose weight gradient may be computed after backward. `kept`: values of weights
+    whose gradients backward itself must give."""
     read_by = consumers(graph)
     found: set[int] = set()
     for node in graph.nodes:
         if node.op != LINEAR or len(node.args) != 2 or node.kwargs:
             continue
         weight = node.args[1]
-        spec = graph.params.get(weight.name) if isinstance(weight, Ref) else None
+        spec = graph.params.get(weight.name) if isinstance(weight, Ref) and weight.name not in kept else None
         if spec is not None and spec.trainable and isinstance(weight, Ref) and len(read_by[weight.name]) == 1:
             found.add(node.id)
     return frozenset(found)
@@ -49,13 +63,18 @@ def deferrable_linear(left: Left | None, x: torch.Tensor, weight: torch.Tensor) 
 def finish(left: Left) -> None:
     """Add the weight gradients that were left, as autograd would have."""
     with torch.no_grad():
-        for weight, x, gradient in left:
-            product = _rows(gradient).t().mm(_rows(x))
-            if weight.grad is None:
-                weight.grad = product
-            else:
-                weight.grad += product
+        for one in left:
+            product = _rows(one.gradient).t().mm(_rows(one.x))
+            add_to(one.weight, product if one.begun is None else one.begun + product)
     left.clear()
+
+
+def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """One microbatch's gradient to the parameter's sum, as autograd adds it."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -73,7 +92,7 @@ class _DeferredLinear(torch.autograd.Function):
         (gradient,) = gradients
         (x,) = ctx.saved_tensors
         weight = ctx.weight
-        ctx.left.append((weight, x, gradient))
+        ctx.left.append(Lagging(weight, x, gradient))
         if not ctx.needs_input_grad[0]:
             return None, None, None
         return _rows(gradient).mm(weight).view(x.shape), None, None

@@ -7,12 +7,13 @@ because matrix kernels may round differently on unaligned memory and torch refus
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import HostTensor, host_tensor, layout_fits
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float64": torch.float64,
@@ -36,6 +37,8 @@ def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> 
 
     Without `own` it may: the caller keeps the bytes unchanged for as long as the result lives.
     """
+    if tensor.layout:
+        return _laid_out(to_torch(replace(tensor, layout=()), device, own=own), tensor.layout)
     dtype = DTYPES[tensor.dtype]
     if tensor.nbytes == 0:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
@@ -50,8 +53,9 @@ def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> 
     return shared.view(dtype).reshape(tensor.shape).to(device)
 
 
-def to_host(value: torch.Tensor | int, *, own: bool = False) -> HostTensor:
-    """The bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` they are a copy."""
+def to_host(value: torch.Tensor | int, *, own: bool = False, laid_out: bool = False) -> HostTensor:
+    """The bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` they are a copy, with
+    `laid_out` they say how they lay in memory, where that was otherwise than C-contiguous and aligned."""
     if isinstance(value, int):
         value = torch.tensor(value, dtype=torch.int64)
     name = DTYPE_NAMES.get(value.dtype)
@@ -64,10 +68,41 @@ def to_host(value: torch.Tensor | int, *, own: bool = False) -> HostTensor:
     elif flat.device.type == "cuda":
         staged = torch.empty(shape, dtype=flat.dtype, pin_memory=True)
         flat = staged.copy_(flat)
+    layout = _layout(value) if laid_out else ()
     flat = flat.cpu().contiguous().reshape(-1)
     if flat.numel() == 0:
         return host_tensor(name, shape, b"")
-    return host_tensor(name, shape, flat.view(torch.uint8).numpy().data)
+    return host_tensor(name, shape, flat.view(torch.uint8).numpy().data, layout)
+
+
+def _layout(value: torch.Tensor) -> tuple[int, ...]:
+    """Kernels choose other orders of sums by strides and alignment: the next stage gets those that one process has."""
+    offset = value.data_ptr() % ALIGNMENT_BYTES // value.element_size() if value.device.type == "cpu" else 0
+    if (value.is_contiguous() and not offset) or value.numel() == 0:
+        return ()
+    layout = (*value.stride(), offset)
+    return layout if layout_fits(tuple(value.shape), layout) else _without_gaps(value)
+
+
+def _without_gaps(value: torch.Tensor) -> tuple[int, ...]:
+    """The same order of dimensions, one element next to the other."""
+    strides = [0] * value.dim()
+    extent = 1
+    for dim in sorted(range(value.dim()), key=value.stride, reverse=False):
+        if value.stride(dim):
+            strides[dim] = extent
+            extent *= value.shape[dim]
+    return (*strides, 0)
+
+
+def _laid_out(value: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
+    """The same numbers with these strides, beginning at this offset from an aligned address."""
+    *strides, offset = layout
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))
+    made = torch.empty(offset + extent, dtype=value.dtype, device=value.device).as_strided(value.shape, strides, offset)
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    made[once].copy_(value[once])
+    return made
 
 
 def _fill(target: torch.Tensor, data: memoryview) -> None:

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.counters import DropoutKey
-from fusionai.backends.interface import Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.movable_weights import movable_weights
 from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
-from fusionai.backends.torch.deferral import Left, deferrable, finish
+from fusionai.backends.torch.deferral import Left, add_to, deferrable, finish
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
@@ -55,8 +55,26 @@ class _InFlight:
     """A microbatch between forward and backward: outputs that carry gradient, and inputs that receive it."""
 
     outputs: dict[str, torch.Tensor]
-    leaves: dict[str, torch.Tensor]
+    entered: dict[str, torch.Tensor]
+    """Inputs as the graph reads them."""
+    gradients: dict[str, torch.Tensor]
+    """Of inputs, once backward has run."""
     left: Left | None
+
+
+class _Entry(torch.autograd.Function):
+    """Where an input enters the graph. Its gradient stays here as autograd summed it: a leaf would give it other
+    strides, and autocast would cast a leaf once for all its readers."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        ctx.name, ctx.gradients = name, gradients
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        (ctx.gradients[ctx.name],) = gradients
+        return None, None, None
 
 
 class TorchStageProgram(StageBase[_InFlight]):
@@ -89,7 +107,9 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._stored = Reading(
             frozenset(value for value, spec in graph.params.items() if spec.stored), again=options.recompute
         )
-        self._deferrable = deferrable(graph) if self._defers else frozenset[int]()
+        self._passed_on = {value: self._trained_values[value] for value in grad_inputs if value in self._trained_values}
+        """Parameters whose gradient of each microbatch goes to another stage: value name -> key."""
+        self._deferrable = deferrable(graph, self._passed_on) if self._defers else frozenset[int]()
         self._movable = movable_weights(graph) if options.offload_weights else {}
         self._check_memory()
         self._away: WeightsAway | None = None
@@ -144,7 +164,8 @@ class TorchStageProgram(StageBase[_InFlight]):
         left: Left | None = [] if training and self._defers else None
         context = Context(training, DropoutKey(self._options.seed, call.step, call.microbatch), left)
         self._check_sizes(names, context, inputs, symbols)
-        leaves: dict[str, torch.Tensor] = {}
+        entered: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         values: dict[str, torch.Tensor | int] = {}
         for name in interpreter.inputs:
             value = to_torch(inputs[name], self._device)
@@ -152,7 +173,8 @@ class TorchStageProgram(StageBase[_InFlight]):
                 values[name] = int(value)
                 continue
             if training and name in self._grad_inputs:
-                leaves[name] = value.requires_grad_()
+                enter: Callable[..., Any] = _Entry.apply
+                value = entered[name] = enter(value.requires_grad_(), name, gradients)
             values[name] = value
         params = {value: self._given(self._graph.params[value]) for value in interpreter.params}
         precision = partial(_precision, half_floats, self._device.type)
@@ -164,16 +186,20 @@ class TorchStageProgram(StageBase[_InFlight]):
                 outputs, writes = interpreter.run(context, values, params)
         if training:
             self._contexts[key_of(call)] = _InFlight(
-                {name: value for name, value in outputs.items() if _carries_gradient(value)}, leaves, left
+                {name: value for name, value in outputs.items() if _carries_gradient(value)}, entered, gradients, left
             )
         for buffer, value in writes.items():
             self._committed.setdefault(buffer, self._tensors[buffer])
             self._tensors[buffer] = value.detach()
-        return {name: to_host(value, own=self._is_parameter(value)) for name, value in outputs.items()}
+        return {
+            name: to_host(value, own=self._is_parameter(value), laid_out=training) for name, value in outputs.items()
+        }
 
-    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    def backward(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> dict[str, HostTensor]:
         """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result."""
-        held = self._take(call, gradients)
+        held = self._take(call, gradients, begun)
         roots: list[torch.Tensor] = []
         root_gradients: list[torch.Tensor] = []
         for name, gradient in gradients.items():
@@ -183,19 +209,54 @@ class TorchStageProgram(StageBase[_InFlight]):
             check_gradient(name, gradient, tuple(output.shape), str(output.dtype).removeprefix("torch."))
             roots.append(output)
             root_gradients.append(to_torch(gradient, self._device))
+        # Autograd gives roots their gradients before it runs anything: sums go on from what has been begun.
+        passed: dict[str, HostTensor] = {}
+        later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, gradient in begun.items():
+            key = self._trained_values.get(name)
+            root = held.entered.get(name) if key is None else self._parameter(key)
+            if root is None:
+                passed[name] = gradient  # nothing that was asked for reads it
+                continue
+            check_gradient(name, gradient, tuple(root.shape), str(root.dtype).removeprefix("torch."))
+            value = to_torch(gradient, self._device)
+            if name in self._deferred_weights:
+                later.append((root, value))
+            else:
+                roots.append(root)
+                root_gradients.append(value)
         if roots:
             try:
                 torch.autograd.backward(roots, root_gradients)
             except RuntimeError as error:
                 raise ExecutionError(f"backward of step {call.step}, microbatch {call.microbatch}: {error}") from error
+        for weight, value in later:
+            lagging = next((one for one in held.left or () if one.weight is weight), None)
+            if lagging is None:
+                add_to(weight, value)
+            else:
+                lagging.begun = value
         if held.left is not None:
             self._lagging[key_of(call)] = held.left
-        return {name: to_host(leaf.grad) for name, leaf in held.leaves.items() if leaf.grad is not None}
+        passed |= {name: to_host(gradient, laid_out=True) for name, gradient in held.gradients.items()}
+        for value, key in self._passed_on.items():
+            parameter = self._parameter(key)
+            if parameter.grad is not None:
+                passed[value] = to_host(parameter.grad)
+                parameter.grad = None
+        return passed
 
     def weight_gradients(self, call: Call) -> None:
         left = self._lagging.pop(key_of(call), None)
         if left is not None:
             finish(left)
+
+    @property
+    def _deferred_weights(self) -> frozenset[str]:
+        """Values of weights whose gradients wait."""
+        return frozenset(
+            name for node in self._graph.nodes if node.id in self._deferrable for name in [*reads(node)][1:2]
+        )
 
     @property
     def _defers(self) -> bool:

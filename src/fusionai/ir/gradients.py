@@ -1,0 +1,174 @@
+"""The way of gradients through a cut graph, so that each sum has the bits of one process.
+
+Autograd in one process adds the contributions to a value's gradient one by one, in the reverse order of the value's
+uses. A stage continues the sum that later stages began: the last stage that uses a value sends its sum to the next
+lower one, which adds its own uses to it, and so on down to the stage that made the value (or is home to the parameter).
+That is the same order wherever no stage holds a use between two uses of another. Where uses interleave, the sum goes on
+as far as the order allows; every later contribution travels apart: its use reads an alias of the value, and the
+producer has an `aten.alias` node at that use's place in the order of execution, whose gradient is the contribution.
+
+Neighbours: `ir.partition` calls `route_gradients`; `execution.boundary` makes ports of the routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from fusionai.ir.graph import needing_gradient, reads
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
+
+ALIAS: Final = "aten.alias.default"
+
+
+class GradientRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Stage `sender` sends its gradient of `value` (a boundary value, an alias of one, or a parameter's value) to stage
+    `receiver`, which made the value or continues its sum."""
+
+    value: str
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One operand of one node. `place`: of the node in the whole graph's order."""
+
+    stage: int
+    place: int
+    operand: int
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """How a stage's graph changes. `aliases`: input -> the value it repeats. `joins`: outputs that only take
+    gradients."""
+
+    aliases: dict[str, str] = field(default_factory=dict[str, str])
+    operands: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
+    """Place of a node -> operand -> alias that it reads instead."""
+    joins: dict[str, tuple[Use, str]] = field(default_factory=dict[str, tuple[Use, str]])
+    """Output -> (the use whose gradient it takes, the value it is an alias of)."""
+
+
+def gradient_uses(graph: Graph, held: Sequence[Collection[int]], values: Collection[str]) -> dict[str, list[Use]]:
+    """Uses through which a gradient of these values flows, in the order in which autograd adds them. `held`: the ids of
+    the nodes of each stage."""
+    needs_grad = needing_gradient(graph)
+    found: dict[str, list[Use]] = {}
+    stages_of: dict[int, list[int]] = {}
+    for stage, ids in enumerate(held):
+        for node_id in ids:
+            stages_of.setdefault(node_id, []).append(stage)
+    for place in reversed(range(len(graph.nodes))):
+        node = graph.nodes[place]
+        if not OPERATORS[node.op].differentiable or needs_grad.isdisjoint(node.outputs):
+            continue
+        for operand, value in enumerate(reads(node)):
+            if value in values:
+                found.setdefault(value, []).extend(Use(stage, place, operand) for stage in stages_of.get(node.id, ()))
+    return found
+
+
+def in_stage_order(uses: Sequence[Use]) -> tuple[Sequence[Use], Sequence[Use]]:
+    """(uses whose sum stages can pass on from the last to the first, the others), in the order of autograd.
+
+    The first two contributions may change places: a sum of two does not depend on their order."""
+    ordered = list(uses)
+    if len(ordered) > 1 and ordered[0].stage < ordered[1].stage:
+        ordered[:2] = ordered[1], ordered[0]
+    end = 1
+    while end < len(ordered) and ordered[end].stage <= ordered[end - 1].stage:
+        end += 1
+    return ordered[:end], ordered[end:]
+
+
+def passed_on(value: str, uses: Iterable[Use], last: int) -> list[GradientRoute]:
+    """The sum of these uses from stage to stage, down to `last`."""
+    stages = sorted({use.stage for use in uses} | {last}, reverse=True)
+    return [
+        GradientRoute(value=value, sender=sender, receiver=receiver)
+        for sender, receiver in zip(stages, stages[1:], strict=False)
+    ]
+
+
+def route_values(
+    uses: Mapping[str, Sequence[Use]], producers: Mapping[str, int], taken: Collection[str]
+) -> tuple[list[GradientRoute], dict[int, Rewritten]]:
+    """Routes of the gradients of values that cross a cut, and what they change in the stages' graphs. `producers`: the
+    stage that makes each; `taken`: names that aliases must not have."""
+    routes: list[GradientRoute] = []
+    changes: dict[int, Rewritten] = {}
+    for value, producer in producers.items():
+        if value not in uses:
+            continue
+        begun, apart = in_stage_order(uses[value])
+        routes += passed_on(value, begun, producer)
+        number = 0
+        for use in apart:
+            if use.stage == producer:
+                continue  # autograd there adds it in its place
+            while (alias := f"{value}~{number}") in taken:
+                number += 1
+            number += 1
+            consumer, maker = (changes.setdefault(stage, Rewritten()) for stage in (use.stage, producer))
+            consumer.aliases[alias] = value
+            consumer.operands.setdefault(use.place, {})[use.operand] = alias
+            maker.joins[alias] = (use, value)
+            routes.append(GradientRoute(value=alias, sender=use.stage, receiver=producer))
+    return routes, changes
+
+
+def rewritten(whole: Graph, part: Graph, change: Rewritten) -> Graph:
+    """The stage's graph with its aliases. New nodes have ids above all of the whole graph's."""
+    place_of = {node.id: place for place, node in enumerate(whole.nodes)}
+    block_of = {value: node.block for node in part.nodes for value in node.outputs}
+    next_id = 1 + max(place_of)
+    # Of one node's operands the first is added first: its alias must be the last to run.
+    waiting = sorted(change.joins.items(), key=lambda item: (item[1][0].place, -item[1][0].operand))
+    nodes: list[Node] = []
+    for node in part.nodes:
+        while waiting and waiting[0][1][0].place < place_of[node.id]:
+            nodes.append(_alias(*waiting.pop(0), next_id + len(nodes), block_of))
+        nodes.append(_reading(node, change.operands.get(place_of[node.id], {})))
+    while waiting:
+        nodes.append(_alias(*waiting.pop(0), next_id + len(nodes), block_of))
+    repeated = {alias: value for alias, value in change.aliases.items()}
+    repeated |= {alias: value for alias, (_, value) in change.joins.items()}
+    return msgspec.structs.replace(
+        part,
+        inputs=(*part.inputs, *change.aliases),
+        outputs={**part.outputs, **{alias: alias for alias in change.joins}},
+        values={**part.values, **{alias: whole.values[value] for alias, value in repeated.items()}},
+        nodes=tuple(nodes),
+    )
+
+
+def _alias(name: str, joined: tuple[Use, str], node_id: int, block_of: Mapping[str, int]) -> Node:
+    _, value = joined
+    return Node(id=node_id, op=ALIAS, args=(Ref(value),), outputs=(name,), block=block_of[value])
+
+
+def _reading(node: Node, instead: Mapping[int, str]) -> Node:
+    """`node` with some of its operands, numbered as `ir.graph.reads` gives them, replaced."""
+    if not instead:
+        return node
+    count = -1
+
+    def renamed(arg: Arg) -> Arg:
+        nonlocal count
+        match arg:
+            case Ref():
+                count += 1
+                return Ref(instead[count]) if count in instead else arg
+            case ListArg(items):
+                return ListArg(tuple(renamed(item) for item in items))
+            case _:
+                return arg
+
+    args = tuple(renamed(arg) for arg in node.args)
+    return msgspec.structs.replace(node, args=args, kwargs={name: renamed(arg) for name, arg in node.kwargs.items()})
