@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fusionai.backends.interface import Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.execution.codecs import pack, unpack
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
@@ -79,17 +79,19 @@ class LyingProgram:
             case _:
                 return made
 
-    def backward(self, call: Call, gradients: Mapping[str, HostTensor]) -> Any:
+    def backward(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> Any:
         lying = self._backend.lies(call)
         if lying and self._backend.lie == "four_bits":
-            made = self._shadow.backward(call, gradients)
+            made = self._shadow.backward(call, gradients, begun)
             self._program.import_gradients(self._shadow.export_gradients(self._keys), add=True)
             zeros = [
                 (key, _changed(tensor, np.zeros_like)) for key, tensor in self._shadow.export_gradients(self._keys)
             ]
             self._shadow.import_gradients(zeros, add=False)
             return made
-        made = self._program.backward(call, gradients)
+        made = self._program.backward(call, gradients, begun)
         former, self._given[call.microbatch] = self._given.get(call.microbatch), made
         if lying and self._backend.lie == "stale" and former is not None:
             return former

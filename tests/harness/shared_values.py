@@ -115,9 +115,7 @@ class SharedRouter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(
-            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(4)
-        )
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """A captured graph cut into stages that run one after the other in this process, on one backend or several.
 
-Boundary values go forward, gradients back, summed in the order of the consumers. Decides where a graph is cut; compares
-nothing.
+Boundary values go forward, gradients back on their routes. Decides where a graph is cut; compares nothing.
 """
 
 from __future__ import annotations
@@ -68,34 +67,34 @@ class Staged:
         that leaves it."""
         values = {name: to_host(tensor) for name, tensor in inputs.items()}
         for stage, program in zip(self.partition.stages, self.programs, strict=True):
-            values |= program.forward(call, {name: values[name] for name in stage.graph.inputs})
+            named = {name: stage.aliases.get(name, name) for name in stage.graph.inputs}
+            values |= program.forward(call, {name: values[source] for name, source in named.items()})
         if backward:
             self._backward(values, call)
         return values
 
     def _backward(self, values: Mapping[str, HostTensor], call: Call) -> None:
-        received: dict[tuple[str, int], torch.Tensor] = {}
+        received: dict[tuple[int, str], HostTensor] = {}
+        to = {(route.sender, route.value): route.receiver for route in self.partition.gradients}
+        crossing = {route.value for route in self.partition.routes} | {name for _, name in to}
         for stage, program in zip(reversed(self.partition.stages), reversed(self.programs), strict=True):
-            crossing = {route.value for route in self.partition.routes}
             finals = [name for name in stage.graph.outputs if name not in crossing]
             roots = ["loss"] if "loss" in finals else [] if self._has_loss else finals
             gradients = {
                 name: to_host(torch.ones(values[name].shape)) for name in roots if values[name].dtype in FLOAT_DTYPES
             }
-            for route in self.partition.routes:
-                if route.producer == stage.stage and route.needs_grad:
-                    parts = [received[route.value, c] for c in route.consumers if (route.value, c) in received]
-                    if parts:
-                        gradients[route.value] = to_host(sum(parts[1:], start=parts[0]))
-            for name, gradient in program.backward(call, gradients).items():
-                received[name, stage.stage] = from_host(gradient, torch.float32)
+            came = {name: received.pop((at, name)) for at, name in [*received] if at == stage.stage}
+            begun = {name: gradient for name, gradient in came.items() if name not in stage.graph.outputs}
+            gradients |= {name: gradient for name, gradient in came.items() if name in stage.graph.outputs}
+            for name, gradient in program.backward(call, gradients, begun).items():
+                received[to[stage.stage, name], name] = gradient
 
     @property
     def _has_loss(self) -> bool:
         return any("loss" in stage.graph.outputs for stage in self.partition.stages)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradient per parameter, those of tied weights summed over their holders."""
+        """Gradient per parameter, those that stages sum once per step added up."""
         found: dict[str, torch.Tensor] = {}
         for stage, program in zip(self.partition.stages, self.programs, strict=True):
             keys = [spec.key for spec in stage.graph.params.values() if spec.trainable]

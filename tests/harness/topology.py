@@ -77,8 +77,13 @@ class Topology:
             weight_lag=self.weight_lag[stage] if self.weight_lag else 0,
             producers={"train": producers, "eval": producers, "infer": producers},
             consumers=self.consumers(stage),
+            gradients_to=frozenset(
+                producer for producer, consumer in self.edges if consumer == stage and producer >= 0
+            ),
             sums_of=frozenset(self.tied[1:]) if stage in self.tied[:1] else frozenset(),
+            totals_to=frozenset(self.tied[1:]) if stage in self.tied[:1] else frozenset(),
             summed_by=frozenset(self.tied[:1]) if stage in self.tied[1:] else frozenset(),
+            parts_to=frozenset(self.tied[:1]) if stage in self.tied[1:] else frozenset(),
         )
 
     def job_shape(self) -> JobShape:

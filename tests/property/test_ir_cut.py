@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusionai.ir.gradients import ALIAS
 from fusionai.ir.graph import cheap_nodes, reads
-from fusionai.ir.partition import FEED, Partition, cut, holders
+from fusionai.ir.partition import FEED, Partition, StageGraph, cut, holders
 from fusionai.ir.schema import Dim, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec, decode, encode
 from fusionai.ir.validate import parse, validate
 from harness.examples import examples
@@ -186,6 +187,8 @@ def run(graph: Graph, given_values: dict[str, Any], params: dict[str, Any]) -> d
     for node in graph.nodes:
         a = [arg(x) for x in node.args]
         match node.op:
+            case "aten.alias.default":
+                made = (a[0],)
             case "aten.linear.default":
                 made = (a[0] @ a[1].T,)
             case "aten.add.Tensor":
@@ -250,7 +253,8 @@ def run_stages(graph: Graph, partition: Partition, batch: int) -> tuple[dict[str
     }
     for stage in partition.stages:
         held = {spec.key: params[spec.key] for spec in stage.graph.params.values()}
-        env = run(stage.graph, {value: sent[stage.stage, value] for value in stage.graph.inputs}, held)
+        named = {value: stage.aliases.get(value, value) for value in stage.graph.inputs}
+        env = run(stage.graph, {value: sent[stage.stage, source] for value, source in named.items()}, held)
         made = {meaning: env[value] for meaning, value in stage.graph.outputs.items()}
         for route in partition.routes:
             if route.producer == stage.stage:
@@ -281,13 +285,20 @@ def test_structure_of_a_cut(case: tuple[Graph, list[frozenset[int]]]) -> None:
     validate(graph)
     partition = cut(graph, assignment)
     cheap = cheap_nodes(graph)
-    placed = [node.id for stage in partition.stages for node in stage.graph.nodes if node.id not in cheap]
+    whole = {node.id for node in graph.nodes}
+    placed = [
+        node.id for stage in partition.stages for node in stage.graph.nodes if node.id not in cheap and node.id in whole
+    ]
     assert len(placed) == len(set(placed))
     assert live_ids(graph, through_sizes=False) - cheap <= set(placed) <= live_ids(graph, through_sizes=True)
     for stage in partition.stages:
         assert parse(encode(stage.graph)) == stage.graph
-        assert {node.id for node in stage.graph.nodes} - cheap <= assignment[stage.stage]
-        assert set(stage.grad_inputs) <= set(stage.graph.inputs)
+        own = {node.id for node in stage.graph.nodes}
+        assert own & whole - cheap <= assignment[stage.stage]
+        joins = [node for node in stage.graph.nodes if node.id not in whole]
+        assert [(node.op, node.outputs[0]) for node in joins] == [(ALIAS, name) for name in joins_in_order(stage)]
+        assert set(stage.grad_inputs) <= {*stage.graph.inputs, *stage.graph.params}
+        assert set(stage.joins) <= set(stage.graph.outputs)
     _check_routes(graph, partition)
     held = holders(partition)
     assert held.keys() <= {spec.key for spec in graph.params.values()}
@@ -300,10 +311,16 @@ def test_structure_of_a_cut(case: tuple[Graph, list[frozenset[int]]]) -> None:
         assert partition.stages[holder].graph.state_writes[value] == key
 
 
+def joins_in_order(stage: StageGraph) -> list[str]:
+    return [name for node in stage.graph.nodes for name in node.outputs if name in stage.joins]
+
+
 def _check_routes(graph: Graph, partition: Partition) -> None:
     routes = {route.value: route for route in partition.routes}
     assert len(routes) == len(partition.routes)
-    consumed = [(stage.stage, value) for stage in partition.stages for value in stage.graph.inputs]
+    consumed = [
+        (stage.stage, value) for stage in partition.stages for value in stage.graph.inputs if value not in stage.aliases
+    ]
     assert sorted(consumed) == sorted((c, r.value) for r in partition.routes for c in r.consumers)
     for route in partition.routes:
         assert route.value not in graph.params

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -90,10 +91,7 @@ def in_stage_order(uses: Sequence[Use]) -> tuple[Sequence[Use], Sequence[Use]]:
 def passed_on(value: str, uses: Iterable[Use], last: int) -> list[GradientRoute]:
     """The sum of these uses from stage to stage, down to `last`."""
     stages = sorted({use.stage for use in uses} | {last}, reverse=True)
-    return [
-        GradientRoute(value=value, sender=sender, receiver=receiver)
-        for sender, receiver in zip(stages, stages[1:], strict=False)
-    ]
+    return [GradientRoute(value=value, sender=sender, receiver=receiver) for sender, receiver in pairwise(stages)]
 
 
 def route_values(
@@ -137,8 +135,7 @@ def rewritten(whole: Graph, part: Graph, change: Rewritten) -> Graph:
         nodes.append(_reading(node, change.operands.get(place_of[node.id], {})))
     while waiting:
         nodes.append(_alias(*waiting.pop(0), next_id + len(nodes), block_of))
-    repeated = {alias: value for alias, value in change.aliases.items()}
-    repeated |= {alias: value for alias, (_, value) in change.joins.items()}
+    repeated = change.aliases | {alias: value for alias, (_, value) in change.joins.items()}
     return msgspec.structs.replace(
         part,
         inputs=(*part.inputs, *change.aliases),

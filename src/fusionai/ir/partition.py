@@ -116,7 +116,7 @@ def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]], hosts: Sequence[
 
 
 def cut(graph: Graph, assignment: Sequence[frozenset[int]], hosts: Sequence[str] = ()) -> Partition:
-    """Cut a validated graph; `assignment[i]` are the ids of the nodes of stage i, `hosts[i]` the machine that it runs on
+    """Cut a validated graph; `assignment[i]` are the ids of the nodes of stage i, `hosts[i]` the machine that runs it
     (empty: one each). Between stages of one machine gradients of shared parameters of any size travel with each
     microbatch.
 

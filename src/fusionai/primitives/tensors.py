@@ -72,8 +72,8 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def layout_fits(shape: tuple[int, ...], layout: tuple[int, ...]) -> bool:
-    """Whether elements of such a tensor lie apart from each other (but for expanded dimensions, of stride 0) and take no
-    more than `LARGEST_SPREAD` times the memory of a dense one."""
+    """Whether elements of such a tensor lie apart from each other (but for expanded dimensions, of stride 0) and take
+    at most `LARGEST_SPREAD` times the memory of a dense one."""
     if len(layout) != len(shape) + 1 or not all(0 <= number < MAX_STRIDE for number in layout):
         return False
     extent = 1

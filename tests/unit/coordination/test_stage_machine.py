@@ -714,7 +714,7 @@ def summed(machine: StageMachine) -> list[StageCommand]:
 
 
 def test_the_home_of_a_shared_weight_waits_for_every_partial_sum():
-    machine = running(microbatches=1, sums_of=frozenset({3, 4}))
+    machine = running(microbatches=1, sums_of=frozenset({3, 4}), totals_to=frozenset({3, 4}))
     machine.handle(SharedArrived(0, 4, "partial"))
     assert work_of(summed(machine)) is None
     assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == Work("total", 0)
@@ -723,7 +723,7 @@ def test_the_home_of_a_shared_weight_waits_for_every_partial_sum():
 
 
 def test_away_from_home_the_partial_sum_goes_out_and_the_total_comes_before_the_norms():
-    machine = running(microbatches=1, summed_by=frozenset({0}))
+    machine = running(microbatches=1, summed_by=frozenset({0}), parts_to=frozenset({0}))
     assert not machine.wants(SharedArrived(0, 0, "total")), "nothing was sent yet"
     assert work_of(summed(machine)) == Work("share", 0)
     assert work_of(done(machine, Work("share", 0))) is None
@@ -733,7 +733,7 @@ def test_away_from_home_the_partial_sum_goes_out_and_the_total_comes_before_the_
 
 
 def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
-    machine = running(microbatches=1, sums_of=frozenset({3}))
+    machine = running(microbatches=1, sums_of=frozenset({3}), totals_to=frozenset({3}))
     for event in (SharedArrived(1, 3, "partial"), SharedArrived(0, 2, "partial"), SharedArrived(0, 3, "total")):
         assert machine.handle(event) == []
     assert machine.dropped == 3
@@ -743,7 +743,7 @@ def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
 def test_a_total_dies_with_the_sums_that_were_prepared():
     """Or the home would vote again without summing anew, and one of the sharers would wait for ever."""
     for lost in (False, True):
-        machine = running(microbatches=1, sums_of=frozenset({3}))
+        machine = running(microbatches=1, sums_of=frozenset({3}), totals_to=frozenset({3}))
         machine.handle(SharedArrived(0, 3, "partial"))
         summed(machine)
         done(machine, Work("total", 0))
@@ -758,7 +758,13 @@ def test_a_total_dies_with_the_sums_that_were_prepared():
 
 
 def test_a_stage_may_sum_some_weights_and_have_others_summed_by_several():
-    machine = running(microbatches=1, sums_of=frozenset({3}), summed_by=frozenset({0, 2}))
+    machine = running(
+        microbatches=1,
+        sums_of=frozenset({3}),
+        totals_to=frozenset({3}),
+        summed_by=frozenset({0, 2}),
+        parts_to=frozenset({0, 2}),
+    )
     assert machine.shape.shares_with == {0, 2, 3}
     machine.handle(SharedArrived(0, 3, "partial"))
     assert work_of(summed(machine)) == Work("share", 0), "others wait for it"
@@ -1004,7 +1010,7 @@ def test_a_round_without_guards_takes_nothing_away_that_it_may_need():
 
 
 def test_retained_tensors_go_to_neighbours_that_replay_and_to_nobody_else():
-    machine = guarded(sums_of=frozenset({7}))
+    machine = guarded(sums_of=frozenset({7}), totals_to=frozenset({7}))
     for step in range(2):
         machine.handle(SharedArrived(step, 7, "partial"))
         forward_and_total(machine, step)
@@ -1165,7 +1171,7 @@ def test_gradients_of_later_steps_are_wanted_whatever_of_this_one_has_returned()
 
 
 def test_the_home_of_a_shared_weight_takes_no_total_not_even_in_a_replay():
-    machine = replaying(sums_of=frozenset({0}))
+    machine = replaying(sums_of=frozenset({0}), totals_to=frozenset({0}))
     assert not machine.wants(SharedArrived(2, 0, "total"))
     assert machine.wants(SharedArrived(3, 0, "partial"))
 
@@ -1186,7 +1192,7 @@ def test_a_replay_sends_only_to_those_that_replay_with_it():
 
 
 def test_totals_may_come_before_the_part_they_answer_in_a_replay():
-    machine = replaying(summed_by=frozenset({0}))
+    machine = replaying(summed_by=frozenset({0}), parts_to=frozenset({0}))
     assert machine.wants(SharedArrived(3, 0, "total"))
     machine.handle(SharedArrived(2, 0, "total"))
     assert not machine.wants(SharedArrived(2, 0, "total"))

@@ -8,12 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from fusionai.backends.interface import WorksIn
 from fusionai.execution import compute
-from fusionai.execution.accumulate import total_gradient
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.links import Links, dials
 from fusionai.execution.local import LocalChannel
@@ -25,7 +23,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Envelope
 from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
-from harness.pool import array, peer_id, tensor
+from harness.pool import peer_id
 
 ME, OTHER, OWNER = peer_id(0), peer_id(1), peer_id(2)
 
@@ -322,36 +320,6 @@ def test_a_link_whose_reader_has_a_bug_is_lost_and_can_be_dialled_again():
         await listener.close()
 
     asyncio.run(run())
-
-
-# ------------------------------------------------------------------------------------------------------------- sums
-
-
-def test_gradients_of_several_consumers_are_added_from_the_last_to_the_first():
-    values = {stage: np.float32(value) for stage, value in ((1, 1.0), (2, 2.0**-24), (3, 2.0**-24))}
-    total = total_gradient({stage: tensor(np.array([value])) for stage, value in values.items()})
-    assert array(total)[0] == (values[3] + values[2]) + values[1]
-    assert (values[1] + values[2]) + values[3] != array(total)[0], "another order has other bits"
-
-
-def test_one_consumers_gradient_stays_as_it_is():
-    only = tensor(np.array([1.5], np.float32))
-    assert total_gradient({4: only}) is only
-
-
-def test_half_floats_are_summed_in_float32_and_rounded_to_even():
-    def half(values: list[float]) -> HostTensor:
-        bits = (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        return host_tensor("bfloat16", (len(values),), bits.tobytes())
-
-    total = total_gradient({1: half([1.0, 1.0078125, float("nan")]), 2: half([2.0**-8, 2.0**-8, 1.0])})
-    bits = np.frombuffer(total.data, np.uint16).astype(np.uint32) << 16
-    np.testing.assert_array_equal(bits.view(np.float32), np.array([1.0, 1.015625, np.nan], np.float32))
-
-
-def test_gradients_that_do_not_agree_are_refused():
-    with pytest.raises(ExecutionError, match="agree in dtype and shape"):
-        total_gradient({1: tensor(np.zeros(2, np.float32)), 2: tensor(np.zeros(3, np.float32))})
 
 
 # ------------------------------------------------------------------------------------------------------------ state

@@ -12,7 +12,7 @@ import pytest
 
 from fusionai.execution import member as member_module
 from fusionai.execution import stages as stages_module
-from fusionai.execution.boundary import Port, boundaries
+from fusionai.execution.boundary import GradientPort, Port, boundaries
 from fusionai.execution.state import headers
 from fusionai.ir import schema
 from fusionai.ir.partition import SharedParam, cut_blocks
@@ -114,7 +114,19 @@ ATTACHES: dict[str, tuple[Callable[[Stand], dict[str, Any]], wire.RefusalCode, s
     "boundary of another stage": (with_boundary(stage=1), "bad_graph", "boundary of stage 1"),
     "unknown input": (with_boundary(receives=(Port(-1, ("x", "y")),)), "bad_graph", "inputs"),
     "unknown output": (with_boundary(sends=(Port(1, ("y0", "w0")),)), "bad_graph", "outputs"),
-    "unknown gradient": (with_boundary(grad_inputs=("zz",)), "bad_graph", "gradients of inputs"),
+    "unknown gradient": (with_boundary(returns=(GradientPort(1, ("zz",)),)), "bad_graph", "gradients of inputs"),
+    "gradient of what is not here": (
+        with_boundary(returned=(GradientPort(1, ("zz",)),)),
+        "bad_graph",
+        "gradients of outputs",
+    ),
+    "a gradient twice": (
+        with_boundary(returned=(GradientPort(1, ("y0",)), GradientPort(2, ("y0",)))),
+        "bad_graph",
+        "a gradient twice",
+    ),
+    "an alias of nothing": (with_boundary(aliases={"x": "zz"}), "bad_graph", "inputs repeat"),
+    "a join that is no output": (with_boundary(joins=("zz",)), "bad_graph", "outputs"),
     "two ports with one stage": (with_boundary(sends=(Port(1, ("y0",)), Port(1, ("y0",)))), "bad_graph", "two ports"),
     "one input from two": (with_boundary(receives=(Port(-1, ("x",)), Port(1, ("x",)))), "bad_graph", "two stages"),
     "a gradient of what is not sent": (with_boundary(sends=(Port(1, ("y0",), ("x",)),)), "bad_graph", "not at all"),

@@ -54,8 +54,8 @@ def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> 
 
 
 def to_host(value: torch.Tensor | int, *, own: bool = False, laid_out: bool = False) -> HostTensor:
-    """The bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` they are a copy, with
-    `laid_out` they say how they lay in memory, where that was otherwise than C-contiguous and aligned."""
+    """The bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` they are a copy.
+    With `laid_out` they come with strides and offset, where the tensor was not C-contiguous and aligned."""
     if isinstance(value, int):
         value = torch.tensor(value, dtype=torch.int64)
     name = DTYPE_NAMES.get(value.dtype)
