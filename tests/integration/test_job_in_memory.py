@@ -162,8 +162,8 @@ def test_tied_weights_stay_one_weight(tied: Captured, tmp_path: Path):
     assert done.end is not None
     assert done.end.failed is None
     model = transformers_model(tied)
-    assert done.losses == pytest.approx(plain(model, done), rel=1e-6)
-    assert_same_weights(model, done, STEPS, atol=1e-6)
+    assert done.losses == plain(model, done)
+    assert_same_weights(model, done, STEPS)
 
 
 def test_half_precision_stays_close(llama: Captured, tmp_path: Path):
@@ -301,5 +301,5 @@ def test_a_value_may_skip_stages(tmp_path: Path):
     assert last >= 4
     assert {0, last - 2} <= to_last, "over the heads of those between"
     model = Skips()
-    assert done.losses == pytest.approx(plain(model, done, class_loss), rel=1e-6)
-    assert_same_weights(model, done, STEPS, atol=1e-6)
+    assert done.losses == plain(model, done, class_loss)
+    assert_same_weights(model, done, STEPS)
