@@ -22,6 +22,7 @@ from fusionai.ir.serving import serving_graph
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import loading
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
+from fusionai.scheduling.cut_bits import shared_weights
 from fusionai.scheduling.ends import middle
 from fusionai.scheduling.types import BlockCost, Lever, Problem, RolePlacement
 from fusionai.wire.codecs import Compression
@@ -94,6 +95,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             offload=asked.offload,
             offload_weights=asked.offload_weights,
             replicas=asked.replicas,
+            shared_weights=shared_weights(graph, asked.microbatches, half_floats=False),
         )
     problem = msgspec.structs.replace(problem, roles=roles)
     pools = middle(problem)

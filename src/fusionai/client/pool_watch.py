@@ -269,4 +269,4 @@ class PoolWatch:
 
     def _is_allowed(self, plan: Plan, better: Plan) -> bool:
         """Whether stages may move as `better` has it: unless bits are others already, only with the same bits."""
-        return self._replanner.is_tolerant or keeps_bits(plan, better)
+        return self._replanner.is_tolerant or keeps_bits(plan, better, self._replanner.problem)

@@ -58,6 +58,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_bytes, format_count
+from fusionai.scheduling.cut_bits import shared_weights
 from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
 from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
@@ -317,6 +318,9 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
         recompute=recipe.train.recompute,
         offload=recipe.train.offload,
         offload_weights=recipe.train.offload_weights,
+        shared_weights=shared_weights(
+            prepared.captured.graph, recipe.train.microbatches, half_floats=recipe.train.precision == "bf16"
+        ),
     )
 
 

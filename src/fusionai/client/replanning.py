@@ -325,7 +325,7 @@ class Replanner(PoolReplanner):
 
     def with_record(self, plan: Plan) -> Plan:
         before = self.adopted
-        return plan if before is None else recorded(before, plan, self.journal.committed, self.tolerance)
+        return plan if before is None else recorded(before, plan, self.problem, self.journal.committed, self.tolerance)
 
     @property
     def adopted(self) -> Plan | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Final
 
 import msgspec
@@ -22,6 +23,7 @@ import msgspec
 from fusionai.ir.graph import needing_gradient, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
 ALIAS: Final = "aten.alias.default"
 
@@ -73,6 +75,35 @@ def gradient_uses(graph: Graph, held: Sequence[Collection[int]], values: Collect
             if value in values:
                 found.setdefault(value, []).extend(Use(stage, place, operand) for stage in stages_of.get(node.id, ()))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SharedUses:
+    """A trainable parameter that several blocks read. `blocks`: of each use, in the order in which autograd adds them.
+    `interleaves`: the order goes back to a higher block, so that stages can't pass the sum on from last to first."""
+
+    key: str
+    nbytes: int
+    blocks: tuple[int, ...]
+
+    @property
+    def interleaves(self) -> bool:
+        return any(later < earlier for later, earlier in pairwise(self.blocks))
+
+
+def shared_uses(graph: Graph) -> list[SharedUses]:
+    """Of the whole graph, by key."""
+    trained = {value: spec for value, spec in graph.params.items() if spec.trainable}
+    uses = gradient_uses(graph, [{node.id for node in graph.nodes}], trained)
+    found = [
+        SharedUses(
+            key=trained[value].key,
+            nbytes=prod(trained[value].shape) * ITEMSIZE_BYTES[trained[value].dtype],
+            blocks=tuple(graph.nodes[use.place].block for use in of_value),
+        )
+        for value, of_value in uses.items()
+    ]
+    return sorted((one for one in found if len({*one.blocks}) > 1), key=lambda one: one.key)
 
 
 def in_stage_order(uses: Sequence[Use]) -> tuple[Sequence[Use], Sequence[Use]]:

@@ -21,7 +21,6 @@ import msgspec
 from fusionai.ir.gradients import (
     GradientRoute,
     Rewritten,
-    Use,
     gradient_uses,
     in_stage_order,
     passed_on,
@@ -77,12 +76,10 @@ class StageGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class CutDependent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A parameter whose gradient has other bits than in one process. `groups`: its uses, (place, operand), stage by
-    stage; cuts with equal groups give equal bits."""
+    """A parameter whose gradient has other bits than in one process."""
 
     key: str
     reason: str
-    groups: tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -124,6 +121,12 @@ def cut(graph: Graph, assignment: Sequence[frozenset[int]], hosts: Sequence[str]
     when the nodes that read and write one buffer are separated, or when a stage has nothing to do.
     """
     return _Cut(graph, _stage_of_node(graph, assignment), len(assignment), hosts).partition()
+
+
+def is_passed_on(graph: Graph, key: str) -> bool:
+    """Whether this parameter's gradient is small enough to travel with each microbatch between machines."""
+    spec = next(spec for spec in graph.params.values() if spec.key == key)
+    return prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] <= PASSED_ON_BYTES
 
 
 def holders(partition: Partition) -> dict[str, tuple[int, ...]]:
@@ -207,7 +210,7 @@ class _Cut:
                 shared[number] = msgspec.structs.replace(one, summed=one.stages[1:])
                 reason = "stages add it over the microbatches of a step before they add theirs to each other's"
             if reason:
-                dependent.append(CutDependent(key=one.key, reason=reason, groups=_groups(found)))
+                dependent.append(CutDependent(key=one.key, reason=reason))
         return Partition(
             stages=tuple(
                 self._stage_graph(stage, graph, gradients, changes.get(stage)) for stage, graph in enumerate(graphs)
@@ -231,9 +234,8 @@ class _Cut:
 
     def _passes_on(self, shared: SharedParam) -> bool:
         """Whether this parameter's gradient travels with each microbatch."""
-        spec = next(spec for spec in self.graph.params.values() if spec.key == shared.key)
         at_one = self.hosts and len({self.hosts[stage] for stage in shared.stages}) == 1
-        return bool(at_one) or prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] <= PASSED_ON_BYTES
+        return bool(at_one) or is_passed_on(self.graph, shared.key)
 
     def _stage(self, stage: int, demanded: dict[str, list[int]]) -> Graph:
         """The stage's graph, given what later stages demand."""
@@ -355,10 +357,3 @@ def _shared(graphs: Sequence[Graph]) -> list[SharedParam]:
             if spec.trainable:
                 readers.setdefault(spec.key, []).append(stage)
     return [SharedParam(key=key, stages=tuple(at)) for key, at in sorted(readers.items()) if len(at) > 1]
-
-
-def _groups(uses: Sequence[Use]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    by_stage: dict[int, list[tuple[int, int]]] = {}
-    for use in uses:
-        by_stage.setdefault(use.stage, []).append((use.place, use.operand))
-    return tuple(tuple(by_stage[stage]) for stage in sorted(by_stage))

@@ -19,6 +19,7 @@ from typing import Final, Literal
 import msgspec
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.cut_bits import same_sums
 from fusionai.scheduling.guards import may_guard, with_guards
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.prediction import predict
@@ -95,7 +96,8 @@ def otherwise(
     there = [peer for peer in candidates if peer.peer not in lost]
     alike = _recut(plan, problem, _alike(plan, there))
     if takeover in ("exact", "refuse"):
-        return alike
+        bits = isinstance(alike, Nothing) or alike.exact
+        return alike if bits else Nothing("another cut over those that remain gives other bits")
     cut = _faster(alike, _recut(plan, problem, there)) if len(_alike(plan, there)) < len(there) else alike
     kept = replaced(plan, msgspec.structs.replace(problem, takeover="tolerant"), lost, candidates)
     if isinstance(kept, Waiting):
@@ -108,7 +110,7 @@ def otherwise(
         ):
             return cut
     takers = frozenset(stage.peer for stage in kept.stages) - {stage.peer for stage in plan.stages}
-    return Otherwise(kept, exact=keeps_bits(plan, kept), recut=False, takers=takers)
+    return Otherwise(kept, exact=keeps_bits(plan, kept, problem), recut=False, takers=takers)
 
 
 def _alike(plan: Plan, there: Sequence[PeerProfile]) -> list[PeerProfile]:
@@ -124,9 +126,11 @@ def _faster(alike: Otherwise | Nothing, cut: Otherwise | Nothing) -> Otherwise |
     return cut if cut.plan.tokens_per_s > FASTER * alike.plan.tokens_per_s else alike
 
 
-def keeps_bits(before: Plan, after: Plan) -> bool:
+def keeps_bits(before: Plan, after: Plan, problem: Problem) -> bool:
     """Whether every stage of `after` computes what `before` promised: stages that stay by their own numerics, stages of
-    another cut where all machines are alike."""
+    another cut where all machines are alike and add gradients in the same order."""
+    if not same_sums(before, after, problem):
+        return False
     if _ranges(before) == _ranges(after):
         pairs = zip(before.stages, after.stages, strict=True)
         return all(_same_numerics(one, other) for one, other in pairs)
@@ -134,11 +138,11 @@ def keeps_bits(before: Plan, after: Plan) -> bool:
     return before.replicas == after.replicas and len(prints) == 1 and "" not in prints
 
 
-def recorded(before: Plan, after: Plan, step: int, tolerance: float) -> Plan:
+def recorded(before: Plan, after: Plan, problem: Problem, step: int, tolerance: float) -> Plan:
     """`after` with what `before` lists of tolerant takeovers, and with itself where it is one: `step` steps are
     official when it follows `before`. Before the first step there is nothing that could differ."""
     listed = before.tolerant_takeovers
-    if step and not keeps_bits(before, after):
+    if step and not keeps_bits(before, after, problem):
         same = _ranges(before) == _ranges(after)
         stages = [
             stage
@@ -195,7 +199,7 @@ def _recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> O
     same = _ranges(plan) == _ranges(found)
     kept = {(stage.stage, stage.peer) for stage in plan.stages} if same else set[tuple[int, str]]()
     takers = frozenset(stage.peer for stage in found.stages if (stage.stage, stage.peer) not in kept) - {found.feed}
-    return Otherwise(found, exact=keeps_bits(plan, found), recut=not same, takers=takers)
+    return Otherwise(found, exact=keeps_bits(plan, found, problem), recut=not same, takers=takers)
 
 
 def _trained(posed: Problem) -> Plan:

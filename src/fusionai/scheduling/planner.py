@@ -19,6 +19,7 @@ from fusionai.primitives.units import format_speed
 from fusionai.scheduling.alone import against_one, fastest_alone
 from fusionai.scheduling.chain import Chain, check_blocks, logits_block
 from fusionai.scheduling.compression import lightened
+from fusionai.scheduling.cut_bits import dependence
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.ends import check_owners_memory, ends_of, middle, place_of, with_front
 from fusionai.scheduling.guards import with_guards
@@ -88,10 +89,11 @@ def _against_one(problem: Problem, found: Plan) -> Plan:
     """With the speed of the fastest machine alone, and a warning first of all where that is the faster way."""
     usable, _ = eligible(problem, middle(problem), 0.0)
     alone = fastest_alone(problem, _machines(problem, usable))
+    warnings = (*found.warnings, *dependence(found, problem))
     if alone is None:
-        return found
+        return msgspec.structs.replace(found, warnings=warnings)
     sentence = against_one(problem, found, alone.peer.peer, alone.tokens_per_s, _chain_plan)
-    warnings = found.warnings if sentence is None else (sentence, *found.warnings)
+    warnings = warnings if sentence is None else (sentence, *warnings)
     return msgspec.structs.replace(found, single_peer_tokens_per_s=alone.tokens_per_s, warnings=warnings)
 
 

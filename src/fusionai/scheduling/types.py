@@ -133,6 +133,17 @@ class RolePlacement(_Data, frozen=True, kw_only=True):
     place: Literal["owner", "pool"] = "owner"
 
 
+class SharedWeight(_Data, frozen=True, kw_only=True):
+    """A trainable parameter that several blocks read and whose gradient, where machines share it, is added in another
+    order than in one process. `blocks`: one number per use, the last use first."""
+
+    key: str
+    nbytes: int
+    blocks: tuple[int, ...]
+    interleaves: bool = False
+    """Whether its order of uses goes back to earlier blocks: then stages of one machine add it otherwise, too."""
+
+
 class Problem(_Data, frozen=True, kw_only=True):
     """What to plan. `blocks` in order; those that stay with the owner (`scheduling.ends`) are not offered to the pool's
     peers."""
@@ -177,6 +188,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     offload_weights: Lever = "never"
     """Training: whether weights lie in a file of the peer's (beside an accelerator: in the host's memory) until a block
     needs them."""
+    shared_weights: tuple[SharedWeight, ...] = ()
+    """Training: parameters whose gradients depend on the cut in the last bits (`scheduling.cut_bits`)."""
     serving: ServingNeeds | None = None
     """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
 
@@ -251,7 +264,8 @@ class Guard(_Data, frozen=True, kw_only=True):
 
 
 class TolerantTakeover(_Data, frozen=True, kw_only=True):
-    """From a step on, machines of other numerics compute: results may be apart from those of the plan before."""
+    """From a step on, machines of other numerics compute, or a cut that adds gradients in another order: results may be
+    apart from those of the plan before."""
 
     step: int
     """So many steps were official; the next one is the first that may differ."""

@@ -16,7 +16,7 @@ from fusionai.backends.state import StateEntry, saved_entries, state_entries
 from fusionai.coordination.roles import Roles
 from fusionai.execution.boundary import FEED, Boundary, replicated
 from fusionai.ir import schema
-from fusionai.ir.partition import cut_blocks
+from fusionai.ir.partition import Partition, cut_blocks, is_passed_on
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import PeerId
@@ -53,10 +53,15 @@ class Cut:
     ranges: tuple[tuple[int, tuple[int, int]], ...]
     codecs: tuple[Codec, ...]
     stages: tuple[CutStage, ...]
+    together: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Key and holders of the parameters whose gradients travel with each microbatch only because one machine has all
+    their stages."""
 
     def holds(self, plan: Plan) -> bool:
-        """Whether `plan` has these stages."""
-        return (ranges_of(plan), plan.codecs) == (self.ranges, self.codecs)
+        """Whether `plan` has these stages, and those together that must be."""
+        peers = [placement.peer for placement in plan.stages]
+        same = (ranges_of(plan), plan.codecs) == (self.ranges, self.codecs)
+        return same and all(len({peers[stage] for stage in stages}) == 1 for _, stages in self.together)
 
     @property
     def replicas(self) -> int:
@@ -95,7 +100,15 @@ def cut(job: TrainingJob, plan: Plan) -> Cut:
     ranges = ranges_of(plan)
     if len(plan.codecs) not in (0, len(ranges) - 1):
         raise PlanError(f"the plan has {len(ranges)} stages and {len(plan.codecs)} codecs, expected one fewer or none.")
-    partitions = [cut_blocks(job.graph, blocks) for blocks in _by_replica(ranges)]
+    peers = [placement.peer for placement in plan.stages]
+    partitions: list[Partition] = []
+    together: list[tuple[str, tuple[int, ...]]] = []
+    for blocks in _by_replica(ranges):
+        first = sum(len(partition.stages) for partition in partitions)
+        partition = cut_blocks(job.graph, blocks, peers[first : first + len(blocks)])
+        large = [one for one in partition.shared if not one.summed and not is_passed_on(job.graph, one.key)]
+        together += [(one.key, tuple(first + stage for stage in one.stages)) for one in large]
+        partitions.append(partition)
     graphs = [stage.graph for partition in partitions for stage in partition.stages]
     stages: list[CutStage] = []
     for graph, boundary in zip(graphs, replicated(partitions), strict=True):
@@ -112,10 +125,15 @@ def cut(job: TrainingJob, plan: Plan) -> Cut:
         )
     digest = hashlib.sha256(
         msgspec.msgpack.encode(
-            [len(partitions), *((stage.boundary.replica, stage.graph_hash) for stage in stages), *plan.codecs]
+            [
+                len(partitions),
+                *((stage.boundary.replica, stage.graph_hash) for stage in stages),
+                *plan.codecs,
+                *together,
+            ]
         )
     )
-    return Cut(digest.hexdigest(), ranges, plan.codecs, tuple(stages))
+    return Cut(digest.hexdigest(), ranges, plan.codecs, tuple(stages), tuple(together))
 
 
 def _by_replica(ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[list[tuple[int, int]]]:
