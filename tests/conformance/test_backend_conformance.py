@@ -220,6 +220,30 @@ def test_gradients_come_back_for_grad_inputs_only(program: StageProgram) -> None
     assert (returned["x"].dtype, returned["x"].shape) == ("float32", (2, 3, WIDTH))
 
 
+def test_a_sum_that_was_begun_is_continued(program: StageProgram, backend: Backend) -> None:
+    own = np.frombuffer(train(program)["x"].data, np.float32)
+    call = Call("train", 0, 1)
+    program.forward(call, inputs(seed=0))
+    begun = np.linspace(-1, 1, own.size, dtype=np.float32)
+    sent = host_tensor("float32", (2, 3, WIDTH), begun.tobytes())
+    returned = program.backward(call, output_gradient(), {"x": sent})["x"]
+    if backend.name != "null":
+        np.testing.assert_allclose(np.frombuffer(returned.data, np.float32), begun + own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("begun", "message"),
+    [
+        ({"z": output_gradient()["y"]}, "sums no gradient of 'z'"),
+        ({"x": host(np.zeros((2, 2, WIDTH), dtype=np.float32))}, "gradient of 'x'"),
+    ],
+)
+def test_sums_that_do_not_fit_are_refused(program: StageProgram, begun: dict[str, HostTensor], message: str) -> None:
+    program.forward(Call("train", 0, 0), inputs())
+    with pytest.raises(ExecutionError, match=message):
+        program.backward(Call("train", 0, 0), output_gradient(), begun)
+
+
 def test_microbatches_may_be_in_flight_together_and_return_in_any_order(program: StageProgram) -> None:
     calls = [Call("train", 0, microbatch) for microbatch in range(3)]
     for call in calls:

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,6 +52,12 @@ def problem_of(model: SharedModel, microbatches: int) -> Problem:
     size = next(iter(batches[0].values())).shape[0]
     source = FactorySource(lambda: (model.make(), dict(batches[0])), model.name)
     return Problem(capture(source, task="module_loss", batch=(1, 2 * size), seed=SEED), batches)
+
+
+def options_of(problem: Problem, **changes: Any) -> StageOptions:
+    """Of all stages."""
+    fields = {"seed": SEED, "optimizer": OptimizerSpec(kind="sgd"), "microbatches": len(problem.batches)}
+    return StageOptions(**{**fields, **changes})
 
 
 def plain_gradients(problem: Problem) -> tuple[list[float], Gradients]:
@@ -118,8 +125,7 @@ class Stages:
         options: StageOptions | None = None,
     ) -> None:
         owed = dict(problem.captured.state(problem.captured.owed))
-        optimizer = OptimizerSpec(kind="sgd")
-        base = options or StageOptions(seed=SEED, optimizer=optimizer, microbatches=len(problem.batches))
+        base = options or options_of(problem)
         self.problem = problem
         self.partition = partition
         self.options = base

@@ -273,15 +273,15 @@ class Siamese(nn.Module):
         return {"loss": F.mse_loss(found[0], found[1]) + (found[0] * condition).mean()}
 
 
-class TiedEncoder(nn.Module):
+class ScaledEncoder(nn.Module):
     """Attention as torch has it, with residual scales that are values of one small network, and a pooled skip."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.Linear(4, 4)
+        self.scales = nn.Linear(4, 3)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(4)
+            for _ in range(3)
         )
         self.pool = nn.Linear(WIDTH, WIDTH)
 
@@ -321,5 +321,5 @@ MODELS = (
     _model(Depths, x=_normal(3, 4, WIDTH)),
     _model(ManyInputs, x=_normal(4, WIDTH), a=_normal(4, 3), b=_normal(4, 4), kind=_whole(7, 4)),
     _model(Siamese, left=_normal(4, WIDTH), right=_normal(4, WIDTH), about=_normal(4, 5)),
-    _model(TiedEncoder, x=_normal(2, 5, WIDTH), knobs=_normal(2, 4)),
+    _model(ScaledEncoder, x=_normal(2, 5, WIDTH), knobs=_normal(2, 4)),
 )

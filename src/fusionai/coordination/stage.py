@@ -408,12 +408,14 @@ class StageMachine:
                 return due and not gone and consumer in self.shape.consumers and consumer not in known
             case SharedArrived(step, sender, phase):
                 totals = self._shared_totals.get(step, set())
-                if not self._is_now(step):
+                # A home that has this stage's gradients already, with each microbatch, may be a step ahead.
+                ahead = phase == "total" and sender not in self.shape.parts_to
+                if not (self._is_near(step) if ahead else self._is_now(step)):
                     return False
                 if phase == "partial":
                     known = self._shared_partials.get(step, set())
                     return sender in self.shape.sums_of - known and self.shape.stage not in totals
-                asked = self._shared_sent or self.phase is StagePhase.REPLAYING or not self.shape.parts_to
+                asked = ahead or self._shared_sent or self.phase is StagePhase.REPLAYING
                 return asked and sender in self.shape.summed_by - totals
 
     def wants_agreement(self, step: int) -> bool:

@@ -277,7 +277,7 @@ def widened(
         return None
     now_s = predict(plan.stages, StageCosts(known, plan)).step_s
     then_s = predict(found.stages, StageCosts(known, found)).step_s
-    exact = keeps_bits(plan, found)
+    exact = keeps_bits(plan, found, problem)
     if then_s > (1 - GAIN) * now_s or steps_left * (now_s - then_s) < MOVE_STEPS * now_s or not (exact or tolerant):
         return None
     takers = frozenset(stage.peer for stage in found.stages) - {found.feed}

@@ -592,7 +592,8 @@ class Forward(WireMessage, frozen=True, kw_only=True, tag="forward"):
 
 
 class Backward(WireMessage, frozen=True, kw_only=True, tag="backward"):
-    """Gradients for values that stage `producer` (the receiver) made, from stage `consumer`."""
+    """Gradients from stage `consumer` to stage `producer`, which made the values or continues the sums of them, of
+    aliases of values and of shared parameters."""
 
     fence: Fence
     step: Count
@@ -617,8 +618,9 @@ class Output(WireMessage, frozen=True, kw_only=True, tag="output"):
 
 
 class SharedGradient(WireMessage, frozen=True, kw_only=True, tag="shared_gradient"):
-    """Gradients of parameters that several stages hold (tied weights, replicas): `partial` to the home stage, `total`
-    back, in `parts` messages one after the other."""
+    """Gradients of parameters that several stages hold (tied weights, replicas), summed over a step's microbatches:
+    `partial` to the home stage of those that do not travel with each microbatch, `total` back, in `parts` messages one
+    after the other."""
 
     fence: Fence
     step: Count

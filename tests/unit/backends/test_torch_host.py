@@ -33,6 +33,35 @@ def test_bits_survive_the_round_trip(dtype, shape, own):
     assert (back.dtype, back.shape, bytes(back.data)) == (dtype, shape, bytes(data))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x.chunk(2, dim=1)[1],
+        lambda x: x[:, :1].expand(4, 6),
+        lambda x: x[1:],
+        lambda x: x.reshape(2, 2, 6).permute(2, 0, 1),
+    ],
+    ids=["transposed", "half of each row", "expanded", "off alignment", "permuted"],
+)
+def test_strides_and_alignment_survive_where_they_are_asked_for(make):
+    value = make(torch.arange(24, dtype=torch.float32).reshape(4, 6).clone())
+    sent = to_host(value, laid_out=True)
+    there = to_torch(sent, CPU)
+    assert torch.equal(there, value)
+    assert there.stride() == value.stride()
+    assert there.data_ptr() % ALIGNMENT_BYTES == value.data_ptr() % ALIGNMENT_BYTES
+    assert to_host(value).layout == ()
+
+
+def test_large_gaps_are_closed_and_the_order_of_dimensions_stays():
+    value = torch.zeros(4, 64, 6)[:, ::32].permute(1, 0, 2)
+    sent = to_host(value, laid_out=True)
+    assert sent.layout == (6, 12, 1, 0)
+    assert torch.equal(to_torch(sent, CPU), value)
+    assert to_host(torch.zeros(3, 4), laid_out=True).layout == ()
+
+
 def aligned(count: int) -> memoryview:
     """Memory as torch would give it."""
     return torch.empty(count + ALIGNMENT_BYTES, dtype=torch.uint8).numpy().data[:count]

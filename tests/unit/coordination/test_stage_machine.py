@@ -732,6 +732,20 @@ def test_away_from_home_the_partial_sum_goes_out_and_the_total_comes_before_the_
     assert not machine.wants(SharedArrived(0, 0, "total")), "once"
 
 
+def test_a_home_that_got_gradients_with_each_microbatch_sends_totals_without_waiting():
+    machine = running(microbatches=1, totals_to=frozenset({3}))
+    assert work_of(summed(machine)) == Work("total", 0)
+    assert work_of(done(machine, Work("total", 0))) == Work("norms", 0)
+
+
+def test_whose_gradients_went_with_each_microbatch_waits_for_the_total_alone():
+    machine = running(microbatches=1, summed_by=frozenset({0}))
+    assert machine.wants(SharedArrived(1, 0, "total")), "the home may be a step ahead"
+    assert machine.wants(SharedArrived(0, 0, "total"))
+    assert work_of(summed(machine)) is None
+    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == Work("norms", 0)
+
+
 def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
     machine = running(microbatches=1, sums_of=frozenset({3}), totals_to=frozenset({3}))
     for event in (SharedArrived(1, 3, "partial"), SharedArrived(0, 2, "partial"), SharedArrived(0, 3, "total")):

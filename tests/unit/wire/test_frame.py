@@ -133,6 +133,11 @@ def test_tensors_lie_one_after_another():
     [
         ((TensorHeader("a", "object", (1,)),), 8, "unknown dtype 'object'"),
         ((TensorHeader("a", "float32", (2,)),), 7, "8 bytes from the shapes"),
+        ((TensorHeader("a", "float32", (2,), (1,)),), 8, "can't lie in memory"),
+        ((TensorHeader("a", "float32", (2, 2), (1, 1, 0)),), 16, "can't lie in memory"),
+        ((TensorHeader("a", "float32", (2,), (2**40, 0)),), 8, "can't lie in memory"),
+        ((TensorHeader("a", "float32", (2,), (100, 0)),), 8, "can't lie in memory"),
+        ((TensorHeader("a", "float32", (2,), (1, 64)),), 8, "can't lie in memory"),
         ((TensorHeader("a", "float32", (2,)), TensorHeader("a", "float32", (2,))), 16, "'a' twice"),
         ((TensorHeader("a", "float32", (2**62,) * 16),), 16, "from the shapes"),
         ((TensorHeader("a", "float32", (1,) * 17),), 4, "rank 17"),

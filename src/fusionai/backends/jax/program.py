@@ -145,6 +145,9 @@ class JaxStageProgram(StageBase[_InFlight]):
             roots[name] = to_jax(gradient, self._device)
         known = {name: to_jax(gradient, self._device) for name, gradient in begun.items()}
         own = self._own_gradients(held, roots) if roots else {}
+        for name, gradient in begun.items():
+            if name in own:
+                check_gradient(name, gradient, own[name].shape, str(own[name].dtype))
         totals = {
             name: _added(known[name], own[name]) if name in known and name in own else (own | known)[name]
             for name in (*own, *(name for name in known if name not in own))

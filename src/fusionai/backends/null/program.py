@@ -99,6 +99,9 @@ class NullStageProgram(StageBase[dict[str, int]]):
         for name, gradient in gradients.items():
             expected = self._value(self._graph.outputs[name], symbols)
             check_gradient(name, gradient, expected.shape, expected.dtype)
+        for name, gradient in begun.items():
+            expected = self._value(name, symbols)
+            check_gradient(name, gradient, expected.shape, expected.dtype)
         self._spend(self._priced(symbols).backward_flops)
         if not gradients and not begun:
             return {}
