@@ -373,7 +373,7 @@ class SimulatedJob:
         before = self._current()
         recut = _ranges(before) != _ranges(minted)
         self._shrunk = self._shrunk or recut
-        self.takeovers["recut" if recut else "exact" if keeps_bits(before, minted) else "tolerant"] += 1
+        self.takeovers["recut" if recut else "exact" if keeps_bits(before, minted, self._problem) else "tolerant"] += 1
         self._adopt(minted, "the model is cut anew" if recut else "others stand in")
 
     def _replacement(self) -> tuple[Plan | None, str]:
