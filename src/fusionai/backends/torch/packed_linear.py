@@ -43,9 +43,13 @@ _FLOATS: Final[dict[WeightFormat, tuple[torch.dtype, Factor]]] = {
     "bf16": (torch.bfloat16, Factor.BF16),
     "fp16": (torch.float16, Factor.FP16),
 }
+_EXACT_IN_FLOAT32: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Numbers that are rounded once, whether they become float32 in between or not."""
 _TRIED_INSTEAD: Final = 2**22
 """Elements up to which a matrix of random numbers is tried in the place of the one that is loaded, whose sums may be
 exact in any order, as zeros are."""
+_ROUNDED_ROWS: Final = 64
+"""At a time: what is in between stays in the processor's cache. Whole blocks."""
 _PROBE_TOLERANCE: Final = 1e-3
 
 
@@ -79,10 +83,12 @@ def pack(
     in_blocks: bool = False,
     pages: WidePages | None = None,
 ) -> PackedLinear:
-    """`weight` [out, in] in float32, kept as `form`; the caller lets the original go. `in_blocks`: as compiled row
+    """`weight` [out, in] of floats, kept as `form`; the caller lets the original go. `in_blocks`: as compiled row
     products read it (`blocks`), in `pages`.
 
     Raises `ExecutionError` where values do not fit the form."""
+    if not (in_blocks and weight.dtype in _EXACT_IN_FLOAT32):
+        weight = weight.to(torch.float32)
     if weight.device.type != "cpu":
         product, nbytes = _on_accelerator(weight, form, key)
         return PackedLinear(product, bias, nbytes)
@@ -223,10 +229,18 @@ def _in_blocks(weight: torch.Tensor, form: WeightFormat, key: str, pages: WidePa
         if form == "fp16":
             _check_float16(weight, key)
         return floats_in_blocks(weight.to(_FLOATS[form][0]), pages)
-    group = int4_group(*weight.shape) if form == "int4" else None
-    if group is not None:
-        return four_bits_in_blocks(*quantise_groups(weight, group), pages)
-    return eight_bits_in_blocks(*quantise_rows(weight), pages)
+    rows, columns = weight.shape
+    factor = _factor(rows, columns, form)
+    shape = (-(-rows // WIDTH), block_bytes(factor, columns))
+    data = torch.empty(shape, dtype=torch.uint8) if pages is None else pages.take(shape, torch.uint8)
+    for first in range(0, rows, _ROUNDED_ROWS):
+        part = weight[first : first + _ROUNDED_ROWS].to(torch.float32)
+        if factor is Factor.INT8:
+            made = eight_bits_in_blocks(*quantise_rows(part))
+        else:
+            made = four_bits_in_blocks(*quantise_groups(part, int4_group(rows, columns) or 0))
+        data[first // WIDTH : first // WIDTH + made.data.shape[0]] = made.data
+    return Blocks(factor, rows, columns, data)
 
 
 def _plain(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:

@@ -122,7 +122,7 @@ class ServingWeights:
         by_layout: dict[bool, PackedLinear] = {}
         for use in uses:
             if use.transposed not in by_layout:
-                plain = given().to(torch.float32)
+                plain = given()
                 by_layout[use.transposed] = pack(
                     plain.t().contiguous() if use.transposed else plain,
                     None,
