@@ -182,7 +182,8 @@ def index_checkpoint(
             case Assembly():
                 assembled[key] = source
     if missing:
-        raise _lacking(missing, built, frozenset(shapes))
+        taken = {name for source in sources.values() for name in _names(source)}
+        raise _lacking(missing, built, shapes.keys() - taken or shapes.keys())
     return Checkpoint(entries, assembled, computed, found)
 
 
@@ -206,7 +207,7 @@ def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:
 
 
 def _lacking(missing: Mapping[str, Shape], built: Built, found: Collection[str]) -> ModelError:
-    """Says which names were looked for, and what is there instead."""
+    """Says which names were looked for, and which of `found` come near."""
     key, shape = next(iter(missing.items()))
     written = expected(built.module, key, shape)
     looked = "" if written == (key,) else f", which files hold as {_listed(written)}"
