@@ -361,7 +361,7 @@ def models_page() -> str:
     passing = sum(row["passes"] for row in rows)
     lines = [
         f"{passing} of {len(rows)} rows pass ({100 * passing / len(rows):.0f} %): nothing that applies has missed on "
-        f"any backend. {versions}.",
+        f"any backend tried. {versions}.",
     ]
     columns = [(what, name) for what in ("forward", "gradients", "serving") for name in BACKENDS]
     columns.remove(("gradients", "onnxruntime"))
