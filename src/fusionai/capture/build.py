@@ -130,7 +130,9 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
         yield from ((key, parameters[key].detach()) for key in sorted(keys))
         return
     wanted = frozenset(built.registered[key] for key in keys)
-    with watching() as watch, _parameters_on_meta(watch, wanted):
+    parameters = built.parameters()
+    shapes = frozenset(tuple(parameters[key].shape) for key in keys)
+    with watching(shapes) as watch, _parameters_on_meta(watch, wanted):
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
     made = {key: parameter for key, parameter in built.parameters(module).items() if key in keys}
     if any(parameter.is_meta for parameter in made.values()):
@@ -262,6 +264,9 @@ def _build_on_meta(
             raise RuntimeError(f"the parameter {key} got round registration")
         programs[key] = watch.program(parameter)
         registered[key] = registration.indices[id(parameter)]
+    for key, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise RuntimeError(f"the buffer {key} was made from large empty memory")
     return module, inputs, programs, registered
 
 

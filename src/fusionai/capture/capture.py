@@ -16,16 +16,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
 
 from fusionai.capture.adapter import located
 from fusionai.capture.adapter_slots import Slots
 from fusionai.capture.build import Adapters, Built, build
 from fusionai.capture.conversion import left_out
+from fusionai.capture.copies import Unlike
 from fusionai.capture.experts import by_products
 from fusionai.capture.export import export, output_dims
-from fusionai.capture.lowering import Lowered, Unsupported, lower
+from fusionai.capture.lowering import PREFIX, Lowered, Unsupported, lower
 from fusionai.capture.model_inputs import model_inputs
 from fusionai.capture.recurrence import semantic_recurrences
+from fusionai.capture.repetition import repeated_layers
 from fusionai.capture.source import ModelSource
 from fusionai.capture.state import Checkpoint, StateSource, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
@@ -95,9 +98,11 @@ def capture(
     train: bool = True,
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
     adapter: Adapters | None = None,
+    whole: bool = False,
 ) -> Captured:
     """Capture `source` with its loss as a validated graph, for every batch and sequence in the ranges (inclusive).
-    With `adapter` in it, nothing else is trainable.
+    With `adapter` in it, nothing else is trainable. `whole`: every repeated layer is traced, which takes longer and
+    gives the same graph.
 
     Raises `ModelError` when the model can't be built, traced or spelt in the IR; it names what, where and what to do.
     """
@@ -110,6 +115,7 @@ def capture(
         train=train,
         example_inputs=example_inputs,
         adapter=adapter,
+        whole=whole,
     )
     if made.unsupported:
         first = made.unsupported[0]
@@ -134,6 +140,7 @@ def draft(
     train: bool,
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
     adapter: Adapters | None = None,
+    whole: bool = False,
 ) -> Draft:
     """As `capture`, but collects what is unsupported instead of refusing."""
     for name, (low, high) in (("batch", batch), ("sequence", sequence)):
@@ -169,9 +176,7 @@ def draft(
     built.module.train(train)
     if train:
         by_products(built.module)
-    with semantic_recurrences(built.module):
-        program = export(TaskModule(built.module, task, names), specs, symbols)
-    lowered = lower(program, specs, _canonical(built.module))
+    program, lowered = _traced(built, TaskModule(built.module, task, names), specs, symbols, whole=whole)
     constants: dict[str, torch.Tensor] = {
         built.key(key): _tensor_constant(
             program.constants[f"module.{key}" if f"module.{key}" in program.constants else key]
@@ -179,6 +184,30 @@ def draft(
         for key in lowered.constants.values()
     }
     return _assemble(built, lowered, specs, names, symbols, constants, checkpoint, task, train, notes)
+
+
+def _traced(
+    built: Built,
+    module: TaskModule,
+    specs: tuple[InputSpec, ...],
+    symbols: Mapping[str, Range],
+    *,
+    whole: bool,
+) -> tuple[ExportedProgram, Lowered]:
+    """With repeated layers copied, unless what is traced shows that they are not alike, or `whole`."""
+    canonical = _canonical(built.module)
+    with semantic_recurrences(built.module), repeated_layers(built.module, whole=whole) as repetition:
+        program = export(module, specs, symbols)
+        try:
+            if repetition.written:
+                raise Unlike("the result of a layer is written to")
+            for name in program.graph_signature.buffers_to_mutate.values():
+                if any(name.startswith(f"{PREFIX}{traced.path}.") for traced in repetition.traced):
+                    raise Unlike(f"a layer writes its buffer {name}")
+            return program, lower(program, specs, canonical, repetition)
+        except Unlike:
+            del program
+    return _traced(built, module, specs, symbols, whole=True)
 
 
 def _assemble(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusionai.ir.schema import InitOp
 
 Program = tuple[InitOp, ...]
+
+_LARGE_BYTES = 2**28
+"""Empty memory from here on is made on the meta device."""
 
 _PADDINGS = frozenset({"constant_pad_nd", "pad"})
 """Copies where they pad by nothing, as when transformers ties an output bias to its matrix."""
@@ -55,8 +58,10 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: s
 class InitialisationWatch(TorchDispatchMode):
     """Follows initialisation while entered. `program(tensor)` answers afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: frozenset[tuple[int, ...]] = frozenset()) -> None:
+        """`kept`: shapes that are given real memory however large they are."""
         super().__init__()
+        self._kept = kept
         self._records: dict[int, _Record] = {}
 
     def program(self, tensor: torch.Tensor) -> Program | None:
@@ -93,6 +98,9 @@ class InitialisationWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         before = None if target is None else self.program(target)
+        if func is torch.ops.aten.empty.memory_format and self._is_large(args[0], kwargs):
+            # Experts of one layer may take tens of gigabytes, of which a parameter on the meta device needs none.
+            kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name.endswith("_") and not name.endswith("__"):
@@ -106,6 +114,12 @@ class InitialisationWatch(TorchDispatchMode):
             same = target is not None and result.shape == target.shape
             self.write(result, before if name in _PADDINGS and same else self._created(name, before, args, kwargs))
         return result
+
+    def _is_large(self, shape: Any, kwargs: Mapping[str, Any]) -> bool:
+        itemsize = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+        device = kwargs.get("device")
+        on_cpu = device is None or torch.device(device).type == "cpu"
+        return on_cpu and math.prod(shape) * itemsize >= _LARGE_BYTES and tuple(shape) not in self._kept
 
     def _after(
         self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -220,10 +234,11 @@ _SILENT = ("dirac_", "orthogonal_", "sparse_")
 
 
 @contextmanager
-def watching() -> Iterator[InitialisationWatch]:
-    """Open a watch. Functions that do nothing at all on meta tensors are replaced for the time being, wherever they
-    have been imported to: the truncated normal has a program, of the others it is noted that they have none."""
-    watch = InitialisationWatch()
+def watching(kept: frozenset[tuple[int, ...]] = frozenset()) -> Iterator[InitialisationWatch]:
+    """Open a watch; `kept` as `InitialisationWatch` has it. Functions that do nothing at all on meta tensors are
+    replaced for the time being, wherever they have been imported to: the truncated normal has a program, of the others
+    it is noted that they have none."""
+    watch = InitialisationWatch(kept)
     replaced: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
     for name in _SILENT:
         original: Callable[..., Any] = getattr(nn.init, name)

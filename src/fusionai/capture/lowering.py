@@ -19,6 +19,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from fusionai.capture.copies import Copies, renamed
+from fusionai.capture.repetition import Repetition
 from fusionai.capture.shapes import spell
 from fusionai.capture.tasks import InputSpec
 from fusionai.ir.graph import reads
@@ -52,6 +54,7 @@ _SIZE_OPS: Final[Mapping[Any, str]] = {
 _DROPPED_KWARGS: Final = frozenset({"layout", "pin_memory", "non_blocking"})
 _ASSERTIONS: Final = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten._functional_sym_constrain")
 _SAME: Final = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
+_REPETITION: Final = frozenset({"fusion.traced_layer.default", "fusion.repeated.default"})
 _RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "channels_last", "preserve"]]] = {
     torch.contiguous_format: "contiguous",
@@ -89,9 +92,11 @@ def lower(
     program: ExportedProgram,
     inputs: tuple[InputSpec, ...],
     canonical: Mapping[str, str],
+    repetition: Repetition,
 ) -> Lowered:
-    """Spell `program` in the IR. `canonical`: every name of a parameter or buffer -> its first name."""
-    lowering = _Lowering(program, inputs, canonical)
+    """Spell `program` in the IR. `canonical`: every name of a parameter or buffer -> its first name. Raises `Unlike`
+    where layers of `repetition` can't be copied."""
+    lowering = _Lowering(program, inputs, canonical, repetition)
     lowering.run()
     return lowering.result
 
@@ -105,7 +110,13 @@ class _Refusal(Exception):
 
 
 class _Lowering:
-    def __init__(self, program: ExportedProgram, inputs: tuple[InputSpec, ...], canonical: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        inputs: tuple[InputSpec, ...],
+        canonical: Mapping[str, str],
+        repetition: Repetition,
+    ) -> None:
         self.program = program
         self.specs = inputs
         self.canonical = canonical
@@ -116,6 +127,7 @@ class _Lowering:
         """Canonical name -> the one value of that parameter."""
         self.symbols: dict[str, str] = {}
         self.constant_values: set[str] = set()
+        self.copies = Copies(self.result.nodes, self.result.values, self.tied, canonical, repetition)
 
     def run(self) -> None:
         user_inputs = iter(self.specs)
@@ -127,6 +139,7 @@ class _Lowering:
             except _Refusal as refusal:
                 self.refuse(node, _op_name(node), str(refusal))
         self.drop_dead()
+        self.rename()
 
     def visit(self, node: fx.Node, user_inputs: Iterator[InputSpec]) -> None:
         signature = self.program.graph_signature
@@ -177,6 +190,9 @@ class _Lowering:
             return
         name = _op_name(node)
         if name.startswith(_ASSERTIONS):
+            return
+        if name in _REPETITION:
+            self.names[node] = self.copies.take(name, [self.argument(arg) for arg in node.args])
             return
         if node.target in _SIZE_OPS:
             self.emit(node, _SIZE_OPS[node.target], node.args, {})
@@ -319,6 +335,26 @@ class _Lowering:
         for table in (self.result.parameters, self.result.buffers, self.result.constants):
             for value in [value for value in table if value not in used]:
                 del table[value]
+
+    def rename(self) -> None:
+        """Name results by operator and number, the same however the graph was made."""
+        result = self.result
+        taken = {*result.inputs, *result.parameters, *result.buffers, *result.constants}
+        counts: dict[str, int] = {}
+        names: dict[str, str] = {}
+        for node in result.nodes:
+            base = node.op.split(".")[1]
+            while True:
+                count = counts[base] = counts.get(base, -1) + 1
+                name = f"{base}_{count}" if count else base
+                if name not in taken:
+                    break
+            several = len(node.outputs) > 1
+            names.update({old: f"{name}.{i}" if several else name for i, old in enumerate(node.outputs)})
+        result.nodes = [renamed(node, names) for node in result.nodes]
+        result.values = {names.get(name, name): spec for name, spec in result.values.items()}
+        result.outputs = {meaning: names.get(name, name) for meaning, name in result.outputs.items()}
+        result.state_writes = {names.get(name, name): key for name, key in result.state_writes.items()}
 
 
 def _attention(lowering: _Lowering, node: fx.Node) -> None:
