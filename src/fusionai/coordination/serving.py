@@ -110,6 +110,8 @@ class RoundLimits:
     rebuild_s: float = 20.0
     probe_s: float = 20.0
     pass_s: float = 30.0
+    loading_s: float = 1800.0
+    """In which a stage that says that it loads has another byte of its weights, or all is packed."""
 
 
 FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving", "liar"]
@@ -143,6 +145,8 @@ class ServingMachine:
     """Stage -> what it said it has of each session."""
     _sound: dict[int, str] = field(default_factory=dict[int, str])
     """Stage -> its holder, where every round since passes last ran placed it there and none had another cut."""
+    _arrived: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
+    """Stage -> bytes of its weights that were there when it said so last, and since when."""
     _rebuilds: dict[int, tuple[SendRebuild, set[int]]] = field(default_factory=dict[int, tuple[SendRebuild, set[int]]])
     """Number -> what was asked for, and the sessions that are not there yet."""
     _probes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
@@ -174,7 +178,7 @@ class ServingMachine:
         if not isinstance(event, Tick):
             self.story.append(f"{self.phase.value}: {event!r}")
             del self.story[:-STORY_LENGTH]
-            if not isinstance(event, StageWorking):
+            if not isinstance(event, (StageWorking, LoadProgressed)):
                 self._moved_s = None
         commands = [*transition.act(self, event), *self._dismiss_idle()]
         assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
@@ -271,7 +275,7 @@ class ServingMachine:
         self._muster.void()
         if self.checks is not None:
             self.checks.drop()
-        for one in (self._loaded, self._rebuilds, self._probes):
+        for one in (self._loaded, self._arrived, self._rebuilds, self._probes):
             one.clear()
         self._digests.clear()
         self._moved_s = None
@@ -818,9 +822,14 @@ class ServingMachine:
         self.batcher.rewind()
         return [TellState("stopped", reason), EndJob(failed=reason)]
 
-    def stay(self, event: ServingEvent) -> list[ServingCommand]:
-        """A sign of progress, nothing else."""
-        del event
+    def on_load_progressed(self, event: ServingEvent) -> list[ServingCommand]:
+        """A sign of progress, unless nothing more has come for too long."""
+        assert isinstance(event, LoadProgressed)
+        known = self._arrived.get(event.stage)
+        if known is None or known[0] != event.done_bytes:
+            known = self._arrived[event.stage] = event.done_bytes, self._now_s
+        if self._now_s - known[1] <= self.limits.loading_s:
+            self._moved_s = None
         return []
 
     # ---------------------------------------------------------------------------------------------------- details
@@ -898,7 +907,7 @@ TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] =
     (_G, MemberEnlisted): _row(ServingMachine.on_enlisted, _G, _N),
     (_N, StageLoaded): _row(ServingMachine.on_loaded, _N),
     (_L, StageLoaded): _row(ServingMachine.on_loaded, _L, _B, _P, _G, _N),
-    **{(phase, LoadProgressed): _row(ServingMachine.stay, phase) for phase in (_N, _L, _G)},
+    **{(phase, LoadProgressed): _row(ServingMachine.on_load_progressed, phase) for phase in (_N, _L, _G)},
     **{(phase, StageWorking): _row(ServingMachine.on_working, phase, _N, _W, _E) for phase in (*_ROUND, _G)},
     (_G, StandbyLoaded): _row(ServingMachine.on_standby_loaded, _G, _N),
     (_B, Rebuilt): _row(ServingMachine.on_rebuilt, _B, _P, _G, _N),

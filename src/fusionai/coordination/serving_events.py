@@ -24,11 +24,12 @@ class MemberEnlisted:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgressed:
-    """A sign that a member still loads."""
+    """A sign that a member still loads, also while it compiles or packs: then `done_bytes` of its weights stay."""
 
     fence: Fence
     peer: str
     stage: int
+    done_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from fusionai.primitives.errors import (
 )
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.weight_pieces import spec_bytes
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
@@ -99,6 +100,8 @@ class ServingMember:
         self._referees: dict[int, TextReferee] = {}
         """By the number of the check."""
         self._loading = asyncio.Lock()
+        self._loads: dict[int, wire.Loading] = {}
+        """Of stages that are being loaded, how far they are: told again while that takes."""
         self._failed: dict[int, Fence] = {}
         self._links_told: set[tuple[Fence, PeerId]] = set()
         self._visitors: set[PeerId] = set()
@@ -348,7 +351,10 @@ class ServingMember:
                     async with self._loading:
                         if load.standby and not self._is_present(load):
                             return  # a stage that streams wait for may be next; this one is asked for again
-                        stage, fetched_bytes = await self._made(load, tensors)
+                        try:
+                            stage, fetched_bytes = await self._made(load, tensors)
+                        finally:
+                            self._loads.pop(load.stage, None)
                     if load.stage not in self._own | self._placement.guards:
                         self._keep_only(self._own | self._placement.guards)
                 if self._is_present(load):
@@ -397,6 +403,10 @@ class ServingMember:
             return present, {}
         if self._stages.pop(load.stage, None) is not None:
             return_freed_memory()
+        total_bytes = sum(spec_bytes(spec) for spec in load.weights)
+        self._loads[load.stage] = wire.Loading(
+            fence=load.fence, stage=load.stage, done_bytes=0, total_bytes=total_bytes
+        )
         stage, program = await prepare_stage(
             self._host, load, tensors, postman=self, memory_limit_bytes=self._unused_bytes()
         )
@@ -408,11 +418,11 @@ class ServingMember:
         def progress(done_bytes: int, total_bytes: int) -> None:
             nonlocal told_s
             now_s = self._host.clock.now_s()
+            far = wire.Loading(fence=load.fence, stage=load.stage, done_bytes=done_bytes, total_bytes=total_bytes)
+            self._loads[load.stage] = far
             if now_s - told_s >= LOADING_S or done_bytes == total_bytes:
                 told_s = now_s
-                self.to_driver(
-                    wire.Loading(fence=load.fence, stage=load.stage, done_bytes=done_bytes, total_bytes=total_bytes)
-                )
+                self.to_driver(far)
 
         def refused(source: PeerId, key: str) -> None:
             self.to_driver(wire.WeightRefused(fence=load.fence, stage=load.stage, source=source, key=key))
@@ -483,7 +493,9 @@ class ServingMember:
                 self._tell_work()
 
     def _tell_work(self) -> None:
-        """A stage that works long is told from one that is stuck by what it says."""
+        """A stage that works or loads long is told from one that is stuck by what it says."""
+        for far in self._loads.values():
+            self.to_driver(far)
         now_s = time.monotonic()
         for number, stage in self._stages.items():
             if number in self._own and (told := stage.working(now_s)) is not None:

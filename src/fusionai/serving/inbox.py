@@ -31,7 +31,7 @@ def event_of(
         case wire.Enlisted(fence=fence):
             return events.MemberEnlisted(fence, peer)
         case wire.Loading(fence=fence):
-            return events.LoadProgressed(fence, peer, message.stage)
+            return events.LoadProgressed(fence, peer, message.stage, message.done_bytes)
         case wire.Loaded(fence=fence, standby=True):
             return events.StandbyLoaded(fence, peer, message.stage)
         case wire.Loaded(fence=fence):

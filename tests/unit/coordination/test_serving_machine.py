@@ -386,6 +386,17 @@ def test_signs_of_loading_put_the_deadline_off() -> None:
         assert not job.of(commands.TellFault)
 
 
+def test_a_stage_that_only_says_that_it_loads_is_not_waited_for_for_ever() -> None:
+    job = Job(roles())
+    job.enlist()
+    for second in range(0, 1800, 50):
+        job.tell(events.Tick(float(second)), events.LoadProgressed(job.fence, "b", 2, 700))
+        assert not job.of(commands.TellFault)
+    for second in range(1800, 2000, 50):
+        job.tell(events.LoadProgressed(job.fence, "b", 2, 700), events.Tick(float(second)))
+    assert "b" in job.machine.lost
+
+
 def test_a_pass_that_never_comes_back_begins_a_round() -> None:
     job = running()
     job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
