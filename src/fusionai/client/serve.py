@@ -181,7 +181,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         clock = SystemClock()
         home, invitation, local = request.home, request.invitation, None
         on_event(Noted(f"capturing {files.name}"))
-        # Opened and hashed while processes start and the pool is looked for.
+        # Opened while processes start and the pool is looked for.
         opening = _beside(stack, in_background(lambda: open_model(files, adapters)))
         hashing = _beside(stack, _hashed(opening, request, on_event))
         if request.local is not None:
@@ -212,17 +212,19 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             on_event(Noted(f"the server of {left} was killed; its peers are free again"))
         if not (members := await pool.pool()):
             raise nobody(membership.pool, members, trust.barred)
+        # Capturing changes the framework and modules like `math` for all threads while it lasts: whatever imports or
+        # computes here comes after it.
+        model = await opening
+        for adapter in adapters:
+            on_event(Noted(adapter.words))
+        for note in model.captured.notes:
+            on_event(Noted(note))
         compute = ComputeThread()
         stack.callback(compute.close)
         backend, _ = await compute.run(
             lambda: open_backend("torch", device=request.device, threads=_owner_threads(request))
         )
         report, _ = await compute.run(backend.probe)
-        model = await opening
-        for adapter in adapters:
-            on_event(Noted(adapter.words))
-        for note in model.captured.notes:
-            on_event(Noted(note))
         weights = await hashing
         stack.callback(weights.close)
         draft: DraftModel | None = None

@@ -34,6 +34,8 @@ INT4_GROUP: Final = 32
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
 EMBEDDING: Final = "aten.embedding.default"
 ATTENTION: Final = "fusion.attention"
+BESIDE: Final = 2
+"""What one operator reads and writes, times this, is what a pass takes with all that waits to be read later."""
 LENGTH: Final = 256
 """Of a text by which it is found out what grows with it."""
 
@@ -84,7 +86,8 @@ def serving_costs(
                 forward_flops=(record if whole is None else whole[record.block]).forward_flops,
                 parameter_bytes=kept,
                 looked_up_bytes=looked_up,
-                workspace_bytes=record.workspace_bytes * pass_tokens,
+                workspace_bytes=BESIDE * record.workspace_bytes * pass_tokens
+                + _unpacked_bytes(graph, nodes[record.block]),
                 output_bytes=record.output_bytes,
                 cache_token_bytes=growing,
                 cache_session_bytes=ring,
@@ -143,6 +146,14 @@ def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tup
         rows, columns = graph.params[value].shape
         kept += matrix_bytes(rows, columns, weights)
     return kept, looked_up
+
+
+def _unpacked_bytes(graph: Graph, nodes: list[Node]) -> int:
+    """Of the largest parameter, which lies here in float32 while it is packed."""
+    return max(
+        (4 * prod(graph.params[value].shape) for node in nodes for value in reads(node) if value in graph.params),
+        default=0,
+    )
 
 
 def _plain_bytes(graph: Graph, value: str) -> int:

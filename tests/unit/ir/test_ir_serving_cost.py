@@ -56,6 +56,15 @@ def test_a_table_is_looked_up_and_a_matrix_kept_in_the_wanted_format() -> None:
     assert layer.forward_flops >= 2 * 16 * 16
 
 
+def test_the_largest_matrix_lies_here_unpacked_while_it_is_packed() -> None:
+    """A plan that forgets it fills the memory with pages, and no stage can be loaded."""
+    table, layer = serving_costs(graph(), weights="int8", cache="fp32", pass_tokens=1)
+    longer = serving_costs(graph(), weights="int8", cache="fp32", pass_tokens=2)[1]
+    per_token_bytes = longer.workspace_bytes - layer.workspace_bytes
+    assert layer.workspace_bytes - per_token_bytes == 4 * 16 * 16
+    assert table.workspace_bytes >= 4 * 10 * 16
+
+
 @pytest.mark.parametrize(("cache", "item"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
 def test_keys_and_values_are_counted_by_token_and_windows_by_session(cache: str, item: int) -> None:
     plain = serving_costs(graph(), weights="fp32", cache=cache, pass_tokens=32)[1]  # type: ignore[arg-type]
