@@ -231,7 +231,7 @@ def _elementwise(d: Draw) -> Iterator[Case]:
     yield _of("pow.Tensor_Tensor", positive, x)
     yield _of("pow.Scalar", 2.0, x)
     for name in (
-        *("neg", "square", "abs", "sin", "cos", "gelu", "silu", "mish", "erf", "tanh", "sigmoid", "exp"),
+        *("neg", "square", "abs", "sin", "cos", "gelu", "silu", "mish", "erf", "tanh", "sigmoid", "exp", "expm1"),
         *("log_sigmoid", "softplus", "relu", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "relu6"),
     ):
         yield _of(f"{name}.default", off if name in _KINKED else x)

@@ -438,7 +438,41 @@ def _other_name(op: str) -> Callable[[_Lowering, fx.Node], None]:
     return lambda lowering, node: lowering.emit(node, op, node.args, node.kwargs)
 
 
+_ALIASES: Final[Mapping[str, str]] = {
+    "aten.multiply.Tensor": "aten.mul.Tensor",
+    "aten.multiply.Scalar": "aten.mul.Scalar",
+    "aten.divide.Tensor": "aten.div.Tensor",
+    "aten.divide.Scalar": "aten.div.Scalar",
+    "aten.divide.Tensor_mode": "aten.div.Tensor_mode",
+    "aten.divide.Scalar_mode": "aten.div.Scalar_mode",
+    "aten.true_divide.Tensor": "aten.div.Tensor",
+    "aten.true_divide.Scalar": "aten.div.Scalar",
+    "aten.subtract.Tensor": "aten.sub.Tensor",
+    "aten.subtract.Scalar": "aten.sub.Scalar",
+    "aten.negative.default": "aten.neg.default",
+    "aten.absolute.default": "aten.abs.default",
+    "aten.clip.default": "aten.clamp.default",
+    "aten.clip.Tensor": "aten.clamp.Tensor",
+    "aten.special_expm1.default": "aten.expm1.default",
+    "aten.special_log1p.default": "aten.log1p.default",
+    "aten.special_erf.default": "aten.erf.default",
+    "aten.special_expit.default": "aten.sigmoid.default",
+    "aten.concat.default": "aten.cat.default",
+    "aten.concatenate.default": "aten.cat.default",
+    "aten.swapaxes.default": "aten.transpose.int",
+    "aten.swapdims.default": "aten.transpose.int",
+    **{
+        f"aten.{long}.{form}": f"aten.{short}.{form}"
+        for long, short in {
+            "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+        }.items()
+        for form in ("Tensor", "Scalar")
+    },
+}  # fmt: skip
+"""Other names of the same operators."""
+
 _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
+    **{alias: _other_name(op) for alias, op in _ALIASES.items()},
     "fusion.attention.default": _attention,
     "fusion.expert_linear.default": _expert_linear,
     "fusion.linear_attention.default": _linear_attention,

@@ -205,6 +205,7 @@ def _table() -> Iterator[Operator]:
     # ... that needs the result.
     yield from _operators("elementwise", "aten.relu.default aten.tanh.default aten.sigmoid.default", saves="result")
     yield from _operators("elementwise", "aten.exp.default aten.sqrt.default aten.rsqrt.default", saves="result")
+    yield from _operators("elementwise", "aten.expm1.default", saves="result")
     yield from _operators("elementwise", "aten.reciprocal.default", saves="result")
     yield from _operators("elementwise", "aten.log_sigmoid.default")
     # ... with integer or boolean results, or no gradient.

@@ -99,6 +99,17 @@ def test_batch_statistics_are_state_writes_in_training_only() -> None:
     assert self_check(evaluated).forward_diff == 0.0
 
 
+def test_other_names_of_an_operator_are_that_operator() -> None:
+    def body(net: Net, x: torch.Tensor) -> torch.Tensor:
+        h = torch.multiply(net.fc(x), torch.expm1(x))
+        h = torch.subtract(torch.divide(h, 3.0), torch.negative(x))
+        return torch.clip(torch.concat([h, torch.absolute(h)], -1), -1.0, 2.0) * torch.greater(x, 0.0).sum()
+
+    made = captured(body)
+    assert {"aten.mul.Tensor", "aten.expm1.default", "aten.clamp.default"} <= ops(made.graph)
+    assert_equal_to_module(made)
+
+
 def test_devices_are_the_stages_device() -> None:
     def body(net: Net, x: torch.Tensor) -> torch.Tensor:
         return net.fc(x) + torch.zeros(x.shape[0], 1, 1, device=x.device) + torch.arange(4, device=x.device)

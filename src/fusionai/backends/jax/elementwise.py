@@ -147,6 +147,7 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.abs.default": jnp.abs,
     "aten.log.default": _unary(jnp.log),
     "aten.log1p.default": _unary(jnp.log1p),
+    "aten.expm1.default": _unary(jnp.expm1),
     "aten.sin.default": _unary(jnp.sin),
     "aten.cos.default": _unary(jnp.cos),
     "aten.gelu.default": _gelu,

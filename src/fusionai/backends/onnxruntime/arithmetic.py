@@ -91,6 +91,12 @@ def _log1p(b: Builder, x: Tensor) -> Tensor:
     return b.op("Log", [one], like=wide)
 
 
+def _expm1(b: Builder, x: Tensor) -> Tensor:
+    wide = Tensor("", "float64", b.out.shape)
+    power = b.op("Exp", [b.cast(x, "float64")], like=wide)
+    return b.op("Sub", [power, b.number(1.0, "float64")], like=wide)
+
+
 def _gelu(b: Builder, x: Tensor, approximate: str = "none") -> Tensor:
     return b.op("Gelu", [x], approximate=approximate)
 
@@ -226,6 +232,7 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.abs.default": _unary("Abs"),
     "aten.log.default": _unary("Log"),
     "aten.log1p.default": _log1p,
+    "aten.expm1.default": _expm1,
     "aten.sin.default": _unary("Sin"),
     "aten.cos.default": _unary("Cos"),
     "aten.exp.default": _unary("Exp"),
