@@ -23,7 +23,6 @@ from fusionai.backends.torch.row_code import Factor, Field, Form, Op
 from fusionai.backends.torch.row_vectors import (
     FLOAT,
     FLOATS,
-    HALF,
     INT,
     LANES,
     LONG,
@@ -148,6 +147,27 @@ def _mix(form: Form) -> Any:
     return intrinsic_of(f"mix_{form.name}", codegen)
 
 
+def _as_half(builder: Any, value: Any) -> Any:
+    """The bits of a float32 as float16, rounded to nearest even. By integers: processors without an instruction for it
+    would call a function that is not there."""
+
+    def number(bits: int) -> Any:
+        return ir.Constant(INT, bits)
+
+    bits = builder.bitcast(value, INT)
+    sign, size = builder.and_(bits, number(0x80000000)), builder.and_(bits, number(0x7FFFFFFF))
+    # Below 2**-14: adding one half rounds at the place of float16's last bit.
+    half = builder.bitcast(number(0x3F000000), FLOAT)
+    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, FLOAT), half), INT), number(0x3F000000))
+    odd = builder.and_(builder.lshr(size, number(13)), number(1))
+    near = builder.lshr(builder.add(builder.add(size, number(0xC8000FFF)), odd), number(13))
+    finite = builder.select(builder.icmp_unsigned("<", size, number(0x38800000)), small, near)
+    # 2**16 and more is infinity, and what is no number stays none.
+    beyond = builder.select(builder.icmp_unsigned(">", size, number(0x7F800000)), number(0x7E00), number(0x7C00))
+    whole = builder.select(builder.icmp_unsigned(">=", size, number(0x47800000)), beyond, finite)
+    return builder.trunc(builder.or_(whole, builder.lshr(sign, number(16))), SHORT)
+
+
 def _keep(form: Form) -> Any:
     """Store `count` float32 values from x at w, rounded to nearest even."""
     size = SIZE[form]
@@ -161,7 +181,7 @@ def _keep(form: Form) -> Any:
                 case Form.FP32:
                     builder.store(value, at_address(builder, address, FLOAT), align=4)
                 case Form.FP16:
-                    builder.store(builder.fptrunc(value, HALF), at_address(builder, address, HALF), align=2)
+                    builder.store(_as_half(builder, value), at_address(builder, address, SHORT), align=2)
                 case Form.BF16:
                     bits = builder.bitcast(value, INT)
                     odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))

@@ -8,13 +8,15 @@ and `row_kernels`.
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from fusionai.backends.torch.row_code import Form
@@ -37,6 +39,11 @@ FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), i
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 SIZE: Final = {Form.FP32: 4, Form.BF16: 2, Form.FP16: 2}
 _ADDRESSES: Final = 7
+HALF_INSTRUCTIONS: Final[bool] = platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86") or (
+    get_host_cpu_features().get("f16c", False) if config.CPU_NAME is None else "+f16c" in (config.CPU_FEATURES or "")
+)
+"""Whether the processor that code is made for turns float16 into float32. Else LLVM calls a function that is not
+there, and ends the process."""
 
 
 def at_address(builder: Any, address: Any, kind: Any) -> Any:
@@ -53,8 +60,11 @@ def load_wide(builder: Any, form: Form, address: Any) -> Any:
             bits = builder.zext(short, ir.VectorType(INT, LANES))
             return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, [16] * LANES)), FLOATS)
         case Form.FP16:
-            half = builder.load(at_address(builder, address, ir.VectorType(HALF, LANES)), align=2)
-            return builder.fpext(half, FLOATS)
+            if HALF_INSTRUCTIONS:
+                half = builder.load(at_address(builder, address, ir.VectorType(HALF, LANES)), align=2)
+                return builder.fpext(half, FLOATS)
+            short = builder.load(at_address(builder, address, ir.VectorType(SHORT, LANES)), align=2)
+            return _of_half(builder, builder.zext(short, ir.VectorType(INT, LANES)), lambda bits: [bits] * LANES)
 
 
 def load_one(builder: Any, form: Form, address: Any) -> Any:
@@ -65,7 +75,27 @@ def load_one(builder: Any, form: Form, address: Any) -> Any:
             bits = builder.zext(builder.load(at_address(builder, address, SHORT), align=2), INT)
             return builder.bitcast(builder.shl(bits, ir.Constant(INT, 16)), FLOAT)
         case Form.FP16:
-            return builder.fpext(builder.load(at_address(builder, address, HALF), align=2), FLOAT)
+            if HALF_INSTRUCTIONS:
+                return builder.fpext(builder.load(at_address(builder, address, HALF), align=2), FLOAT)
+            short = builder.load(at_address(builder, address, SHORT), align=2)
+            return _of_half(builder, builder.zext(short, INT), lambda bits: bits)
+
+
+def _of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
+    """The float32 of a float16's bits in 32, exactly, by integers and one product with a power of two. `spread`: a
+    number for every lane."""
+
+    def number(value: int) -> Any:
+        return ir.Constant(bits.type, spread(value))
+
+    kind = FLOATS if isinstance(bits.type, ir.VectorType) else FLOAT
+    size = builder.shl(builder.and_(bits, number(0x7FFF)), number(13))
+    scale = builder.bitcast(number(0x77800000), kind)  # 2**112
+    finite = builder.bitcast(builder.fmul(builder.bitcast(size, kind), scale), bits.type)
+    beyond = builder.icmp_unsigned(">=", size, number(0x0F800000))
+    whole = builder.select(beyond, builder.or_(size, number(0x7F800000)), finite)
+    sign = builder.shl(builder.and_(bits, number(0x8000)), number(16))
+    return builder.bitcast(builder.or_(whole, sign), kind)
 
 
 def fused(builder: Any, kind: Any, name: str) -> Any:
