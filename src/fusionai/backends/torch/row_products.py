@@ -407,7 +407,7 @@ def _few(kind: int, stamp: int) -> Any:
                 _int4_128(w, step, x, x_step, y, y_step, rows, block, end, count)
 
     signature = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-    return cfunc(signature, nopython=True, cache=True)(named(multiply, f"multiply_{Factor(kind).name}"))
+    return cfunc(signature, cache=True)(named(multiply, f"multiply_{Factor(kind).name}"))
 
 
 def _many(kind: int, wide: int, stamp: int) -> Any:
@@ -456,7 +456,7 @@ def _many(kind: int, wide: int, stamp: int) -> Any:
                             _scale(w + (block + number) * step + 16 * count, 0, 0, 0, out + 64 * number, y_step, some)
 
     signature = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
-    return cfunc(signature, nopython=True, cache=True)(named(multiply_many, f"multiply_many_{Factor(kind).name}"))
+    return cfunc(signature, cache=True)(named(multiply_many, f"multiply_many_{Factor(kind).name}"))
 
 
 @njit(nogil=True)

@@ -168,8 +168,7 @@ def named(function: Any, name: str) -> Any:
     return function
 
 
-@intrinsic
-def call_at(
+def _call_at(
     _typing: Any, function: Any, w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any
 ) -> Any:
     """A C function of eight integers, by its address."""
@@ -182,6 +181,9 @@ def call_at(
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9), call
+
+
+call_at: Any = intrinsic(_call_at)
 
 
 def stamp_of(*files: str, about: str = "") -> int:
