@@ -75,4 +75,4 @@ def test_keys_and_values_are_counted_by_token_and_windows_by_session(cache: str,
 
 def test_formats_get_smaller() -> None:
     sizes = [matrix_bytes(64, 64, form) for form in ("fp32", "bf16", "fp16", "int8", "int4")]
-    assert sizes == [64 * 64 * 4, 64 * 64 * 2, 64 * 64 * 2, 64 * 64 + 2 * 64, 64 * 64 // 2 + 4 * 64 * 64 // 32]
+    assert sizes == [64 * 64 * 4, 64 * 64 * 2, 64 * 64 * 2, 64 * 64 + 4 * 64, 64 * 64 // 2 + 4 * 64 * 64 // 32]
