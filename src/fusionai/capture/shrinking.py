@@ -8,7 +8,8 @@ Neighbours: `capture.self_check` and `capture.causality` run the smaller model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -53,10 +54,11 @@ def smaller(captured: Captured, most_parameters: int) -> Captured:
     why = "it has no configuration that could be made smaller"
     if huggingface is not None and captured.config is not None:
         why = "no smaller configuration has the same operators"
-        too_large: set[int] = set()
-        for fields, divisor in _candidates(captured.config):
-            if divisor in too_large:
+        too_large, too_few = set[int](), set[int]()
+        for layers, divisor in itertools.product(LAYERS, DIVISORS):
+            if divisor in too_large or layers in too_few:
                 continue
+            fields = reduced(captured.config, layers, divisor)
             try:
                 built = build(ConfigSource(fields, huggingface.architecture), captured.source.built.seed)
                 if sum(parameter.numel() for parameter in built.module.parameters()) > most_parameters:
@@ -68,6 +70,8 @@ def smaller(captured: Captured, most_parameters: int) -> Captured:
                 continue
             if made.n_parameters <= most_parameters and _operators(made.graph) == wanted:
                 return made
+            # Widths do not bring the operators that other layers have.
+            too_few.add(layers)
     raise TooLarge(
         f"{captured.graph.name} has {captured.n_parameters} parameters, too many to check in memory, and {why}.",
         hint=f"Check a smaller model built the same way first, of at most {most_parameters} parameters.",
@@ -94,12 +98,6 @@ def reduced(config: Mapping[str, Any], layers: int, divisor: int = 1) -> dict[st
         elif divisor > 1 and name in _HEADS and _size(value):
             fields[name] = max(1, _size(value) // divisor)
     return fields
-
-
-def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    for layers in LAYERS:
-        for divisor in DIVISORS:
-            yield reduced(config, layers, divisor), divisor
 
 
 def _captured(captured: Captured, fields: Mapping[str, Any]) -> Captured:
