@@ -24,8 +24,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from harness.patience import CEILING_S
-
 _LENGTH: Final = struct.Struct("<I")
 _MODULES: Final = (
     "fusionai.cli.broker",
@@ -93,6 +91,8 @@ class Zygote:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        from harness.patience import CEILING_S  # not at the top: the process that forks finds only what is installed
+
         reading, writing = os.pipe()
         try:
             with self._turn:
@@ -103,6 +103,8 @@ class Zygote:
                 pid = self._started.get(timeout=CEILING_S)
         finally:
             os.close(writing)
+        if not pid:
+            raise RuntimeError("the process that forks commands has ended; its error is above.")
         return Child(self, pid, os.fdopen(reading, encoding="utf-8"))
 
     def _listen(self) -> None:
@@ -115,6 +117,7 @@ class Zygote:
                     with self.news:
                         self.ended[told["ended"]] = told["code"]
                         self.news.notify_all()
+        self._started.put(0)
 
 
 # ------------------------------------------------------------------------------------------------------ the process
