@@ -134,8 +134,8 @@ def input_specs(
     if examples is None:
         if task not in ("causal_lm", "counted_lm", "masked_lm"):
             raise ModelError(
-                f"the task {task!r} needs example inputs to know the module's inputs.",
-                hint="Return (module, {name: example tensor}) from your function.",
+                f"the task {task!r} needs example inputs to know the module's inputs: {_taken(module)}.",
+                hint=_return_examples(module),
             )
         return _token_inputs(module, task)
     specs = [_from_example(name, example) for name, example in examples.items()]
@@ -168,10 +168,33 @@ def _token_inputs(module: nn.Module, task: Task) -> tuple[tuple[InputSpec, ...],
     if task != "masked_lm" and "position_ids" in inspect.signature(module.forward).parameters:
         specs.append(InputSpec("position_ids", dims, torch.int64))
     names = tuple(spec.name for spec in specs)
+    if len(_required(module)) > len(names):
+        raise ModelError(
+            f"the task {task!r} gives the module {' and '.join(names)} alone, but {_taken(module)}.",
+            hint=_return_examples(module),
+        )
     specs.append(InputSpec("labels", dims, torch.int64, vocabulary))
     if task == "counted_lm":
         specs.append(InputSpec(LABEL_COUNT, (), torch.float32, example=torch.tensor(7.0)))
     return tuple(specs), names
+
+
+def _required(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+
+
+def _taken(module: nn.Module) -> str:
+    return f"its forward takes {', '.join(inspect.signature(module.forward).parameters) or 'nothing'}"
+
+
+def _return_examples(module: nn.Module) -> str:
+    examples = ", ".join(f'"{name}": torch.zeros(2, 8)' for name in _required(module) or ["x"])
+    return (
+        "Let the function return (module, example_inputs): a dictionary of one tensor per input, in its own shape and "
+        f"type, whose first dimension is the batch, such as `return {type(module).__name__}(), {{{examples}}}`."
+    )
 
 
 def _vocabulary(module: nn.Module) -> int:

@@ -39,6 +39,10 @@ def check(model: str, task: Task, lora: int | None, operators: bool, json_file: 
     """Does MODEL fit? Captures it without allocating weights and reports blocks, parameters and what is unsupported.
 
     MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
+
+    The function takes no argument and returns the module, or (module, example_inputs) where the module takes something
+    other than input_ids: return Net(), {"x": torch.zeros(2, 8), "mask": torch.ones(2, 8)}. The first dimension of each
+    tensor is the batch.
     """
     with loading():
         from fusionai.capture import check as capture_check

@@ -2,8 +2,10 @@
 
 0 is what comes before the first layer, 1..L are the layers, L+1 what comes after, L+2 the loss. A layer is named by its
 path up to the first number (`model.layers.7`, `transformer.h.3`, `layer1.0`); a model without any such path is grouped
-by the children of its root, and one without paths where a single value crosses. A part a model does not have takes no
-number, so the first block is 0 and the loss, if there is one, is the last. Numbers never fall along a data
+by the children of its root, and one without paths where a single value crosses. If one block then holds most nodes
+(a small numbered head beside named modules; a whole encoder as one member of a Sequential), that block alone is split:
+by the next number, by the children of its modules, or where a single value crosses. A part a model does not have takes
+no number, so the first block is 0 and the loss, if there is one, is the last. Numbers never fall along a data
 dependency (cheap nodes apart, which every stage repeats), so that any range of blocks is a legal stage.
 
 Neighbours: `capture` calls `assign_blocks`, `ir.partition` cuts between blocks, `block_hashes` tells equal layers apart
@@ -15,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -32,6 +35,13 @@ LOGITS: Final = "logits"
 _LAYER: Final = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
+_MOST: Final = 2 / 3
+"""A block with a larger share of the nodes with arithmetic is split, if a split is found."""
+_SMALL: Final = 8
+"""A block of so few nodes with arithmetic stays whole."""
+_BETTER: Final = 3 / 4
+"""A split is taken if the largest block then has at most this share of its nodes."""
+
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -40,7 +50,25 @@ def assign_blocks(graph: Graph) -> Graph:
     loss = _loss_nodes(graph)
     cheap = cheap_nodes(graph)
     body = [node for node in graph.nodes if node.id not in loss and node.id not in cheap]
+    working = [node for node in body if _computes(node)]
     layer_of = _layers(graph, body)
+    found = _numbered(graph, loss, cheap, layer_of)
+    while len(largest := _largest(found, working)) > max(_SMALL, _MOST * len(working)):
+        inside = {found[node.id] for node in largest}
+        for parts in _parts(graph, [node for node in body if found[node.id] in inside], layer_of):
+            finer = _renumbered(body, layer_of, parts)
+            tried = _numbered(graph, loss, cheap, finer)
+            if len(_largest(tried, working)) <= _BETTER * len(largest):
+                layer_of, found = finer, tried
+                break
+        else:
+            break
+    nodes = tuple(msgspec.structs.replace(node, block=found[node.id]) for node in graph.nodes)
+    return msgspec.structs.replace(graph, nodes=nodes)
+
+
+def _numbered(graph: Graph, loss: frozenset[int], cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:
+    """Node id -> block, from the layers of some nodes and the data flow of all."""
     floor = _raised(graph, cheap, layer_of)
     last = max(layer_of.values(), default=0)
     feeding = _feeding_layers(graph, layer_of, cheap)
@@ -56,9 +84,43 @@ def assign_blocks(graph: Graph) -> Graph:
             # Also what the end alone needs of the beginning, such as the scale `1 + weight` of a last norm.
             blocks[node.id] = last + 1
     blocks.update(_beside_their_module(graph, blocks, cheap))
-    numbers = _dense(blocks, {node.id for node in graph.nodes if node.id not in cheap})
-    nodes = tuple(msgspec.structs.replace(node, block=numbers[node.id]) for node in graph.nodes)
-    return msgspec.structs.replace(graph, nodes=nodes)
+    return _dense(blocks, {node.id for node in graph.nodes if node.id not in cheap})
+
+
+def _largest(blocks: dict[int, int], working: Sequence[Node]) -> list[Node]:
+    """The nodes with arithmetic of the block that has most of them."""
+    members: dict[int, list[Node]] = {}
+    for node in working:
+        members.setdefault(blocks[node.id], []).append(node)
+    return max(members.values(), key=len) if members else []
+
+
+def _computes(node: Node) -> bool:
+    # A draft may hold operators that are not known yet.
+    operator = OPERATORS.get(node.op)
+    return operator is None or operator.flops != "none"
+
+
+def _parts(graph: Graph, block: Sequence[Node], layer_of: dict[int, int]) -> Iterator[dict[int, int]]:
+    """Ways to split a block, the best first: node id -> part, from 1. A layer is split by a further number alone."""
+    free = [node for node in block if node.id not in layer_of]
+    if 2 * len(free) <= len(block):
+        for count in range(2, 1 + max(len(_NUMBER.findall(node.path)) for node in block)):
+            yield _named(block, partial(_up_to_number, count))
+        return
+    yield _named(free, _child_of_root(free))
+    yield _narrow_layers(graph, free)
+
+
+def _renumbered(body: Sequence[Node], layer_of: dict[int, int], parts: dict[int, int]) -> dict[int, int]:
+    """The layers with `parts` beside them or in place of theirs, numbered from 1 in order of first appearance."""
+    numbers: dict[tuple[int, int], int] = {}
+    found: dict[int, int] = {}
+    for node in body:
+        key = (layer_of.get(node.id, 0), parts.get(node.id, 0))
+        if key != (0, 0):
+            found[node.id] = numbers.setdefault(key, len(numbers) + 1)
+    return found
 
 
 def block_hashes(graph: Graph) -> tuple[str, ...]:
@@ -76,20 +138,30 @@ def block_hashes(graph: Graph) -> tuple[str, ...]:
 def _layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
     """Node id -> number of its layer, from 1 in order of first appearance; nodes of no layer are absent."""
     for key in (_numbered_layer, _child_of_root(body)):
-        numbers: dict[str, int] = {}
-        found: dict[int, int] = {}
-        for node in body:
-            name = key(node.path)
-            if name is not None:
-                found[node.id] = numbers.setdefault(name, len(numbers) + 1)
-        if found:
+        if found := _named(body, key):
             return found
     return _narrow_layers(graph, body)
+
+
+def _named(nodes: Iterable[Node], key: Callable[[str], str | None]) -> dict[int, int]:
+    numbers: dict[str, int] = {}
+    found: dict[int, int] = {}
+    for node in nodes:
+        name = key(node.path)
+        if name is not None:
+            found[node.id] = numbers.setdefault(name, len(numbers) + 1)
+    return found
 
 
 def _numbered_layer(path: str) -> str | None:
     match = _LAYER.match(path)
     return None if match is None else match[0]
+
+
+def _up_to_number(count: int, path: str) -> str | None:
+    """The path up to its number `count`, from 1."""
+    ends = [match.end() for match in _NUMBER.finditer(path)]
+    return path[: ends[count - 1]] if len(ends) >= count else None
 
 
 def _child_of_root(body: Iterable[Node]) -> Callable[[str], str | None]:
@@ -123,9 +195,8 @@ def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
         found[node.id] = layer
         live.update(value for value in node.outputs if last_read.get(value, -1) > place)
         live = {value for value in live if last_read[value] > place}
-        # Views and casts are free to stay with what they follow. A draft may hold operators that are not known yet.
-        operator = OPERATORS.get(node.op)
-        if len(live) <= 1 and (operator is None or operator.flops != "none"):
+        # Views and casts are free to stay with what they follow.
+        if len(live) <= 1 and _computes(node):
             layer += 1
     return found
 

@@ -12,7 +12,7 @@ from fusionai.capture.capture import capture
 from fusionai.capture.check import check
 from fusionai.capture.recurrence import semantic_recurrences
 from fusionai.capture.source import ConfigSource, FactorySource, architecture_of
-from fusionai.capture.tasks import ExampleInput
+from fusionai.capture.tasks import ExampleInput, Task
 from fusionai.primitives.errors import ModelError
 from harness.zoo import models
 
@@ -47,6 +47,26 @@ def test_a_decoder_without_its_input_is_told() -> None:
 
     with pytest.raises(ModelError, match="needs an input 'decoder_input_ids'; given are input"):
         capture(FactorySource(two), task="seq2seq_lm", example_inputs={"input": ExampleInput(torch.zeros(2, 4))})
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * mask
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "regression"])
+def test_a_module_of_several_inputs_is_told_to_give_examples(task: Task) -> None:
+    with pytest.raises(ModelError, match="its forward takes x, mask") as told:
+        check(FactorySource(Pair), task=task)
+    written = 'Pair(), {"x": torch.zeros(2, 8), "mask": torch.zeros(2, 8)}'
+    assert f"return {written}" in str(told.value.hint)
+    # What the sentence shows works.
+    report = check(FactorySource(lambda: (Pair(), {name: torch.zeros(2, 8) for name in ("x", "mask")})), task="none")
+    assert report.ok
 
 
 def test_experts_are_products_by_groups_where_a_graph_trains() -> None:

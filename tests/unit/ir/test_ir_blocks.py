@@ -114,6 +114,37 @@ def test_paths(make: Callable[..., Any], paths: tuple[str, ...], expected: list[
     assert len(cut_blocks(graph, [(i, i + 1) for i in range(max(expected) + 1)]).stages) == max(expected) + 1
 
 
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        # A small numbered head, or stem, beside named modules: those are split by their names.
+        ([*(f"conv{i}" for i in range(12)), "head.0", "head.1"], list(range(14))),
+        (["stem.0", "stem.1", *(f"conv{i}" for i in range(12))], list(range(14))),
+        # Named modules that hold named modules.
+        (
+            [*(f"net.{part}.{name}" for part in "abcd" for name in ("q", "k", "v")), "net.head.0"],
+            [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4],
+        ),
+        (["head.0", *(f"net.body.part{i}" for i in range(10))], list(range(11))),
+        # A whole encoder as one member of a Sequential.
+        (
+            ["0", *(f"1.layers.{i // 3}.x" for i in range(12)), "1.norm", "2"],
+            [0, *(1 + i // 3 for i in range(12)), 5, 6],
+        ),
+        (["0", *(f"1.stages.0.layers.{i // 2}.x" for i in range(10)), "2"], [0, *(1 + i // 2 for i in range(10)), 6]),
+        # Functional operators beside one numbered head.
+        ([*("" for _ in range(10)), "head.0"], list(range(11))),
+        # A layer without a numbered part is one layer.
+        (["embed", *(f"layers.0.{name}" for name in "abcdefghijkl")], [0] + [1] * 12),
+    ],
+)
+def test_a_block_of_most_nodes_is_split(make: Callable[..., Any], paths: list[str], expected: list[int]) -> None:
+    graph = assign_blocks(chain(make, *paths))
+    assert [node.block for node in graph.nodes] == expected
+    assert len(cut_blocks(graph, [(i, i + 1) for i in range(max(expected) + 1)]).stages) == max(expected) + 1
+    assert assign_blocks(graph) == graph
+
+
 def test_without_paths_a_residual_is_not_cut_open(make: Callable[..., Any]) -> None:
     g = make()
     x = g.input("x", ("b", 4), "float32")
