@@ -15,7 +15,6 @@ from fusionai.ir.graph import cheap_nodes
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 
-
 pytestmark = pytest.mark.slow
 
 
