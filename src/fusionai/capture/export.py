@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusionai.capture.attention import scaled_dot_product
 from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
+from fusionai.capture.resizing import resizing
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.primitives.errors import ModelError
 
@@ -73,12 +74,13 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the sequence,
-    weights that are a direction and a length, and attention by torch's own function."""
+    weights that are a direction and a length, nearest and linear resizing, and attention by torch's own function."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
         aten.scaled_dot_product_attention.default: scaled_dot_product,
         aten.eye.default: _eye,
+        **resizing(),
     }
     for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
         table[packet.input] = packet.input.py_kernels[DispatchKey.CompositeImplicitAutograd]
