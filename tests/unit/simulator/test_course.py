@@ -230,10 +230,11 @@ def test_a_storm_loses_nothing_and_two_steps_are_never_closer_than_a_step_takes(
     course = simulate_course(problem(), Scenario(hours=2, seed=seed, churn=STORMY, checkpoint_every=50))
     assert course.lost_steps == 0
     assert len(course.incidents) > 5
-    assert 0.2 < course.goodput < 1.0
+    # A plan over those that remain may be faster than the first one.
+    assert 0.2 < course.goodput < 1.1
     gaps = [after - before for before, after in pairwise(course.commits_s)]
-    # All machines are alike; one that has two neighbouring stages for a while saves hops.
-    assert min(gaps) > 0.95 * course.undisturbed_step_s
+    # All machines are alike; one that has neighbouring stages for a while, or a new cut, saves hops.
+    assert min(gaps) > 0.9 * course.undisturbed_step_s
     for one, other in pairwise(course.incidents):
         assert one.recovered_s is not None
         assert one.recovered_s <= other.at_s + 1e-9
@@ -260,14 +261,19 @@ def test_the_seed_decides() -> None:
 
 
 @pytest.mark.slow
-def test_more_spares_keep_more_of_the_work() -> None:
-    def goodput(machines: int) -> float:
-        churn = Churn(stay_s=1800, away_s=600, crashes=1.0)
-        # Room for one stage each: else few machines would do as well, and wait for fewer links.
-        small = tuple(peer(f"p{n}", memory_bytes=60_000_000) for n in range(machines))
-        return simulate_course(problem(peers=small), Scenario(hours=3, seed=1, churn=churn)).goodput
+def test_with_more_spares_a_job_waits_for_less() -> None:
+    """Goodput need not grow with spares: few machines are cut anew, into fewer stages, and wait for fewer links."""
 
-    assert goodput(3) < goodput(5) < goodput(9)
+    def waiting_s(machines: int) -> float:
+        churn = Churn(stay_s=1800, away_s=600, crashes=1.0)
+        small = tuple(peer(f"p{n}", memory_bytes=60_000_000) for n in range(machines))
+        course = simulate_course(problem(peers=small), Scenario(hours=3, seed=1, churn=churn))
+        assert course.goodput > 0.8
+        return course.waiting_s
+
+    few, some, many = waiting_s(3), waiting_s(5), waiting_s(9)
+    assert few >= some >= many
+    assert few > many
 
 
 def test_without_an_owners_machine_there_are_no_hours() -> None:
