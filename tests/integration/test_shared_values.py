@@ -85,14 +85,11 @@ def test_under_autocast_a_cut_changes_no_bit_of_what_stages_do_not_share(name: s
     once and add the uses' gradients in bfloat16."""
     problem, _, _ = known(name, 2)
     options, backend = options_of(problem, precision="bf16"), TorchBackend("cpu", threads=1)
-    results = [
-        Stages(problem, partition, [backend], options=options).step()
-        for stages in (1, 4)
-        for _, partition in cuts(problem.graph, stages, scattered=0)
-    ]
-    for losses, found in results:
+    partitions = [partition for stages in (1, 4) for _, partition in cuts(problem.graph, stages, scattered=0)]
+    results = [Stages(problem, partition, [backend], options=options).step() for partition in partitions]
+    for partition, (losses, found) in zip(partitions, results, strict=True):
         assert losses == results[0][0]
-        assert other_bits(found, results[0][1]) == []
+        assert set(other_bits(found, results[0][1])) <= {one.key for one in partition.shared}
 
 
 def test_a_parameter_whose_uses_interleave_is_named() -> None:

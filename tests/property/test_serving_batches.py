@@ -121,6 +121,10 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.flying)
     @rule()
     def fail_one(self) -> None:
+        """The oldest pass, if no later one carries another piece of a prompt in it."""
+        later = {segment.session for plan in self.flying[1:] for segment in plan.segments}
+        if any(segment.session in later for segment in self.flying[0].segments):
+            return
         for number in self.batcher.failed(self.flying.pop(0).number, self.now_s):
             self._over(number)
 

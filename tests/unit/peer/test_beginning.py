@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-FRAMEWORK = ("torch", "sympy")
+FRAMEWORK = ("torch", "sympy", "llvmlite")
+"""llvmlite names the processor's instructions for the fingerprint."""
 NEVER = (
     *("transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets", "pyarrow", "matplotlib", "PIL"),
-    *("jinja2", "starlette", "uvicorn", "prometheus_client", "tensorboardX", "llguidance", "numba", "llvmlite"),
+    *("jinja2", "starlette", "uvicorn", "prometheus_client", "tensorboardX", "llguidance", "numba"),
     *("scipy", "pandas", "torch._dynamo", "torch._inductor", "triton", "sqlite3"),
     *("fusionai.capture", "fusionai.corpus", "fusionai.client", "fusionai.broker", "fusionai.dashboard"),
     *("fusionai.gateway", "fusionai.simulator", "fusionai.scheduling.planner"),

@@ -163,8 +163,8 @@ def test_many_takeovers_keep_the_first_and_the_newest() -> None:
             for stage in before.stages
         )
         after = msgspec.structs.replace(before, stages=stages, tolerant_takeovers=())
-        assert not keeps_bits(before, after)
-        before = recorded(before, after, step, 1e-5)
+        assert not keeps_bits(before, after, problem(A, B))
+        before = recorded(before, after, problem(A, B), step, 1e-5)
     steps = [one.step for one in before.tolerant_takeovers]
     assert len(steps) == MOST_TAKEOVERS
     assert (steps[0], steps[1], steps[-1]) == (1, MOST_TAKEOVERS + 1, 2 * MOST_TAKEOVERS - 1)
