@@ -143,7 +143,7 @@ class Stages:
 
     def step(self) -> tuple[list[float], Gradients]:
         losses = [self._microbatch(number, batch) for number, batch in enumerate(self.problem.batches)]
-        self._sum_shared()
+        sum_shared(self.passes)
         found: Gradients = {}
         for one in self.passes:
             foreign = {shared.key for shared in one.boundary.shared if shared.stages[0] != one.boundary.stage}
@@ -153,30 +153,37 @@ class Stages:
 
     def _microbatch(self, number: int, batch: Mapping[str, torch.Tensor]) -> float:
         call = Call("train", 0, number)
-        fed = {name: to_host(tensor) for name, tensor in batch.items()}
-        came: list[dict[str, HostTensor]] = [{} for _ in self.passes]
-        loss = float("nan")
-        for stage, one in enumerate(self.passes):
-            for port in one.boundary.receives:
-                if port.other == FEED:
-                    came[stage] |= {name: fed[name] for name in port.values}
-            values, gave = one.forward(call, came[stage])
-            for other, carried in gave.items():
-                came[other] |= carried  # pyright: ignore
-            if "loss" in one.boundary.job_outputs("train"):
-                loss = from_host(values["loss"], torch.float32).item()
-        returned: list[dict[str, dict[int, HostTensor]]] = [{} for _ in self.passes]
-        for stage, one in reversed(list(enumerate(self.passes))):
-            for other, carried in one.backward(call, returned[stage]).items():  # pyright: ignore
-                for name, gradient in carried.items():
-                    returned[other].setdefault(name, {})[stage] = gradient  # pyright: ignore
-            if self.options.weight_lag:
+        loss = run_microbatch(self.passes, call, {name: to_host(tensor) for name, tensor in batch.items()})
+        if self.options.weight_lag:
+            for one in self.passes:
                 one.program.weight_gradients(call)
         return loss
 
-    def _sum_shared(self) -> None:
-        for home in self.passes:
-            own = home.boundary.stage
-            for other in sorted(home.boundary.sums_of):
-                keys = sorted(home.boundary.summed_keys(own, other))
-                home.program.import_gradients(self.passes[other].program.export_gradients(keys), add=True)
+
+def run_microbatch(passes: Sequence[Pass], call: Call, fed: Mapping[str, HostTensor]) -> float:
+    """Forward and backward of one microbatch through all stages; its loss. `fed`: the job's inputs."""
+    came: list[dict[str, HostTensor]] = [{} for _ in passes]
+    loss = float("nan")
+    for stage, one in enumerate(passes):
+        for port in one.boundary.receives:
+            if port.other == FEED:
+                came[stage] |= {name: fed[name] for name in port.values}
+        values, gave = one.forward(call, came[stage])
+        for other, carried in gave.items():
+            came[other] |= carried  # pyright: ignore
+        if "loss" in one.boundary.job_outputs("train"):
+            loss = from_host(values["loss"], torch.float32).item()
+    returned: list[dict[str, dict[int, HostTensor]]] = [{} for _ in passes]
+    for stage, one in reversed(list(enumerate(passes))):
+        for other, carried in one.backward(call, returned[stage]).items():  # pyright: ignore
+            for name, gradient in carried.items():
+                returned[other].setdefault(name, {})[stage] = gradient  # pyright: ignore
+    return loss
+
+
+def sum_shared(passes: Sequence[Pass]) -> None:
+    """Once per step: each home of a shared parameter has the gradient of all its holders."""
+    for home in passes:
+        for other in sorted(home.boundary.sums_of):
+            keys = sorted(home.boundary.summed_keys(home.boundary.stage, other))
+            home.program.import_gradients(passes[other].program.export_gradients(keys), add=True)

@@ -15,15 +15,18 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from fusionai.backends.interface import Call
+from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.torch import reference
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import DirectorySource
+from fusionai.execution.boundary import boundaries
+from fusionai.execution.passes import Pass
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import DataError, ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
+from harness.cut_training import run_microbatch, sum_shared
 from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
@@ -37,6 +40,19 @@ LLAMA = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}
+GPT2_TIED = {
+    "model_type": "gpt2",
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
 
 
@@ -84,80 +100,62 @@ class Chain:
         self.spec = spec
         self.lag = lag
         self.order = {param.key: param.order for param in graph.params.values() if param.trainable}
-        self.programs = []
-        for stage in self.partition.stages:
-            options = StageOptions(
-                optimizer=spec.optimizer, precision=spec.precision, in_flight=MICROBATCHES, weight_lag=lag
-            )
+        options = StageOptions(
+            optimizer=spec.optimizer,
+            precision=spec.precision,
+            microbatches=MICROBATCHES,
+            in_flight=MICROBATCHES,
+            weight_lag=lag,
+        )
+        self.passes: list[Pass] = []
+        for stage, boundary in zip(self.partition.stages, boundaries(self.partition), strict=True):
             program = self.backend.load(
-                stage.graph, grad_inputs=stage.grad_inputs, options=options, memory_limit_bytes=1 << 30
+                stage.graph, grad_inputs=boundary.grad_inputs, options=options, memory_limit_bytes=1 << 30
             )
             keys = sorted({param.key for param in stage.graph.params.values()})
             program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(keys))
-            self.programs.append(program)
+            self.passes.append(Pass(program, boundary, options))
+
+    @property
+    def programs(self) -> list[StageProgram]:
+        return [one.program for one in self.passes]
 
     def step(self, number: int, microbatches: list[reference.Microbatch]) -> tuple[float, float]:
         """(mean loss, total gradient norm)."""
         losses = []
-        shared: dict[str, np.ndarray] = {}
         for microbatch, (input_ids, labels) in enumerate(microbatches):
-            losses.append(self._forward(Call("train", number, microbatch), input_ids, labels))
-            self._backward(Call("train", number, microbatch), len(microbatches))
+            losses.append(run_microbatch(self.passes, Call("train", number, microbatch), _fed(input_ids, labels)))
             if self.lag:
                 self._weights(number, microbatch - self.lag)
-            self._sum_shared(shared)
         for late in range(len(microbatches) - self.lag, len(microbatches) if self.lag else 0):
             self._weights(number, late)
+        sum_shared(self.passes)
         for parameter in self.partition.shared:
-            for stage in parameter.stages:
-                self.programs[stage].import_gradients([(parameter.key, host(shared[parameter.key]))], add=False)
+            home, *others = parameter.stages
+            total = list(self.programs[home].export_gradients([parameter.key]))
+            for stage in others:
+                self.programs[stage].import_gradients(total, add=False)
         norms: dict[str, float] = {}
         for program in self.programs:
             norms.update(program.gradient_norms())
         assert self.spec.max_norm is not None
         ordered = [norms[key] for key in sorted(norms, key=self.order.__getitem__)]
-        total, scale = self.backend.clip_scale(ordered, self.spec.max_norm)
+        total_norm, scale = self.backend.clip_scale(ordered, self.spec.max_norm)
         for program in self.programs:
             program.apply(scale=scale, learning_rate=self.spec.learning_rate)
-        return sum(losses) / len(losses), total
+        return sum(losses) / len(losses), total_norm
 
     def _weights(self, number: int, microbatch: int) -> None:
         for program in self.programs:
             if microbatch >= 0:
                 program.weight_gradients(Call("train", number, microbatch))
 
-    def _forward(self, call: Call, input_ids: np.ndarray, labels: np.ndarray) -> float:
-        shifted = np.full_like(labels, -100)
-        shifted[:, :-1] = labels[:, 1:]
-        positions = np.tile(np.arange(input_ids.shape[1]), (input_ids.shape[0], 1))
-        values = {"input_ids": host(input_ids), "labels": host(shifted), "position_ids": host(positions)}
-        for stage, program in zip(self.partition.stages, self.programs, strict=True):
-            values.update(program.forward(call, {name: values[name] for name in stage.graph.inputs}))
-        return float(array_of(values["loss"]))
 
-    def _backward(self, call: Call, microbatches: int) -> None:
-        gradients = {"loss": host(np.asarray(np.float32(1.0) / np.float32(microbatches)))}
-        for stage, program in reversed(list(zip(self.partition.stages, self.programs, strict=True))):
-            fed = {name: gradients[name] for name in stage.graph.outputs if name in gradients}
-            for name, gradient in program.backward(call, fed).items():
-                known = gradients.get(name)
-                gradients[name] = gradient if known is None else host(array_of(known) + array_of(gradient))
-
-    def _sum_shared(self, shared: dict[str, np.ndarray]) -> None:
-        # One process adds the uses of a tied weight within each microbatch, and only then over microbatches. Stages
-        # that hold it must do the same: hand over each microbatch's part and start again from zero.
-        for parameter in self.partition.shared:
-            parts = [
-                array_of(tensor)
-                for stage in parameter.stages
-                for _, tensor in self.programs[stage].export_gradients([parameter.key])
-            ]
-            part = sum(parts[1:], parts[0])
-            known = shared.get(parameter.key)
-            shared[parameter.key] = part if known is None else known + part
-            for stage in parameter.stages:
-                zeros = [(parameter.key, host(np.zeros_like(part)))]
-                self.programs[stage].import_gradients(zeros, add=False)
+def _fed(input_ids: np.ndarray, labels: np.ndarray) -> dict[str, HostTensor]:
+    shifted = np.full_like(labels, -100)
+    shifted[:, :-1] = labels[:, 1:]
+    positions = np.tile(np.arange(input_ids.shape[1]), (input_ids.shape[0], 1))
+    return {"input_ids": host(input_ids), "labels": host(shifted), "position_ids": host(positions)}
 
 
 @pytest.mark.parametrize(
@@ -167,8 +165,9 @@ class Chain:
         pytest.param(LLAMA, "fp32", 2, marks=pytest.mark.long),
         pytest.param(LLAMA, "bf16", 0, marks=pytest.mark.long),
         (LLAMA, "bf16", 1),
+        (GPT2_TIED, "fp32", 0),
     ],
-    ids=["llama", "llama zero bubble", "bf16", "bf16 zero bubble"],
+    ids=["llama", "llama zero bubble", "bf16", "bf16 zero bubble", "gpt2 tied"],
 )
 def test_four_stages_train_as_one_process(tmp_path: Path, fields: dict[str, object], precision: str, lag: int) -> None:
     path = checkpoint(tmp_path / "model", fields)

@@ -121,10 +121,6 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.flying)
     @rule()
     def fail_one(self) -> None:
-        """The oldest pass, if no later one carries another piece of a prompt in it."""
-        later = {segment.session for plan in self.flying[1:] for segment in plan.segments}
-        if any(segment.session in later for segment in self.flying[0].segments):
-            return
         for number in self.batcher.failed(self.flying.pop(0).number, self.now_s):
             self._over(number)
 
@@ -218,7 +214,13 @@ class Batches(RuleBasedStateMachine):
         self.last_pass = plan.number
         assert len(plan.tokens) <= self.limits.pass_tokens
         assert list(plan.wanted) == sorted(set(plan.wanted))
-        under_way = {one.session: one for other in self.flying for one in other.segments}
+        # Later pieces of a prompt whose earlier one failed are under way and count for nothing.
+        under_way = {
+            one.session: one
+            for other in self.flying
+            for one in other.segments
+            if one.session in self.batcher.sessions_of(other.number)
+        }
         for gone in plan.forget:
             self.tables.pop(gone, None)
             self.cached.pop(gone, None)
