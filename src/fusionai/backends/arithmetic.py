@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import platform
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import cast
 
 from fusionai.primitives.environment import arithmetic_limits
 
@@ -17,17 +19,18 @@ _LIBRARIES = ("numpy", "numba", "llvmlite")
 
 @cache
 def arithmetic() -> tuple[str, ...]:
-    """The processor's kind and instructions, the libraries' versions, and the variables that limit them."""
+    """The processor's architecture and instructions, the libraries' versions, and the variables that limit them."""
     limits = (f"{name}={value}" for name, value in sorted(arithmetic_limits().items()))
     return (platform.machine(), _instructions(), *(f"{name} {_version(name)}" for name in _LIBRARIES), *limits)
 
 
 def _instructions() -> str:
-    try:
-        from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
-    except ImportError:
+    """As numpy finds them, which every backend has loaded anyway; asking LLVM would keep 44 MB of it in memory."""
+    found = getattr(import_module("numpy._core._multiarray_umath"), "__cpu_features__", None)
+    if not isinstance(found, dict):
         return platform.processor()
-    return " ".join([get_host_cpu_name(), *sorted(name for name, there in get_host_cpu_features().items() if there)])
+    known = cast("dict[str, bool]", found)
+    return " ".join(sorted(name for name, there in known.items() if there))
 
 
 def _version(name: str) -> str:

@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-FRAMEWORK = ("torch", "sympy", "llvmlite")
-"""llvmlite names the processor's instructions for the fingerprint."""
+FRAMEWORK = ("torch", "sympy")
 NEVER = (
     *("transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets", "pyarrow", "matplotlib", "PIL"),
-    *("jinja2", "starlette", "uvicorn", "prometheus_client", "tensorboardX", "llguidance", "numba"),
+    *("jinja2", "starlette", "uvicorn", "prometheus_client", "tensorboardX", "llguidance", "numba", "llvmlite"),
     *("scipy", "pandas", "torch._dynamo", "torch._inductor", "triton", "sqlite3"),
     *("fusionai.capture", "fusionai.corpus", "fusionai.client", "fusionai.broker", "fusionai.dashboard"),
     *("fusionai.gateway", "fusionai.simulator", "fusionai.scheduling.planner"),
