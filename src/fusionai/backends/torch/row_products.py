@@ -27,6 +27,7 @@ from numba import cfunc, njit
 from numba.core import cgutils, config
 
 from fusionai.backends.torch import row_blocks, row_code
+from fusionai.backends.torch.compile_once import compiled_once
 from fusionai.backends.torch.row_blocks import GROUPS, block_bytes
 from fusionai.backends.torch.row_code import Factor, Form
 from fusionai.backends.torch.row_vectors import (
@@ -371,7 +372,8 @@ class Products:
 @cache
 def products(kind: Factor) -> Products:
     """Takes seconds the first time on a machine, then comes from the disk."""
-    few, many = _few(int(kind), _STAMP), _many(int(kind), _TILES[0][0], _STAMP)
+    with compiled_once(f"products-{kind.name.lower()}"):
+        few, many = _few(int(kind), _STAMP), _many(int(kind), _TILES[0][0], _STAMP)
     _KEPT.extend((few, many))
     return Products(few.address, many.address)
 

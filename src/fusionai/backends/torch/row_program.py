@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from fusionai.backends.torch.blocked_linear import kernels
+from fusionai.backends.torch.compile_once import compiled_once
 from fusionai.backends.torch.packed_graph import Held, Use
 from fusionai.backends.torch.paged_cache import LayerCache
 from fusionai.backends.torch.row_blocks import Blocks
@@ -177,7 +178,8 @@ class RowProgram:
 def _kernel() -> Callable[..., None] | None:
     """None where numba is not what it was: operators serve as well."""
     try:
-        return import_module("fusionai.backends.torch.row_kernels").run
+        with compiled_once("rows"):
+            return import_module("fusionai.backends.torch.row_kernels").run
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
         log.warning("rows are computed operator by operator, which is slower: %s: %s", type(error).__name__, error)
         return None
