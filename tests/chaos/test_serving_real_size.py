@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ import transformers
 from fusionai.corpus.tokenizer import train_tokenizer
 from harness.live_pool import Process
 from harness.saved_model import heard, stopped
+from harness.slow_machine import standing_still
 
 pytestmark = pytest.mark.long
 
@@ -88,28 +87,6 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-@contextmanager
-def stopped_half_the_time(pid: int) -> Iterator[None]:
-    """As a machine whose owner works on it."""
-    over = threading.Event()
-    process = psutil.Process(pid)
-
-    def stop_and_go() -> None:
-        while not over.wait(0.4):
-            process.send_signal(signal.SIGSTOP)
-            over.wait(0.4)
-            process.send_signal(signal.SIGCONT)
-
-    thread = threading.Thread(target=stop_and_go)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        process.send_signal(signal.SIGCONT)
-
-
 @pytest.mark.timeout(2 * ANSWER_S)
 def test_a_real_prompt_is_answered_also_beside_busy_programs_and_by_a_slow_machine(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "serve.json"
@@ -128,7 +105,7 @@ def test_a_real_prompt_is_answered_also_beside_busy_programs_and_by_a_slow_machi
         first = answer(url, short)
         stages = {stage["peer"]: stage for stage in ready["plan"]["stages"] if stage["roles"] == ["stage"]}
         pids = {peer: ready["local_pids"][ready["peers"][peer]] for peer in stages}
-        with busy_loops(4), stopped_half_the_time(next(iter(pids.values()))):
+        with busy_loops(4), standing_still([next(iter(pids.values()))], still_s=0.4, going_s=0.4):
             again = answer(url, [*short, 7])
             answer(url, long)
         assert isinstance(again, str)
