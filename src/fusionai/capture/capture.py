@@ -123,7 +123,7 @@ def capture(
         more = len(made.unsupported) - 1
         others = f" and {more} other operation{'s' if more > 1 else ''}" if more else ""
         raise ModelError(
-            f"{made.captured.graph.name} uses {first.op}{where}{others}, which can't be captured: {first.reason}.",
+            f"{made.captured.graph.name} uses {first.op}{where}{first.line}{others}, which can't be captured: {first.reason}.",
             hint="`fusion check` lists everything unsupported; replace these operations in the model.",
         )
     validate(made.captured.graph)

@@ -41,11 +41,13 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something unsupported: the operation (empty when the graph as a whole is outside the limits), where, and why."""
+    """Something unsupported: the operation (empty when the graph as a whole is outside the limits), where (module and,
+    as `capture.code_lines` writes it, line of code), and why."""
 
     op: str
     path: str
     reason: str
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def check(
         adapter=adapter,
     )
     captured, graph = made.captured, made.captured.graph
-    problems = [Problem(found.op, found.path, found.reason) for found in made.unsupported]
+    problems = [Problem(found.op, found.path, found.reason, found.line) for found in made.unsupported]
     if not problems:
         try:
             validate(graph)

@@ -10,12 +10,10 @@ Neighbours: `capture.export` opens `watched_gradients` around the trace; `captur
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -25,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd import function as autograd_function
 from torch.utils import checkpoint as torch_checkpoint
 
+from fusionai.capture import code_lines
 from fusionai.primitives.errors import ModelError
 
 SEEDS: Final = (0, 1)
@@ -35,7 +34,6 @@ TOLERANCE: Final = 1e-4
 _SMALL: Final = 24
 """Sizes above this are tried smaller first."""
 _MOST_ELEMENTS: Final = 2**24
-_LIBRARIES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size)
 
 
@@ -100,12 +98,14 @@ def watched_gradients() -> Iterator[GradientWatch]:
         frame: FrameType | None = sys._getframe(1)
         function = frame.f_locals.get("cls")
         if isinstance(function, type) and issubclass(function, Function) and not _understood(function):
-            watch.note(function, frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}), _place(frame))
+            watch.note(
+                function, frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}), code_lines.of_frame(frame)
+            )
         return defined(setup_context)
 
     def hooked(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:  # noqa: ARG001
         raise ModelError(
-            f"the model registers a hook on a gradient{_place(sys._getframe(1))}, which a graph can't hold.",
+            f"the model registers a hook on a gradient{code_lines.of_frame(sys._getframe(1))}, which a graph can't hold.",
             hint="Write the gradient with operations that have it: y = x * 2 - x.detach() doubles the gradient of x.",
         )
 
@@ -149,16 +149,6 @@ def _understood(function: type[Function]) -> bool:
     """Functions of torch itself that a trace keeps: checkpoints run their part plainly, and a custom operator stays an
     operator of the graph."""
     return function.__module__ in ("torch.utils.checkpoint", "torch._library.autograd")
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost line outside torch and this package."""
-    while frame is not None and (frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    return f" at {Path(path).name}:{line} in {frame.f_code.co_name} (`{linecache.getline(path, line).strip()}`)"
 
 
 def _described(arg: Any) -> Any:

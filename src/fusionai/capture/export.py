@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import linecache
 import operator
 import re
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, TextIO
 
 import torch
@@ -31,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusionai.capture import code_lines
 from fusionai.capture.attention import scaled_dot_product
 from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
 from fusionai.capture.resizing import resizing
@@ -241,7 +239,7 @@ _SIZES: Final = {"b": "batch", "s": "sequence"}
 def _explain(error: Exception) -> ModelError:
     """What, where, and what to do, in the model's own terms."""
     text = str(error)
-    where = _where(error)
+    where = code_lines.of_error(error)
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
         return ModelError(
             f"the model decides by the values of tensors{where}, which a graph can't follow.",
@@ -270,18 +268,3 @@ def _explain(error: Exception) -> ModelError:
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[0] if lines else "no message").rstrip(".")
-
-
-def _where(error: BaseException) -> str:
-    """The innermost line of the model's own code on the way to the error."""
-    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(libraries) and not frame.filename.startswith("<")
-    ]
-    if not frames:
-        return ""
-    last = frames[-1]
-    code = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
-    return f" at {Path(last.filename).name}:{last.lineno} in {last.name} (`{code}`)"

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from fusionai.capture import code_lines
 from fusionai.capture.copies import Copies, renamed
 from fusionai.capture.repetition import Repetition
 from fusionai.capture.shapes import spell
@@ -65,11 +66,13 @@ _MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "chann
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """An operation the IR has no word for, and the first module that uses it."""
+    """An operation the IR has no word for, the first module that uses it, and the line of the model's code (as
+    `capture.code_lines` writes it, empty where there is none)."""
 
     op: str
     path: str
     reason: str
+    line: str
 
 
 @dataclass(slots=True)
@@ -307,9 +310,9 @@ class _Lowering:
                 self.result.outputs[str(meaning)] = value.name
 
     def refuse(self, node: fx.Node, op: str, reason: str) -> None:
-        path = _path(node)
+        path, line = _path(node), code_lines.of_recorded(node.meta.get("stack_trace"))
         if all(found.op != op for found in self.result.unsupported):
-            self.result.unsupported.append(Unsupported(op, path, reason))
+            self.result.unsupported.append(Unsupported(op, path, reason, line))
 
     def drop_dead(self) -> None:
         """Keep what outputs and state writes need, and number nodes in order."""

@@ -75,7 +75,7 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
         console.line(f"Note: {console.printable(note)}")
     for problem in report.problems:
         where = f" in {problem.path}" if problem.path else ""
-        console.line(f"Unsupported: {problem.op}{where}: {problem.reason}")
+        console.line(f"Unsupported: {problem.op}{where}{console.printable(problem.line)}: {problem.reason}")
     for backend, operators in report.lacking.items():
         if operators:
             console.line(f"Machines with {backend} take no stage with {', '.join(operators)}, which it lacks.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -58,16 +59,20 @@ def test_everything_unsupported_is_listed_at_once() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.inner(x)
-            return torch.linalg.inv(h) + torch.rand_like(h)
+            return torch.linalg.inv(h) + torch.linalg.matrix_exp(h)
 
     source = FactorySource(lambda: (Odd(), {"x": torch.randn(2, 4, 4)}))
     report = check(source, task="none")
     assert not report.ok
     assert not report.cached_serving
-    assert {problem.op for problem in report.problems} >= {"aten.rand_like.default"}
+    assert {problem.op for problem in report.problems} >= {"aten.linalg_matrix_exp.default"}
     assert len(report.problems) == 2
     assert "aten.linear.default" in report.operators
-    with pytest.raises(ModelError, match="and 1 other operation"):
+    line = inspect.getsourcelines(Odd.forward)[1] + 2
+    assert {problem.line for problem in report.problems} == {
+        f" at test_capture_check.py:{line} in forward (`return torch.linalg.inv(h) + torch.linalg.matrix_exp(h)`)"
+    }
+    with pytest.raises(ModelError, match=rf"at test_capture_check.py:{line} .* and 1 other operation"):
         capture(source, task="none")
 
 

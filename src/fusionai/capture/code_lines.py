@@ -1,0 +1,52 @@
+"""Where in the model's own code something is done: the innermost line outside torch and this package.
+
+Neighbours: `capture.export`, `capture.custom_gradients` and `capture.lowering` name such lines in what they refuse.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+
+_LIBRARIES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_RECORDED: Final = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+"""A frame of a stack as `torch.export` records it."""
+
+_Frame = tuple[str, int, str]
+"""File, line, function."""
+
+
+def of_error(error: BaseException) -> str:
+    """The line on the way to `error`, as ` at net.py:7 in forward (`...`)`; empty where there is none."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return _innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])
+
+
+def of_frame(frame: FrameType | None) -> str:
+    """The line that led to `frame`."""
+    frames: list[_Frame] = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return _innermost(frames)
+
+
+def of_recorded(stack: str | None) -> str:
+    """The line in a stack that `torch.export` recorded with an operation."""
+    found: list[tuple[str, str, str]] = _RECORDED.findall(stack or "")
+    return _innermost([(path, int(line), function) for path, line, function in reversed(found)])
+
+
+def _innermost(frames: Iterable[_Frame]) -> str:
+    """Of frames from the innermost outwards."""
+    for path, line, function in frames:
+        if not path.startswith((*_LIBRARIES, "<")):
+            return f" at {Path(path).name}:{line} in {function} (`{linecache.getline(path, line).strip()}`)"
+    return ""
