@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from fusionai.backends.counters import DropoutKey, folds
 from fusionai.backends.interface import Backend, Call, Speeds, StageProgram
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec
@@ -484,6 +485,54 @@ def test_operators_it_lacks_are_named_and_refused(backend: Backend) -> None:
     nodes = (graph.nodes[0], evil, *graph.nodes[2:])
     with pytest.raises(ExecutionError, match=r"no operator aten\.from_file\.default"):
         backend.load(msgspec.structs.replace(graph, nodes=nodes), grad_inputs=("x",), options=OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_random_numbers_are_the_documented_function_of_their_counters(backend: Backend, dtype: str) -> None:
+    """By Python's own integers, see `backends.counters`; in every mode."""
+    if backend.name == "null":
+        pytest.skip("it computes nothing")
+    like = ValueSpec(("b", 3), dtype)
+    node = Node(id=11, op="fusion.uniform", args=(Ref("x"),), outputs=("y",))
+    graph = validate(
+        Graph(name="drawn", symbols={"b": (1, 4)}, inputs=("x",), outputs={"y": "y"}, values={"x": like, "y": like},
+              params={}, nodes=(node,))
+    )  # fmt: skip
+    program = backend.load(graph, grad_inputs=(), options=msgspec.structs.replace(OPTIONS, seed=2**40 + 5))
+    x = host(np.full((2, 3), np.nan, dtype))
+    first, second = folds(DropoutKey(2**40 + 5, 3, 1), 11)
+    bits = {"float64": 32, "float32": 24, "float16": 11}[dtype]
+    words = [mixed(mixed(place ^ first) ^ second ^ mixed(0)) for place in range(6)]
+    expected = np.array([(word >> (32 - bits)) / 2**bits for word in words], dtype).reshape(2, 3)
+    for mode in ("train", "eval"):
+        np.testing.assert_array_equal(array_of(program.forward(Call(mode, 3, 1), {"x": x})["y"]), expected)
+        program.discard()
+
+
+def mixed(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x21F0AAAD % 2**32
+    x ^= x >> 15
+    x = x * 0x735A2D97 % 2**32
+    return x ^ (x >> 15)
+
+
+def test_a_choice_by_mode_is_made_by_the_mode(backend: Backend) -> None:
+    if backend.name == "null":
+        pytest.skip("it computes nothing")
+    value = ValueSpec(("b", 2), "float32")
+    node = Node(id=4, op="fusion.in_training", args=(Ref("x"), Ref("z")), outputs=("y",))
+    graph = validate(
+        Graph(name="chosen", symbols={"b": (1, 4)}, inputs=("x", "z"), outputs={"y": "y"},
+              values={"x": value, "z": value, "y": value}, params={}, nodes=(node,))
+    )  # fmt: skip
+    program = backend.load(graph, grad_inputs=("x", "z"), options=OPTIONS)
+    given = {"x": host(np.ones((1, 2), np.float32)), "z": host(np.zeros((1, 2), np.float32))}
+    np.testing.assert_array_equal(array_of(program.forward(Call("train", 0, 0), given)["y"]), 1.0)
+    gradients = program.backward(Call("train", 0, 0), {"y": given["x"]})
+    np.testing.assert_array_equal(array_of(gradients["x"]), 1.0)
+    assert "z" not in gradients or not array_of(gradients["z"]).any()
+    np.testing.assert_array_equal(array_of(program.forward(Call("eval", 0, 0), given)["y"]), 0.0)
 
 
 def test_a_grad_input_must_be_an_input(backend: Backend) -> None:

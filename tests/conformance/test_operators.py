@@ -20,7 +20,7 @@ from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
 from harness.operator_cases import Case, DType, Still, cases, tried
 
-SEMANTIC = frozenset({"fusion.attention", "fusion.dropout"})
+SEMANTIC = frozenset({"fusion.attention", "fusion.dropout", "fusion.in_training", "fusion.uniform"})
 CASES = list(cases())
 CONTEXT = Context(training=True, key=DropoutKey(0, 0, 0))
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Backend, Call
 from fusionai.capture.capture import Captured, capture
+from fusionai.capture.same_draws import SameDraws
 from fusionai.capture.self_check import from_host, reference_module
 from fusionai.capture.source import FactorySource
 from fusionai.capture.state import to_host
@@ -61,11 +63,14 @@ def options_of(problem: Problem, **changes: Any) -> StageOptions:
 
 
 def plain_gradients(problem: Problem) -> tuple[list[float], Gradients]:
-    """(loss of each microbatch, gradient of each parameter by its key), by the module itself."""
+    """(loss of each microbatch, gradient of each parameter by its key), by the module itself with the draws of the
+    graph."""
     module = reference_module(problem.captured, SEED).train()
     losses: list[float] = []
-    for batch in problem.batches:
-        loss = module(**batch)["loss"]
+    for number, batch in enumerate(problem.batches):
+        with SameDraws(problem.graph, DropoutKey(SEED, 0, number)) as replay:
+            loss = module(**batch)["loss"]
+        assert replay.all_replayed
         (loss / len(problem.batches)).backward()
         losses.append(loss.item())
     parameters = problem.captured.source.built.parameters(module)

@@ -1,4 +1,5 @@
-"""What dropout is keyed by, and how the keys are folded: the same on every backend. Pure integers, no framework.
+"""What dropout and random numbers are keyed by, and how the keys are folded: the same on every backend. Pure integers,
+no framework.
 
 The mask of element `i` (flat, row-major) of a node's input is
 
@@ -10,7 +11,9 @@ The mask of element `i` (flat, row-major) of a node's input is
     u(i)    = mix(mix(low 32 bits of i ^ key(1)) ^ key(2) ^ mix(high 32 bits of i))
     keep(i) = u(i) >= floor(p * 2**32)
 
-so every framework with 32-bit integers reproduces it bit for bit. Kept elements are multiplied by 1 / (1 - p). Both
+so every framework with 32-bit integers reproduces it bit for bit. Kept elements are multiplied by 1 / (1 - p). A
+random number (`fusion.uniform`) is the first UNIFORM_BITS of u(i), those that its dtype holds exactly, as a fraction in
+[0, 1). Both
 multipliers are below 2**31, so the products fit into a signed 64-bit integer. Source of the mixer: C. Wellons,
 "Prospecting for hash functions", 2018 (two rounds of xor-shift-multiply).
 
@@ -24,6 +27,7 @@ from typing import Final
 
 FIRST_MULTIPLIER: Final = 0x21F0AAAD
 SECOND_MULTIPLIER: Final = 0x735A2D97
+UNIFORM_BITS: Final = {"float64": 32, "float32": 24, "float16": 11, "bfloat16": 8}
 _MASK: Final = 0xFFFF_FFFF
 
 

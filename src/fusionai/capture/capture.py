@@ -29,6 +29,7 @@ from fusionai.capture.lowering import PREFIX, Lowered, Unsupported, lower
 from fusionai.capture.model_inputs import model_inputs
 from fusionai.capture.recurrence import semantic_recurrences
 from fusionai.capture.repetition import repeated_layers
+from fusionai.capture.same_draws import drawn_in_evaluation
 from fusionai.capture.source import ModelSource
 from fusionai.capture.state import Checkpoint, StateSource, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
@@ -119,11 +120,11 @@ def capture(
     )
     if made.unsupported:
         first = made.unsupported[0]
-        where = f" in {first.path}" if first.path else ""
+        where = (f" in {first.path}" if first.path else "") + first.line
         more = len(made.unsupported) - 1
         others = f" and {more} other operation{'s' if more > 1 else ''}" if more else ""
         raise ModelError(
-            f"{made.captured.graph.name} uses {first.op}{where}{first.line}{others}, which can't be captured: {first.reason}.",
+            f"{made.captured.graph.name} uses {first.op}{where}{others}, which can't be captured: {first.reason}.",
             hint="`fusion check` lists everything unsupported; replace these operations in the model.",
         )
     validate(made.captured.graph)
@@ -276,6 +277,9 @@ def _assemble(
         notes.append(f"{carrying} layers carry a state from position to position: no cache can serve it.")
     if train and any(node.path.endswith(".experts") and node.op == "aten.bmm.default" for node in graph.nodes):
         notes.append("The experts' weights are gathered per token: right, but slower than products by groups.")
+    if train and (drawn := drawn_in_evaluation(graph)):
+        where = f", first in {drawn[0].path}" if drawn[0].path else ""
+        notes.append(f"{len(drawn)} random tensors are drawn in training and in evaluation alike{where}.")
     without_program = [key for key, program in built.programs.items() if program is None]
     captured = Captured(
         graph=graph,

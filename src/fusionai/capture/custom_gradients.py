@@ -104,8 +104,9 @@ def watched_gradients() -> Iterator[GradientWatch]:
         return defined(setup_context)
 
     def hooked(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:  # noqa: ARG001
+        where = code_lines.of_frame(sys._getframe(1))
         raise ModelError(
-            f"the model registers a hook on a gradient{code_lines.of_frame(sys._getframe(1))}, which a graph can't hold.",
+            f"the model registers a hook on a gradient{where}, which a graph can't hold.",
             hint="Write the gradient with operations that have it: y = x * 2 - x.detach() doubles the gradient of x.",
         )
 

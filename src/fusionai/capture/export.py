@@ -30,7 +30,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusionai.capture import code_lines
 from fusionai.capture.attention import scaled_dot_product
+from fusionai.capture.composition import composed
 from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
+from fusionai.capture.draws import drawn_in_training, draws, uniform
 from fusionai.capture.resizing import resizing
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.primitives.errors import ModelError
@@ -56,7 +58,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     with warnings.catch_warnings(), _no_collection(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         try:
-            with _own_words(), watched_gradients() as gradients:
+            with _own_words(), watched_gradients() as gradients, drawn_in_training(task.module):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
             program = program.run_decompositions(_decompositions())
@@ -79,10 +81,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         aten.scaled_dot_product_attention.default: scaled_dot_product,
         aten.eye.default: _eye,
         **resizing(),
+        **draws(uniform),
     }
     for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
         table[packet.input] = packet.input.py_kernels[DispatchKey.CompositeImplicitAutograd]
-    return table
+    return {**composed(), **table}
 
 
 def _eye(size: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:

@@ -369,10 +369,6 @@ def _attention(lowering: _Lowering, node: fx.Node) -> None:
     lowering.emit(node, "fusion.attention", (query, key, value), kwargs)
 
 
-def _linear_scan(lowering: _Lowering, node: fx.Node) -> None:
-    lowering.emit(node, "fusion.linear_scan", node.args, {})
-
-
 def _linear_attention(lowering: _Lowering, node: fx.Node) -> None:
     query, key, value, decay, beta = node.args
     lowering.emit(node, "fusion.linear_attention", (query, key, value), {"decay": decay, "beta": beta})
@@ -437,6 +433,10 @@ def _normalise(lowering: _Lowering, node: fx.Node) -> None:
     lowering.names[node] = (node.name,)
 
 
+def _semantic(op: str) -> Callable[[_Lowering, fx.Node], None]:
+    return lambda lowering, node: lowering.emit(node, op, node.args, {})
+
+
 def _other_name(op: str) -> Callable[[_Lowering, fx.Node], None]:
     return lambda lowering, node: lowering.emit(node, op, node.args, node.kwargs)
 
@@ -478,8 +478,10 @@ _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
     **{alias: _other_name(op) for alias, op in _ALIASES.items()},
     "fusion.attention.default": _attention,
     "fusion.expert_linear.default": _expert_linear,
+    "fusion.in_training.default": _semantic("fusion.in_training"),
     "fusion.linear_attention.default": _linear_attention,
-    "fusion.linear_scan.default": _linear_scan,
+    "fusion.linear_scan.default": _semantic("fusion.linear_scan"),
+    "fusion.uniform.default": _semantic("fusion.uniform"),
     "aten.dropout.default": _dropout,
     "aten.min.other": _other_name("aten.minimum.default"),
     "aten.max.other": _other_name("aten.maximum.default"),
@@ -490,6 +492,11 @@ _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
     "aten.fill.Scalar": _fill,
     "aten.fill.Tensor": _fill,
 }
+
+
+def spelt(op: str) -> bool:
+    """Whether an operator has a spelling, whatever its arguments."""
+    return op in OPERATORS or op in _REWRITES or op in _RESHAPES or op in _SAME or op.startswith(_ASSERTIONS)
 
 
 def _op_name(node: fx.Node) -> str:

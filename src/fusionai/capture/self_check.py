@@ -1,8 +1,8 @@
 """Compare a captured graph with the module it came from, by numbers: outputs, and in training the gradients.
 
 Decides whether the module is small enough to hold in memory; of a larger one a smaller model of its kind is compared.
-The module drops the same elements as the graph. Neighbours: `backends.torch` runs the graph, `capture.shrinking` makes
-the smaller model, `capture.same_dropout` gives the module the graph's masks.
+The module draws the same numbers as the graph. Neighbours: `backends.torch` runs the graph, `capture.shrinking` makes
+the smaller model, `capture.same_draws` gives the module the graph's draws.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.build import construct_real
 from fusionai.capture.capture import Captured
-from fusionai.capture.same_dropout import SameDropout, without_dropout
+from fusionai.capture.same_draws import SameDraws, without_draws
 from fusionai.capture.shrinking import smaller
 from fusionai.capture.state import to_host
 from fusionai.capture.tasks import InputSpec, TaskModule
@@ -57,7 +57,7 @@ class SelfCheck:
 
 
 def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
-    """Run graph and module on random inputs, in training mode with gradients and the same dropout masks where the graph
+    """Run graph and module on random inputs, in training mode with gradients and the same draws where the graph
     trains. Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when the model does not
     fit this machine's memory and no smaller model of its kind can be made."""
     reduced = captured.n_parameters > LARGEST_PARAMETERS and not _held_whole(captured)
@@ -70,13 +70,13 @@ def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
     inputs = draw_inputs(checked.inputs, seed, sizes)
     task = TaskModule(module, checked.task, checked.input_names).train(checked.train)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    graph, replay = checked.graph, SameDropout(checked.graph, DropoutKey(seed, call.step, call.microbatch))
+    graph, replay = checked.graph, SameDraws(checked.graph, DropoutKey(seed, call.step, call.microbatch))
     with torch.set_grad_enabled(training):
         with replay:
             expected = task(dict(inputs))
         if not replay.all_replayed:
-            # Module and graph drop in another order: without dropout both must be the same.
-            graph, replay = without_dropout(graph), SameDropout(None, DropoutKey(seed, call.step, call.microbatch))
+            # Module and graph draw in another order: without draws both must be the same.
+            graph, replay = without_draws(graph), SameDraws(graph, None)
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
             with replay:

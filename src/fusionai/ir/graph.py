@@ -154,7 +154,7 @@ def cheap_nodes(graph: Graph) -> frozenset[int]:
     masks, rotary tables, sizes. Every stage may compute them for itself.
 
     The size of an activation is a number all stages can know, so `sym_size` of one is cheap as well. `fusion.dropout`
-    on cheap values is not: a mask belongs to one stage.
+    on cheap values is not, nor are random numbers: they belong to one stage.
     """
     written = set(graph.state_writes.values())
     heavy = {value for value, spec in graph.params.items() if spec.kind == "parameter" or spec.key in written}

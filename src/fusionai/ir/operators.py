@@ -285,7 +285,8 @@ def _table() -> Iterator[Operator]:
     yield from _operators("attention", "fusion.attention")
     yield from _operators("matmul", "fusion.expert_linear")
     yield from _operators("scan", "fusion.linear_scan fusion.linear_attention")
-    yield from _operators("dropout", "fusion.dropout")
+    yield from _operators("dropout", "fusion.dropout fusion.in_training")
+    yield from _operators("dropout", "fusion.uniform", differentiable=False)
 
 
 WORDS: Final = frozenset(

@@ -30,6 +30,8 @@ _SEMANTIC: Final[dict[str, tuple[int, dict[str, Option]]]] = {
     "fusion.linear_scan": (2, {}),
     "fusion.linear_attention": (3, {"decay": "tensor", "beta": "tensor?"}),
     "fusion.dropout": (1, {"p": "share"}),
+    "fusion.in_training": (2, {}),
+    "fusion.uniform": (1, {}),
 }
 """Operator -> (tensors by position, kind of each named argument; `?` allows None)."""
 

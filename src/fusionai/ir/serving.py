@@ -33,18 +33,27 @@ _ATTENTION: Final = "fusion.attention"
 _PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})
 _IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
 """Operators that give back their first operand outside training."""
+_BY_MODE: Final = "fusion.in_training"
+_RANDOM: Final = "fusion.uniform"
 _ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.max.default", "aten.min.default"})
 
 
 def serving_graph(graph: Graph) -> Graph:
     """`graph` without loss, labels and dropout, with the outputs `logits` and `hidden` (what goes into the head's
-    product, [1, s, hidden size]). Node ids and blocks stay. Raises `GraphError` where there is no such head."""
+    product, [1, s, hidden size]). Node ids and blocks stay. Raises `GraphError` where there is no such head, and where
+    random numbers are drawn: a token would depend on what it was computed together with."""
     if LOGITS not in graph.outputs:
         raise GraphError(
             f"graph {graph.name!r} has no output 'logits', only {', '.join(graph.outputs) or 'none'}.",
             hint="Serve a causal language model.",
         )
     plain = _without_identities(prune(graph, [LOGITS]))
+    drawing = next((node for node in plain.nodes if node.op == _RANDOM), None)
+    if drawing is not None:
+        raise GraphError(
+            f"graph {graph.name!r} draws random numbers outside training, in {drawing.path or 'its forward'}.",
+            hint="Draw in training only: `if self.training:`.",
+        )
     return msgspec.structs.replace(plain, outputs={**plain.outputs, HIDDEN: _hidden(plain)})
 
 
@@ -159,8 +168,8 @@ def _without_identities(graph: Graph) -> Graph:
     kept: list[Node] = []
     outputs = set(graph.outputs.values())
     for node in graph.nodes:
-        if node.op in _IDENTITIES and outputs.isdisjoint(node.outputs):
-            source = node.args[0]
+        if node.op in (*_IDENTITIES, _BY_MODE) and outputs.isdisjoint(node.outputs):
+            source = node.args[1 if node.op == _BY_MODE else 0]
             if isinstance(source, Ref) and graph.values[source.name] == graph.values[node.outputs[0]]:
                 origin[node.outputs[0]] = origin.get(source.name, source.name)
                 continue

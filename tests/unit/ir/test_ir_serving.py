@@ -81,6 +81,20 @@ def _graph(extra: Sequence[tuple[Node, ValueSpec]] = (), *, causal: bool = True,
     )
 
 
+def test_what_is_drawn_in_training_only_is_gone_and_other_draws_are_refused() -> None:
+    hidden = ValueSpec((1, "s", 8), "float32")
+    drawn = (Node(id=8, op="fusion.uniform", args=(Ref("dropped"),), outputs=("noise",), path="layer.noise"), hidden)
+    noisy = (Node(id=9, op="aten.add.Tensor", args=(Ref("dropped"), Ref("noise")), outputs=("noisy",)), hidden)
+    chosen = (
+        Node(id=10, op="fusion.in_training", args=(Ref("noisy"), Ref("dropped")), outputs=("chosen",)),
+        hidden,
+    )
+    graph = serving_graph(_graph(extra=(drawn, noisy, chosen), logits_of="chosen"))
+    assert [node.id for node in graph.nodes] == [0, 1, 2, 3, 4, 5, 6, 50, 51, 52, 53]
+    with pytest.raises(GraphError, match="random numbers outside training, in layer.noise"):
+        serving_graph(_graph(extra=(drawn, noisy), logits_of="noisy"))
+
+
 def test_loss_labels_and_dropout_are_gone_and_hidden_states_come_out() -> None:
     graph = validate(serving_graph(_graph()))
     assert graph.inputs == ("input_ids", "position_ids")

@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 
 from fusionai.backends.jax.attention import attention
-from fusionai.backends.jax.dropout import dropout
+from fusionai.backends.jax.dropout import dropout, uniform
 from fusionai.backends.jax.elementwise import ELEMENTWISE
 from fusionai.backends.jax.lookups import LOOKUPS
 from fusionai.backends.jax.losses import LOSSES
@@ -29,7 +29,7 @@ from fusionai.backends.size_arithmetic import SIZES
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a run is about. `keys`: node that drops -> its two folds, uint32 [2]."""
+    """What a run is about. `keys`: node that draws -> its two folds, uint32 [2]."""
 
     training: bool
     keys: Mapping[int, jax.Array]
@@ -60,6 +60,8 @@ CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "fusion.attention": _attention,
         "fusion.dropout": _dropout,
+        "fusion.in_training": lambda context, _node, trained, otherwise: trained if context.training else otherwise,
+        "fusion.uniform": lambda context, node, x: uniform(x, context.keys[node]),
         "aten._native_batch_norm_legit_functional.default": (
             lambda context, _node, *args: batch_norm_functional(context.training, *args)
         ),

@@ -58,7 +58,7 @@ class _Compiled:
     program: Program
     forward: Callable[..., Any]
     drops: tuple[int, ...]
-    """Nodes that draw masks."""
+    """Nodes that draw masks or numbers."""
 
 
 class JaxStageProgram(StageBase[_InFlight]):
@@ -295,7 +295,7 @@ class JaxStageProgram(StageBase[_InFlight]):
             if len(self._compiled) >= MOST_COMPILED:
                 self._compiled.clear()
             traced = traced_forward(self._graph, program, sizes, training)
-            drops = tuple(node.id for node in program.nodes if training and _drops(node.op, node.kwargs))
+            drops = tuple(node.id for node in program.nodes if _draws(node.op, node.kwargs, training=training))
             compiled = self._compiled[at] = _Compiled(program, jax.jit(traced), drops)
         return compiled
 
@@ -343,8 +343,10 @@ def traced_forward(graph: Graph, program: Program, sizes: Mapping[str, int], tra
     return train if training else evaluate
 
 
-def _drops(op: str, options: Mapping[str, Any]) -> bool:
-    return op == "fusion.dropout" or (op == "fusion.attention" and options.get("dropout", 0.0) != 0.0)
+def _draws(op: str, options: Mapping[str, Any], *, training: bool) -> bool:
+    if op == "fusion.uniform":
+        return True
+    return training and (op == "fusion.dropout" or (op == "fusion.attention" and options.get("dropout", 0.0) != 0.0))
 
 
 @jax.jit

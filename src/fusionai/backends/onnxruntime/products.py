@@ -291,5 +291,6 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.one_hot.default": _one_hot,
     "fusion.attention": _attention,
     "fusion.expert_linear": expert_linear,
+    "fusion.in_training": lambda b, trained, otherwise: otherwise,  # noqa: ARG005 - it never trains
     "fusion.dropout": lambda b, x, p: x,  # noqa: ARG005 - outside training nothing is dropped
 }

@@ -1,4 +1,5 @@
-"""Dropout whose mask is a pure function of counters, the same bits as on every other backend. Keeps no random state.
+"""Dropout and random numbers as pure functions of counters, the same bits as on every other backend. Keeps no random
+state.
 
 The hash is that of `backends.counters`, which folds the keys; this is the element's part. Neighbours: `attention`,
 `operators`.
@@ -6,12 +7,14 @@ The hash is that of `backends.counters`, which folds the keys; this is the eleme
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import floor, prod
 from typing import Final
 
 import torch
 
-from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, DropoutKey, folds
+from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS, DropoutKey, folds
+from fusionai.backends.torch.host import DTYPE_NAMES
 
 _MASK: Final = 0xFFFF_FFFF
 _CHUNK_ELEMENTS: Final = 1 << 22
@@ -28,18 +31,35 @@ def scaled_mask(
     count = prod(shape)
     mask = torch.empty(count, dtype=dtype, device=device)
     threshold = floor(p * 2**32)
-    first, second = folds(key, node)
-    for start in range(0, count, _CHUNK_ELEMENTS):
-        index = torch.arange(start, min(start + _CHUNK_ELEMENTS, count), dtype=torch.int64, device=device)
-        high = _mix(index >> 32).bitwise_xor_(second)
-        hashed = _mix(_mix(index.bitwise_and_(_MASK).bitwise_xor_(first)).bitwise_xor_(high))
-        mask[start : start + _CHUNK_ELEMENTS] = hashed >= threshold
+    for piece, hashed in _hashed(count, key, node, device):
+        mask[piece] = hashed >= threshold
     return mask.mul_(scale).reshape(shape)
 
 
 def dropout(x: torch.Tensor, p: float, key: DropoutKey, node: int) -> torch.Tensor:
     """x times its mask."""
     return x * scaled_mask(tuple(x.shape), p, key, node, dtype=x.dtype, device=x.device)
+
+
+def uniform(x: torch.Tensor, key: DropoutKey, node: int) -> torch.Tensor:
+    """Numbers in [0, 1) of the shape and the dtype of x, whose values don't matter."""
+    if x.device.type == "meta":
+        return torch.empty_like(x)
+    bits = UNIFORM_BITS[DTYPE_NAMES[x.dtype]]
+    drawn = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    for piece, hashed in _hashed(x.numel(), key, node, x.device):
+        drawn[piece] = hashed >> (32 - bits)
+    return drawn.mul_(2.0**-bits).reshape(x.shape)
+
+
+def _hashed(count: int, key: DropoutKey, node: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """u(i) of the elements, piece by piece, int64."""
+    first, second = folds(key, node)
+    for start in range(0, count, _CHUNK_ELEMENTS):
+        stop = min(start + _CHUNK_ELEMENTS, count)
+        index = torch.arange(start, stop, dtype=torch.int64, device=device)
+        high = _mix(index >> 32).bitwise_xor_(second)
+        yield slice(start, stop), _mix(_mix(index.bitwise_and_(_MASK).bitwise_xor_(first)).bitwise_xor_(high))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

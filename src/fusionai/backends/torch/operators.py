@@ -18,7 +18,7 @@ from fusionai.backends.counters import DropoutKey
 from fusionai.backends.size_arithmetic import SIZES
 from fusionai.backends.torch.attention import attention
 from fusionai.backends.torch.deferral import Left
-from fusionai.backends.torch.dropout import dropout
+from fusionai.backends.torch.dropout import dropout, uniform
 from fusionai.backends.torch.experts import expert_linear
 from fusionai.backends.torch.scans import linear_attention, linear_scan
 from fusionai.ir.operators import OPERATORS
@@ -78,6 +78,19 @@ def _attention(
 
 def _dropout(context: Context, node: int, x: torch.Tensor, *, p: float) -> torch.Tensor:
     return dropout(x, p, context.key, node) if context.training and p > 0.0 else x
+
+
+def _uniform(context: Context, node: int, x: torch.Tensor) -> torch.Tensor:
+    return uniform(x, context.key, node)
+
+
+def _in_training(
+    context: Context,
+    node: int,  # noqa: ARG001 — every operator of this table is called with it
+    trained: torch.Tensor,
+    otherwise: torch.Tensor,
+) -> torch.Tensor:
+    return trained if context.training else otherwise
 
 
 def _batch_norm_functional(
@@ -155,6 +168,8 @@ CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "fusion.attention": _attention,
         "fusion.dropout": _dropout,
+        "fusion.in_training": _in_training,
+        "fusion.uniform": _uniform,
         "aten._native_batch_norm_legit_functional.default": _batch_norm_functional,
         "aten.batch_norm.default": _batch_norm,
     }

@@ -1,0 +1,210 @@
+"""Random numbers of a forward as functions of `fusion::uniform`, which counters make the same in every run.
+
+A draw by torch depends on what was drawn before it in one process; a stage has no such past. Decides how each of
+torch's draws is made of uniform numbers: a comparison, an inverse distribution function, Box and Muller's method. What a
+leaf module draws in training only (noise, dropped channels) is not drawn in evaluation: it is traced in both modes, and
+`fusion::in_training` chooses.
+
+Neighbours: `capture.export` decomposes by `draws`, `capture.same_dropout` answers the module's own draws by the same
+functions, `capture.lowering` turns the two operators into the IR's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+Draw = Callable[[torch.Tensor], torch.Tensor]
+"""Uniform numbers in [0, 1) of the shape and dtype of a tensor."""
+
+
+@torch.library.custom_op("fusion::uniform", mutates_args=())
+def uniform(like: torch.Tensor) -> torch.Tensor:
+    """Not to be run: the captured graph draws."""
+    raise NotImplementedError("fusion::uniform draws in a captured graph only")
+
+
+@uniform.register_fake
+def _(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like)
+
+
+@torch.library.custom_op("fusion::in_training", mutates_args=())
+def in_training(trained: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """Not to be run: the captured graph knows its mode."""
+    raise NotImplementedError("fusion::in_training chooses in a captured graph only")
+
+
+@in_training.register_fake
+def _(trained: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return torch.empty_like(trained)
+
+
+def draws(draw: Draw) -> dict[Any, Callable[..., torch.Tensor]]:
+    """Draw of torch -> the same as a function of `draw`. What writes in place is here by its functional form."""
+    aten = torch.ops.aten
+    table: dict[Any, Callable[..., torch.Tensor]] = {
+        aten.rand.default: partial(_of_sizes, draw),
+        aten.randn.default: partial(_of_sizes, partial(_normal, draw)),
+        aten.rand_like.default: partial(_alike, draw),
+        aten.randn_like.default: partial(_alike, partial(_normal, draw)),
+        aten.uniform.default: partial(_between, draw),
+        aten.normal_functional.default: partial(_with_moments, draw),
+        aten.normal.Tensor_float: partial(_with_moments_of, draw),
+        aten.normal.Tensor_Tensor: partial(_with_moments_of, draw),
+        aten.normal.float_Tensor: partial(_with_moments_of, draw),
+        aten.normal.float_float: partial(_normal_of_sizes, draw),
+        aten.bernoulli.p: partial(_bernoulli, draw),
+        aten.bernoulli.default: lambda p, generator=None: _bernoulli(draw, p, p),  # noqa: ARG005
+        aten.bernoulli.Tensor: lambda x, p, generator=None: _bernoulli(draw, x, p),  # noqa: ARG005
+        aten.exponential.default: partial(_exponential, draw),
+        aten.randint.default: lambda high, size, **how: _whole(draw, 0, high, _empty(size, how), how),
+        aten.randint.low: lambda low, high, size, **how: _whole(draw, low, high, _empty(size, how), how),
+        aten.randint_like.default: lambda x, high, **how: _whole(draw, 0, high, x, {"dtype": x.dtype, **how}),
+        aten.randint_like.low_dtype: lambda x, low, high, **how: _whole(draw, low, high, x, {"dtype": x.dtype, **how}),
+        aten.randperm.default: lambda n, **how: draw(_empty([n], how)).argsort().to(how.get("dtype") or torch.int64),
+        aten.multinomial.default: partial(_multinomial, draw),
+    }
+    return table
+
+
+IN_PLACE: Final = {
+    torch.ops.aten.uniform_.default: torch.ops.aten.uniform.default,
+    torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
+    torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
+    torch.ops.aten.bernoulli_.Tensor: torch.ops.aten.bernoulli.Tensor,
+    torch.ops.aten.exponential_.default: torch.ops.aten.exponential.default,
+}
+"""Draw that writes in place -> its functional form."""
+
+_WATCHED: Final = frozenset(
+    {"rand", "randn", "rand_like", "randn_like", "uniform", "uniform_", "normal", "normal_", "normal_functional"}
+    | {"bernoulli", "bernoulli_", "exponential", "exponential_", "randint", "randint_like", "randperm", "multinomial"}
+    | {"feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_"}
+    | {"feature_alpha_dropout", "feature_alpha_dropout_"}
+)
+"""Names of operators by which a module draws; plain dropout knows its mode itself."""
+
+
+@contextmanager
+def drawn_in_training(module: nn.Module) -> Iterator[None]:
+    """While open, leaf modules that draw are traced in training and in evaluation."""
+    patched = [child for child in module.modules() if child.training and _is_leaf(child)]
+    try:
+        for child in patched:
+            child.forward = partial(_both, child, child.forward)
+        yield
+    finally:
+        for child in patched:
+            del child.forward
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """What is below would be traced twice: only where that is little, and no statistics move."""
+    own = "forward" in module.__dict__
+    return not own and not any(parameter is not None for child in module.children() for parameter in child.parameters())
+
+
+def _both(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    mode = get_proxy_mode()
+    if mode is None:
+        return forward(*args, **kwargs)
+    nodes = mode.tracer.graph._root
+    before = nodes.prev
+    versions = [buffer._version for buffer in module.buffers()]
+    trained = forward(*args, **kwargs)
+    written = versions != [buffer._version for buffer in module.buffers()]
+    if written or not isinstance(trained, torch.Tensor) or not _drew(before, nodes):
+        return trained
+    children = [child for child in module.modules() if child.training]
+    try:
+        module.eval()
+        calm = forward(*args, **kwargs)
+    finally:
+        for child in children:
+            child.training = True
+    if not isinstance(calm, torch.Tensor) or calm.shape != trained.shape or calm.dtype != trained.dtype:
+        return trained
+    return in_training(trained, calm)
+
+
+def _drew(before: fx.Node, end: fx.Node) -> bool:
+    node = before.next
+    while node is not end:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__ in _WATCHED:
+            return True
+        node = node.next
+    return False
+
+
+def _empty(size: Sequence[int], how: dict[str, Any]) -> torch.Tensor:
+    dtype = how.get("dtype")
+    floating = dtype if dtype is not None and dtype.is_floating_point else torch.get_default_dtype()
+    return torch.zeros(size, dtype=floating, device=how.get("device"))
+
+
+def _of_sizes(draw: Draw, size: Sequence[int], **how: Any) -> torch.Tensor:
+    return draw(_empty(size, how))
+
+
+def _alike(draw: Draw, x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return draw(x.detach() if dtype in (None, x.dtype) else x.detach().to(dtype))
+
+
+def _normal(draw: Draw, x: torch.Tensor) -> torch.Tensor:
+    """By Box and Muller's method, in float32 at least."""
+    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    radius = torch.sqrt(torch.log(1.0 - draw(wide)) * -2.0)
+    return (radius * torch.cos(draw(wide) * (2.0 * math.pi))).to(x.dtype)
+
+
+def _between(draw: Draw, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> torch.Tensor:
+    return draw(x.detach()) * (high - low) + low
+
+
+def _with_moments(draw: Draw, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
+    return _normal(draw, x.detach()) * std + mean
+
+
+def _with_moments_of(draw: Draw, mean: torch.Tensor | float, std: torch.Tensor | float = 1.0, **_: Any) -> torch.Tensor:
+    """No gradient reaches the moments."""
+    means, stds = (one.detach() if isinstance(one, torch.Tensor) else one for one in (mean, std))
+    return _normal(draw, torch.zeros_like(torch.as_tensor(means + stds))) * stds + means
+
+
+def _normal_of_sizes(draw: Draw, mean: float, std: float, size: Sequence[int], **how: Any) -> torch.Tensor:
+    return _normal(draw, _empty(size, how)) * std + mean
+
+
+def _bernoulli(draw: Draw, x: torch.Tensor, p: torch.Tensor | float = 0.5, **_: Any) -> torch.Tensor:
+    chosen = p.detach() if isinstance(p, torch.Tensor) else p
+    like = x.detach()
+    return (draw(like if like.is_floating_point() else like.to(torch.float32)) < chosen).to(x.dtype)
+
+
+def _exponential(draw: Draw, x: torch.Tensor, rate: float = 1.0, **_: Any) -> torch.Tensor:
+    return torch.log(1.0 - draw(x.detach())) * (-1.0 / rate)
+
+
+def _whole(draw: Draw, low: int, high: int, like: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+    # A fraction of 32 bits: each number of the range is as likely as any other, to one in 2**32.
+    places = torch.floor(draw(like.detach().to(torch.float64)) * (high - low)) + low
+    return places.to(how.get("dtype") or torch.int64)
+
+
+def _multinomial(draw: Draw, weights: torch.Tensor, samples: int, replacement: bool = False, **_: Any) -> torch.Tensor:
+    """The smallest of exponential times whose rates are the weights, as torch does."""
+    rates = weights.detach()
+    if replacement:
+        rates = rates[..., None, :].expand(*rates.shape[:-1], samples, rates.shape[-1])
+    times = _exponential(draw, rates)
+    if replacement:
+        return (rates / times).argmax(-1)
+    return (rates / times).topk(samples, -1).indices

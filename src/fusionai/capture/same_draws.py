@@ -1,0 +1,129 @@
+"""Give a module the dropout masks and random numbers of its graph, so that both can be compared in training.
+
+A module draws each by one call, in the order of its forward; the graph computes each from counters
+(`backends.torch.dropout`). While `SameDraws` is open, the module's draws are replaced by the graph's in order.
+
+Neighbours: `capture.self_check` compares the two, `capture.draws` says how torch's draws are made of uniform numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusionai.backends.counters import DropoutKey
+from fusionai.backends.torch.dropout import scaled_mask, uniform
+from fusionai.capture.draws import IN_PLACE, draws
+from fusionai.ir.graph import needed_nodes
+from fusionai.ir.schema import Arg, Graph, Node
+
+_ARGUMENT: Final = {"fusion.dropout": "p", "fusion.attention": "dropout"}
+_UNIFORM: Final = "fusion.uniform"
+_IN_TRAINING: Final = "fusion.in_training"
+_MIDDLE: Final = 0.5
+"""Where nothing is drawn, each uniform number."""
+
+
+class SameDraws(TorchDispatchMode):
+    """Answers the module's draws by those of `graph` at `key`. Without a key nothing is dropped, and every uniform
+    number is the middle one, as in `without_draws`."""
+
+    def __init__(self, graph: Graph, key: DropoutKey | None) -> None:
+        super().__init__()
+        self._nodes = [node for node in _trained(graph) if node.op == _UNIFORM or _probability(node) > 0.0]
+        self._key = key
+        self._drawn = 0
+        self._fits = True
+        self._table = draws(self._uniform)
+
+    @property
+    def all_replayed(self) -> bool:
+        """Whether every draw of the module had its own in the graph, and every one of the graph the module's."""
+        return self._fits and self._drawn == len(self._nodes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            kept = float(args[1]) if len(args) > 1 else 0.5
+            if (mask := self._mask(args[0], kept)) is not None:
+                return args[0].copy_(mask)
+        computed = self._table.get(IN_PLACE.get(func, func))
+        if computed is None:
+            return func(*args, **(kwargs or {}))
+        made = computed(*args, **(kwargs or {}))
+        return args[0].copy_(made) if func in IN_PLACE else made
+
+    def _mask(self, noise: torch.Tensor, kept: float) -> torch.Tensor | None:
+        """What plain dropout keeps, None where it is another draw. What is kept is divided by the probability to be
+        kept, so that number itself drops nothing."""
+        if self._key is None:
+            dropped = any(_like(_probability(node), 1.0 - kept) for node in self._nodes if node.op != _UNIFORM)
+            return torch.full_like(noise, kept) if dropped else None
+        node = self._nodes[self._drawn] if self._drawn < len(self._nodes) else None
+        if node is not None and node.op == _UNIFORM:
+            return None
+        self._drawn += 1
+        if node is None or not _like(_probability(node), 1.0 - kept):
+            self._fits = False
+            return torch.full_like(noise, kept)
+        p = _probability(node)
+        return scaled_mask(tuple(noise.shape), p, self._key, node.id, dtype=torch.float32, device=noise.device) != 0
+
+    def _uniform(self, like: torch.Tensor) -> torch.Tensor:
+        place, self._drawn = self._drawn, self._drawn + 1
+        if self._key is not None and place < len(self._nodes) and self._nodes[place].op == _UNIFORM:
+            return uniform(like, self._key, self._nodes[place].id)
+        self._fits = self._key is None
+        return torch.full_like(like, _MIDDLE)
+
+
+def without_draws(graph: Graph) -> Graph:
+    """The same graph with every probability 0 and every uniform number the middle one."""
+
+    def kept(node: Node) -> Node:
+        if node.op == _UNIFORM:
+            return msgspec.structs.replace(node, op="aten.full_like.default", args=(*node.args, _MIDDLE))
+        if _probability(node) == 0.0:
+            return node
+        kwargs: dict[str, Arg] = {**node.kwargs, _ARGUMENT[node.op]: 0.0}
+        return msgspec.structs.replace(node, kwargs=kwargs)
+
+    return msgspec.structs.replace(graph, nodes=tuple(kept(node) for node in graph.nodes))
+
+
+def in_mode(graph: Graph, *, training: bool) -> Graph:
+    """`graph` whose choices by mode read one operand alone."""
+
+    def chosen(node: Node) -> Node:
+        if node.op != _IN_TRAINING:
+            return node
+        return msgspec.structs.replace(node, op="aten.alias.default", args=(node.args[0 if training else 1],))
+
+    return msgspec.structs.replace(graph, nodes=tuple(chosen(node) for node in graph.nodes))
+
+
+def drawn_in_evaluation(graph: Graph) -> tuple[Node, ...]:
+    """Random numbers that evaluation draws."""
+    return tuple(node for node in _needed(in_mode(graph, training=False)) if node.op == _UNIFORM)
+
+
+def _trained(graph: Graph) -> tuple[Node, ...]:
+    return _needed(in_mode(graph, training=True))
+
+
+def _needed(graph: Graph) -> tuple[Node, ...]:
+    return needed_nodes(graph, {*graph.outputs.values(), *graph.state_writes})
+
+
+def _like(one: float, other: float) -> bool:
+    return math.isclose(one, other, abs_tol=1e-9)
+
+
+def _probability(node: Node) -> float:
+    value = node.kwargs.get(_ARGUMENT.get(node.op, ""), 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
