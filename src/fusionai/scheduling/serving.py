@@ -76,7 +76,7 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
     assert found.best is not None, "a line was found"
     best = found.best
     if needs.sessions > 1:
-        single = _single(line, _limits(problem, line, cache_tokens), cache_tokens)
+        single = _single(line, _limits(problem, line, cache_tokens), needs)
         most_s = inf if single is None else max(single[0], found.seconds)
         best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens, most_s=most_s))
     pages = _pages(line, best, needs, cache_tokens)
@@ -165,7 +165,7 @@ def _with_fastest(
     if len(listed) == len(usable):
         return listed
     blocks = middle(problem)
-    needed = stage_bytes(blocks, needs, blocks[-1].output_bytes if needs.retain else 0, needs.context_tokens)
+    needed = stage_bytes(blocks, needs, blocks[-1].output_bytes if needs.retain else 0, _least_tokens(needs))
 
     def token_s(peer: PeerProfile) -> float:
         latency_s = peer.uplink.latency_s + peer.downlink.latency_s
@@ -180,13 +180,16 @@ def _found(
     problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int | None, usual: int
 ) -> tuple[FoundLine, int]:
     """The fastest line with room for as much of the wanted cache as there can be, and how much that is."""
-    least_tokens = _context_pages(needs) * needs.page_tokens + needs.page_tokens
-    cache_tokens = max(needs.cache_tokens + needs.page_tokens, least_tokens)
+    least_tokens = _least_tokens(needs)
+    wanted_pages = -(-needs.cache_tokens // needs.page_tokens) + 1
+    cache_tokens = max(wanted_pages * needs.page_tokens, least_tokens)
+    while line.owner is not None and line.owner_bytes(cache_tokens) > line.owner.memory_bytes:
+        cache_tokens = _halved(cache_tokens, needs)  # it has room for the least, as was checked
     limits = _limits(problem, line, cache_tokens)
     while True:
         found = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
         if found.best is not None:
-            single = _single(line, limits, least_tokens)
+            single = _single(line, limits, needs)
             if single is None or single[0] >= found.seconds * (1 - ROUNDING):
                 return found, limits.cache_tokens
             # One machine is faster by itself with less room for caches: then all lines may have so little.
@@ -196,21 +199,32 @@ def _found(
             return again, limits.cache_tokens
         if limits.cache_tokens <= least_tokens:
             raise _infeasible(line, limits)
-        limits = _limits(problem, line, max(limits.cache_tokens // 2, least_tokens))
+        limits = _limits(problem, line, _halved(limits.cache_tokens, needs))
 
 
-def _single(line: ServingLine, limits: LineLimits, least_tokens: int) -> tuple[float, int] | None:
+def _least_tokens(needs: ServingNeeds) -> int:
+    """Of any cache: a whole context in pages, and the probe's page."""
+    return (_context_pages(needs) + 1) * needs.page_tokens
+
+
+def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
+    """Half the pages, or what is the least."""
+    return max(cache_tokens // needs.page_tokens // 2 * needs.page_tokens, _least_tokens(needs))
+
+
+def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
     """Of the lines with one stage in the pool and room for a whole context the fastest: its seconds per token, and for
     how many tokens it has room, up to the wanted ones. None where there is none."""
     if limits.fewest > 1 or limits.required.bit_count() > 1:
         return None
     best: tuple[float, int] | None = None
+    least_tokens = _least_tokens(needs)
     for peer in range(line.count):
         if limits.required & ~(1 << peer) or not line.allowed(peer, 0, line.length):
             continue
         tokens = limits.cache_tokens
         while tokens > least_tokens and line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
-            tokens = max(tokens // 2, least_tokens)
+            tokens = _halved(tokens, needs)
         if line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
             continue
         seconds = single_s(line, peer)
@@ -327,7 +341,7 @@ def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> 
     """The fastest single machine that holds the whole model and one context, and its seconds per token."""
     machines = [*usable, *([] if problem.owner is None else [problem.owner])]
     operators = {op for block in problem.blocks for op in block.ops}
-    needed = stage_bytes(problem.blocks, needs, 0, needs.context_tokens)
+    needed = stage_bytes(problem.blocks, needs, 0, _least_tokens(needs))
     fitting = [
         (sum(block_s(block, machine) for block in problem.blocks), machine.peer)
         for machine in machines
@@ -345,8 +359,8 @@ def _warnings(
     problem: Problem, line: ServingLine, needs: ServingNeeds, found: FoundLine, cache_tokens: int, pages: int
 ) -> list[str]:
     warnings: list[str] = []
-    if cache_tokens < needs.cache_tokens:
-        held = (pages - 1) * needs.page_tokens
+    held = (pages - 1) * needs.page_tokens
+    if held < needs.cache_tokens:
         warnings.append(
             f"Memory is short: the cache holds {held} tokens of the {needs.cache_tokens} wanted, "
             f"{held // needs.context_tokens} whole contexts of {needs.context_tokens} at a time."
@@ -437,7 +451,7 @@ def _check_owner(line: ServingLine, needs: ServingNeeds) -> None:
         raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of its ends.")
     if not owner.effective_flops_per_s > 0:
         raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
-    needed = line.owner_bytes(needs.context_tokens)
+    needed = line.owner_bytes(_least_tokens(needs))
     if needed > owner.memory_bytes:
         raise PlanError(
             f"the model's ends need {format_bytes(needed)} with the job owner, who has "

@@ -66,6 +66,8 @@ def _quickest(
                 compute_s = line.compute_s(peer, start, end)
                 if end <= start or compute_s > most_s or needed[start][end] > lent[k]:
                     continue
+                if not line.allowed(peer, start, end):
+                    continue
                 into_s = line.hop_s(order[k - 1], peer, start) if k else 0.0
                 total_s = seconds + compute_s + into_s
                 if total_s < following.get(end, (inf, ()))[0]:
