@@ -126,7 +126,10 @@ class _Case:
         self.first = max(1, problem.kept_first) if places["feed"] == "owner" else 0
         self.cut = count - (max(1, problem.kept_last) if places["loss"] == "owner" else 0)
         assert owner is not None or (self.first == 0 and self.cut == count)
-        self.machines = [peer for peer in problem.peers if _usable(problem, peer)]
+        smallest = min(
+            _stage_bytes(problem, block, block + 1, least_tokens(self.needs)) for block in range(self.first, self.cut)
+        )
+        self.machines = [peer for peer in problem.peers if _usable(problem, peer) and peer.memory_bytes >= smallest]
         self.most = min(len(self.machines) - (problem.spares_wanted or 0), self.cut - self.first)
         self.ends_s = 0.0
         if owner is not None:

@@ -10,7 +10,7 @@ import pytest
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.compiled import available
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import Problem
+from fusionai.scheduling.types import Plan, Problem, RolePlacement
 from harness.judged_pools import KINDS, judged_pool
 from harness.planning_judge import best_single, judged
 
@@ -45,6 +45,20 @@ def judge(problem: Problem, case: str) -> None:
     assert found.step_time_s == pytest.approx(best.step_s, rel=ROUNDING), case
     assert found.certificate.bound_tokens_per_s >= tokens / best.step_s * (1 - ROUNDING), case
     assert found.step_time_s <= best_single(problem) * (1 + ROUNDING), case
+    judge_alone(problem, found, case)
+
+
+def judge_alone(problem: Problem, found: Plan, case: str) -> None:
+    """A machine by itself is faster only where the model's ends stay with the job owner, and the plan says so."""
+    owner = () if problem.owner is None else (problem.owner,)
+    ends = tuple(RolePlacement(role=role, place="pool") for role in ("feed", "loss"))
+    free = msgspec.structs.replace(
+        problem, peers=(*problem.peers, *owner), owner=None, roles=ends, kept_first=0, kept_last=0
+    )
+    if found.step_time_s > best_single(free) * (1 + ROUNDING):
+        assert owner, case
+        said = ("alone would be faster", "costs speed")
+        assert any(words in warning for warning in found.warnings for words in said), case
 
 
 def test_a_plan_that_keeps_everything_is_not_taken_for_the_best_where_making_again_is_faster() -> None:

@@ -24,7 +24,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.alone import against_one
 from fusionai.scheduling.eligibility import check_names, eligible
-from fusionai.scheduling.ends import middle, place_of
+from fusionai.scheduling.ends import ends_of, middle, place_of
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.links import check_access, check_links
 from fusionai.scheduling.pace import paced
@@ -64,7 +64,10 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
     needs = _checked(problem)
     pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
-    smallest = min(stage_bytes([block], needs, 0, needs.context_tokens) for block in pool_blocks)
+    smallest = min(
+        stage_bytes([block], needs, retained_bytes(problem.blocks, end, needs), _least_tokens(needs))
+        for end, block in enumerate(pool_blocks, ends_of(problem).first + 1)
+    )
     usable, refused = eligible(problem, pool_blocks, smallest)
     if not usable:
         reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
