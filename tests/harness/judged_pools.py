@@ -104,6 +104,21 @@ def judged_pool(kind: str, seed: int, peers: int, layers: int) -> Problem:
     return msgspec.structs.replace(problem, owner=owner, roles=roles, kept_first=kept[0], kept_last=kept[1])
 
 
+def with_wishes(problem: Problem, seed: int) -> Problem:
+    """The same, some pairs of machines with links of their own, as many microbatches as drawn, and at times a number of
+    stages that is asked for."""
+    draw = Random(f"wishes {seed} {problem.peers[0].flops_per_s}")
+    names = [one.peer for one in (*problem.peers, *([] if problem.owner is None else [problem.owner]))]
+    pairs = [draw.sample(names, 2) for _ in range(draw.randint(0, 4))] if len(names) > 1 else []
+    links = {
+        f"{one}>{other}": Link(bandwidth_bytes_per_s=10 ** draw.uniform(6, 9.5), latency_s=10 ** draw.uniform(-5, -1))
+        for one, other in pairs
+    }
+    stages = draw.randint(1, len(problem.peers)) if draw.random() < 0.4 else None
+    microbatches = draw.choice((1, 2, 8, 32, 128))
+    return msgspec.structs.replace(problem, links=links, stages=stages, microbatches=microbatches)
+
+
 def _blocks(draw: Random, layers: int, width: int, tokens: int) -> tuple[BlockCost, ...]:
     rows = draw.choice((1, 4))
     vocabulary = draw.choice((4, 32)) * width

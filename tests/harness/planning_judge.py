@@ -337,9 +337,11 @@ def _enumerate(
                 head_up += gradient[b - 1] / up[h]
             new_period = max(new_period, there, back, new_up, new_down, head_up, head_down)
             if m == front and tails:
-                # Both ends share the owner's line.
-                new_period = max(new_period, new_up + gradient[length - 1] / up[m])
-                new_period = max(new_period, new_down + output[length - 1] / down[m])
+                # Both ends share the owner's line, where the first one's transfers take it.
+                if links[m, h, 2]:
+                    new_period = max(new_period, new_up + gradient[length - 1] / up[m])
+                if links[h, m, 2]:
+                    new_period = max(new_period, new_down + output[length - 1] / down[m])
         if held < rounds:
             new_period = max(new_period, new_transit / held)
         new_update = max(update[depth], later)
