@@ -7,10 +7,13 @@ it, `scheduling.planner` plans.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from fusionai.capture.kept import kept
+from fusionai.capture.source import parse_source
 from fusionai.cli.pool_file import FIRST, LAST, PoolOnPaper
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions
@@ -130,21 +133,27 @@ def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
     )
 
 
-def captured(model: str, asked: Asked) -> Graph:
-    """The graph of `model` (as `fusion plan` takes it) for the task. Loads the capturing framework."""
-    with loading():
-        from fusionai.capture.adapter import Lora
-        from fusionai.capture.capture import capture
-        from fusionai.capture.source import parse_source
-
+def captured(model: str, asked: Asked, home: Path) -> Graph:
+    """The graph of `model` (as `fusion plan` takes it) for the task. Where it was not captured before (`capture.kept`),
+    the capturing framework is loaded."""
     source = parse_source(model)
-    return capture(
-        source,
-        batch=(1, max(asked.rows, 2)),
-        sequence=(1, max(asked.sequence, 2)),
-        train=asked.task == "train",
-        adapter=None if asked.lora is None else Lora(asked.lora, 2.0 * asked.lora),
-    ).graph
+    batch, sequence = (1, max(asked.rows, 2)), (1, max(asked.sequence, 2))
+    options = {"batch": batch, "sequence": sequence, "task": asked.task, "lora": asked.lora}
+
+    def anew() -> Graph:
+        with loading():
+            from fusionai.capture.adapter import Lora
+            from fusionai.capture.capture import capture
+
+        return capture(
+            source,
+            batch=batch,
+            sequence=sequence,
+            train=asked.task == "train",
+            adapter=None if asked.lora is None else Lora(asked.lora, 2.0 * asked.lora),
+        ).graph
+
+    return kept(home / "graphs", source, options, anew)
 
 
 def _wished(wishes: ConstraintsTable, role: str) -> _Place | None:

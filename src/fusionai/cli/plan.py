@@ -206,7 +206,7 @@ def plan(
         privacy=_level(served, pool),
         lora=lora,
     )
-    graph = captured(model, asked)
+    graph = captured(model, asked, home)
     problem = paced(problem_of(graph, pool, asked))
     found = _planned(problem, graph, pool, asked)
     problem = replicated.with_replicas(problem, found.replicas)

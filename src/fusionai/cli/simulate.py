@@ -28,6 +28,7 @@ from fusionai.cli.simulate_view import (
     token_figures,
 )
 from fusionai.ir.schema import Graph
+from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling import planner
 from fusionai.scheduling.types import Problem
@@ -64,7 +65,7 @@ def simulate(
             plots.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise UsageError(f"can't make the directory {plots} ({problem.strerror}).") from None
-    graph = captured(read.model, read.asked)
+    graph = captured(read.model, read.asked, environment.fusion_home())
     figures = _served(read, graph) if read.table.task == "serve" else _trained(read, graph, seed, hours, plots)
     show_assumptions(read)
     if json_file is not None:

@@ -65,7 +65,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Graph:
         takeover="exact",
         served=ServingOptions(weights="fp32", cache="fp32", context_tokens=None, sessions=1, ends="owner"),
     )
-    return plan_command.captured(str(path), asked)
+    return plan_command.captured(str(path), asked, path.parent / "home")
 
 
 SLOW_LINKS = """
@@ -81,7 +81,7 @@ downlink = "1Mbit"
 
 @pytest.fixture
 def graph(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_command, "captured", lambda model, asked: captured)
+    monkeypatch.setattr(plan_command, "captured", lambda model, asked, home: captured)
 
 
 @pytest.fixture

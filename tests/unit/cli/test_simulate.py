@@ -111,7 +111,7 @@ def graph() -> Graph:
 
 @pytest.fixture(autouse=True)
 def _captured(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "captured", lambda model, asked: graph)
+    monkeypatch.setattr(command, "captured", lambda model, asked, home: graph)
 
 
 def written(folder: Path, *, scenario: str = SCENARIO, pool: str = POOL + OWNER) -> Path:
