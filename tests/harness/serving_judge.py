@@ -46,18 +46,20 @@ def judged(problem: Problem) -> Verdict:
 
 
 def best_alone(problem: Problem) -> tuple[float, str]:
-    """Seconds per token of the fastest machine that holds the whole model with a context and needs no way in or out,
-    and which. (inf, "") where there is none."""
-    needs = _needs(problem)
+    """Seconds per token of the fastest machine that holds the whole model with a context, and which; one of the pool
+    has the way in and out, the job owner's has none. (inf, "") where there is none."""
+    needs, owner = _needs(problem), problem.owner
     everyone = [peer for peer in problem.peers if _usable(problem, peer)]
-    everyone += [] if problem.owner is None else [problem.owner]
+    everyone += [] if owner is None else [owner]
     needed = _stage_bytes(problem, 0, len(problem.blocks), least_tokens(needs))
-    found = [
-        (sum(_block_s(block, one, 1) for block in problem.blocks), one.peer)
-        for one in everyone
-        if one.memory_bytes >= needed
-    ]
-    return min(found, default=(inf, ""))
+
+    def token_s(one: PeerProfile) -> float:
+        seconds = sum(_block_s(block, one, 1) for block in problem.blocks)
+        if owner is None:
+            return seconds
+        return seconds + _hop_s(problem, owner, one, 0) + _hop_s(problem, one, owner, needs.result_bytes)
+
+    return min(((token_s(one), one.peer) for one in everyone if one.memory_bytes >= needed), default=(inf, ""))
 
 
 def least_tokens(needs: ServingNeeds) -> int:

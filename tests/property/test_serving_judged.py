@@ -74,8 +74,7 @@ def judge_alone(problem: Problem, tokens_per_s: float, warnings: tuple[str, ...]
     lent = any(one.peer == peer for one in problem.peers)
     wished = bool(problem.stages or problem.required or problem.pinned or problem.spares_wanted)
     ends = any(role.place == "owner" for role in problem.roles)
-    away = problem.owner is not None  # then tokens go there and back
-    if tokens_per_s * alone_s >= 1 - ROUNDING or (away and not ends and lent):
+    if tokens_per_s * alone_s >= 1 - ROUNDING:
         return
     assert not lent or wished or ends, case
     said = ("alone would be faster", "costs speed")

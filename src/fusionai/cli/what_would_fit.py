@@ -17,6 +17,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling import replicated
 from fusionai.scheduling.chain import Chain
+from fusionai.scheduling.ends import ends_of, owners_bytes
 from fusionai.scheduling.types import PeerProfile, Problem
 
 MOST_COPIES: Final = 32
@@ -40,7 +41,7 @@ def what_would_fit(problem: Problem, others: Sequence[Change] = ()) -> list[str]
     if len(problem.peers) > MOST_TRIED_PEERS:
         return []
     found: list[str] = []
-    for change in (*_lifted(problem), *others):
+    for change in (*_lifted(problem), *others, *_with_owners(problem)):
         changed = change.problem()
         if changed is not None and _plans(changed):
             found.append(change.words)
@@ -65,6 +66,20 @@ def _lifted(problem: Problem) -> Iterator[Change]:
     elif problem.owner is not None and any(role.place == "owner" for role in problem.roles):
         roles = tuple(msgspec.structs.replace(role, place="pool") for role in problem.roles)
         yield _change("with the model's ends in the pool", problem, roles=roles)
+
+
+def _with_owners(problem: Problem) -> Iterator[Change]:
+    """Where the job owner's machine is not one of the pool: as a member of it, with what its ends leave free."""
+    owner = problem.owner
+    if owner is None or not owner.flops_per_s > 0 or any(peer.peer == owner.peer for peer in problem.peers):
+        return
+    words = "with this machine lent to the pool as well (`fusion join`)"
+    own = msgspec.structs.replace(owner, roles=("stage",))
+    if problem.task == "train" and ends_of(problem).first:
+        # The owner's own part is a stage apart from what a member on the same machine would hold.
+        free = max(0, owner.memory_bytes - ceil(owners_bytes(problem)))
+        own = msgspec.structs.replace(own, peer=f"{owner.peer} (lent)", memory_bytes=free)
+    yield _change(words, problem, peers=(*problem.peers, own))
 
 
 def _more_machines(problem: Problem) -> Iterator[str]:

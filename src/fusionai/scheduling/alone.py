@@ -1,6 +1,7 @@
 """One machine on its own: the baseline every plan is held against. Decides its speed, or that the model does not fit.
 
-No link, no pipeline: a step is M microbatches one after the other, with one in flight.
+No pipeline: a step is M microbatches one after the other, with one in flight. A machine of the pool still has the way
+to the job owner and back that any plan on it would have; the owner's own needs none.
 Neighbours: `planner` and `serving` hold their plans against it.
 """
 
@@ -24,6 +25,7 @@ from fusionai.scheduling.levers import (
     weights_s,
     weights_update_s,
 )
+from fusionai.scheduling.links import hop
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, RolePlacement
 
 EXPLAINED: Final = 0.9
@@ -54,7 +56,7 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
         ]
         if not steps_s:
             continue
-        step_s = min(steps_s)
+        step_s = min(steps_s) + _way_s(problem, peer)
         tokens_per_s = problem.microbatches * problem.microbatch_tokens / step_s
         if best is None or tokens_per_s > best.tokens_per_s:
             best = Alone(peer, tokens_per_s)
@@ -77,7 +79,8 @@ def against_one(
     if all(peer != one.peer for one in problem.peers):
         return (
             f"The job owner's machine alone would be faster: {name} reaches {format_speed(tokens_per_s)} tokens/s "
-            f"without the pool, this plan {speed}."
+            f"without the pool, this plan {speed}. A plan can use it where it is lent to the pool as well (`fusion "
+            "join`)."
         )
     if ends:
         placed = tuple(RolePlacement(role=role, place="pool") for role in ("feed", "loss"))
@@ -95,6 +98,14 @@ def against_one(
         f"One machine alone would be faster: {name} reaches {format_speed(tokens_per_s)} tokens/s by itself, this plan "
         f"{speed}."
     )
+
+
+def _way_s(problem: Problem, peer: PeerProfile) -> float:
+    """Of a step, the word that it is complete and the answer."""
+    if problem.owner is None:
+        return 0.0
+    there, back = hop(peer, problem.owner, problem.links), hop(problem.owner, peer, problem.links)
+    return there.latency_s + back.latency_s
 
 
 def _everyone(problem: Problem) -> list[PeerProfile]:

@@ -20,8 +20,8 @@ from fusionai.scheduling.pipeline import Pipeline, Suffix
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Order of peers, first stage first, and cuts (from 0 to the chain's length)."""
 
-_PERIODS: Final = 24
-_STARTS: Final = 6
+_PERIODS: Final = 8
+_STARTS: Final = 2
 
 
 def construct(pipeline: Pipeline, limits: Limits) -> list[Layout]:
@@ -165,7 +165,7 @@ def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
         return [inf]
     ratio = (high_s / low_s) ** (1 / (_PERIODS - 1))
     # Most good plans lie within twice the ideal, so the first part of the range is looked at more closely.
-    fine = [low_s * (1 + 0.05 * step) for step in range(_PERIODS)]
+    fine = [low_s * (1 + 0.15 * step) for step in range(_PERIODS)]
     return [*fine, *(low_s * ratio**step for step in range(_PERIODS)), inf]
 
 

@@ -26,7 +26,7 @@ from fusionai.scheduling.alone import against_one
 from fusionai.scheduling.eligibility import check_names, eligible
 from fusionai.scheduling.ends import ends_of, middle, place_of
 from fusionai.scheduling.guards import with_guards
-from fusionai.scheduling.links import check_access, check_links
+from fusionai.scheduling.links import check_access, check_links, hop
 from fusionai.scheduling.pace import paced
 from fusionai.scheduling.pins import check_pins, must_use
 from fusionai.scheduling.placement import pool_name
@@ -341,12 +341,22 @@ def _stage(
 
 
 def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> tuple[str, float] | None:
-    """The fastest single machine that holds the whole model and one context, and its seconds per token."""
-    machines = [*usable, *([] if problem.owner is None else [problem.owner])]
+    """The fastest single machine that holds the whole model and one context, and its seconds per token: one of the pool
+    with the way from the job owner and back, the owner's without."""
+    owner = problem.owner
+    machines = [*usable, *([] if owner is None else [owner])]
     operators = {op for block in problem.blocks for op in block.ops}
     needed = stage_bytes(problem.blocks, needs, 0, _least_tokens(needs))
+
+    def token_s(machine: PeerProfile) -> float:
+        seconds = sum(block_s(block, machine) for block in problem.blocks)
+        if owner is None:
+            return seconds
+        into, back = hop(owner, machine, problem.links), hop(machine, owner, problem.links)
+        return seconds + into.latency_s + needs.result_bytes / back.bandwidth_bytes_per_s + back.latency_s
+
     fitting = [
-        (sum(block_s(block, machine) for block in problem.blocks), machine.peer)
+        (token_s(machine), machine.peer)
         for machine in machines
         if machine.memory_bytes >= needed
         and machine.effective_flops_per_s > 0

@@ -108,3 +108,20 @@ def test_a_split_that_the_owner_has_no_memory_for() -> None:
     with pytest.raises(PlanError, match="the model's ends"):
         plan(split)
     assert what_would_fit(split, []) == ["with --privacy encrypted"]
+
+
+@pytest.mark.parametrize("kept", [(0, 0), (1, 2)])
+def test_where_no_machine_takes_a_stage_the_owners_could_be_lent(kept: tuple[int, int]) -> None:
+    """Six blocks of 4 GB: 40 GB hold them all, with both ends and the rest on one machine too."""
+    roles = (RolePlacement(role="feed"), RolePlacement(role="loss"))
+    owner = msgspec.structs.replace(peer("me", 40), roles=("owner",))
+    asked = problem(peer("a", 0.5), owner=owner, roles=roles)
+    asked = msgspec.structs.replace(asked, kept_first=kept[0], kept_last=kept[1])
+    with pytest.raises(PlanError, match="no peer of the pool can be used"):
+        plan(asked)
+    said = what_would_fit(asked)
+    assert said == ["with this machine lent to the pool as well (`fusion join`)"]
+    small = msgspec.structs.replace(asked, owner=msgspec.structs.replace(owner, memory_bytes=20 * GB))
+    assert not any("this machine" in words for words in what_would_fit(small))
+    empty = msgspec.structs.replace(asked, peers=())
+    assert what_would_fit(empty) == said

@@ -141,10 +141,28 @@ def test_peers_that_cannot_take_part_are_named_with_the_reason() -> None:
 def test_one_machine_that_would_be_faster_is_named() -> None:
     far = Link(bandwidth_bytes_per_s=1e9, latency_s=5.0)
     peers = (peer("ada", name="the big one", uplink=far), peer("bob", uplink=far))
-    warnings = plan(problem(peers=peers, stages=2, microbatches=1)).warnings
-    assert warnings[0].startswith("One machine alone would be faster: ")
+    small = peer("owner", memory_bytes=10**7)
+    warnings = plan(problem(peers=peers, owner=small, stages=2, microbatches=1)).warnings
+    assert warnings[0].startswith("One machine alone would be faster: the big one")
     assert warnings[1].startswith("1 stage would be faster than the 2 asked for")
     assert plan(problem(stages=3)).warnings == ()
+    # Whoever is not asked for two stages gets that machine, for which the way to the owner counts as well.
+    found = plan(problem(peers=peers, owner=small, microbatches=1))
+    assert [stage.peer for stage in pool_stages(found)] == ["ada"]
+    assert not any("alone" in warning for warning in found.warnings)
+
+
+def test_the_owners_machine_that_would_be_faster_alone_can_be_lent() -> None:
+    far = Link(bandwidth_bytes_per_s=1e9, latency_s=5.0)
+    asked = problem(peers=(peer("ada", uplink=far),), microbatches=1)
+    (warning,) = plan(asked).warnings
+    assert warning.startswith("The job owner's machine alone would be faster")
+    assert "`fusion join`" in warning
+    # It is one of the pool then, and takes the model.
+    lent = msgspec.structs.replace(asked, peers=(*asked.peers, peer("owner", memory_bytes=10**9)))
+    found = plan(lent)
+    assert {stage.peer for stage in found.stages} == {"owner"}
+    assert found.warnings == ()
 
 
 def test_no_single_machine_is_said_as_none() -> None:

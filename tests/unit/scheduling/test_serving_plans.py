@@ -87,9 +87,9 @@ def test_the_owner_has_both_ends_and_one_roomy_peer_the_rest() -> None:
     assert found.step_time_s == pytest.approx(7 * 0.001 + 2 * (1e-5 + 0.001))
     assert found.tokens_per_s == pytest.approx(1 / found.step_time_s)
     assert (found.certificate.exact, found.certificate.optimality_gap) == (True, 0.0)
-    # Alone there are no hops.
+    # The owner's machine, which nobody lent, needs no hops.
     assert found.single_peer_tokens_per_s == pytest.approx(1 / 0.007)
-    assert found.warnings[0].startswith("One machine alone would be faster")
+    assert found.warnings[0].startswith("The job owner's machine alone would be faster")
 
 
 def test_memory_counts_weights_pages_rings_and_what_is_retained() -> None:
