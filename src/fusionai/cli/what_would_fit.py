@@ -41,12 +41,12 @@ def what_would_fit(problem: Problem, others: Sequence[Change] = ()) -> list[str]
     if len(problem.peers) > MOST_TRIED_PEERS:
         return []
     found: list[str] = []
-    for change in (*_lifted(problem), *others, *_with_owners(problem)):
-        changed = change.problem()
-        if changed is not None and _plans(changed):
+    for change in (*_lifted(problem), *others):
+        if _tried(change):
             found.append(change.words)
     # More machines only where nothing else is in the way.
-    return found or list(_more_machines(problem)) or list(_more_memory(problem))
+    found = found or list(_more_machines(problem)) or list(_more_memory(problem))
+    return [*found, *(change.words for change in _with_owners(problem) if _tried(change))]
 
 
 def _lifted(problem: Problem) -> Iterator[Change]:
@@ -145,6 +145,11 @@ def _grown(problem: Problem, largest: PeerProfile, count: int) -> Problem:
 
 def _change(words: str, problem: Problem, **fields: object) -> Change:
     return Change(words=words, problem=lambda: msgspec.structs.replace(problem, **fields))
+
+
+def _tried(change: Change) -> bool:
+    changed = change.problem()
+    return changed is not None and _plans(changed)
 
 
 def _plans(problem: Problem) -> bool:

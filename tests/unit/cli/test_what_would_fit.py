@@ -119,9 +119,8 @@ def test_where_no_machine_takes_a_stage_the_owners_could_be_lent(kept: tuple[int
     asked = msgspec.structs.replace(asked, kept_first=kept[0], kept_last=kept[1])
     with pytest.raises(PlanError, match="no peer of the pool can be used"):
         plan(asked)
-    said = what_would_fit(asked)
-    assert said == ["with this machine lent to the pool as well (`fusion join`)"]
+    lent = "with this machine lent to the pool as well (`fusion join`)"
+    assert what_would_fit(asked)[-1] == lent
     small = msgspec.structs.replace(asked, owner=msgspec.structs.replace(owner, memory_bytes=20 * GB))
     assert not any("this machine" in words for words in what_would_fit(small))
-    empty = msgspec.structs.replace(asked, peers=())
-    assert what_would_fit(empty) == said
+    assert what_would_fit(msgspec.structs.replace(asked, peers=()))[-1] == lent
