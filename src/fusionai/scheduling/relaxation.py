@@ -34,14 +34,19 @@ HALVINGS: Final = 8
 """Of the largest period: boxes to begin with."""
 ROUNDS: Final = 40
 """Changes of prices per box."""
-FEW_ROUNDS: Final = 6
+FEW_ROUNDS: Final = 24
 """Of boxes with more kinds than `PAIRED`."""
+MANY: Final = 512
+"""Kinds from which a change of prices takes so long that `LEAST_ROUNDS` must do until fewer matter."""
+LEAST_ROUNDS: Final = 6
 NARROW: Final = 5e-4
 """Of a step: what a box's periods and updates may differ by where dividing it further says little."""
 EFFORT: Final = 500_000_000
 """Stages and hops looked at, about: half a second of compiled loops."""
 SLOW_EFFORT: Final = 2_000_000
 """Where nothing can be compiled."""
+REFINED: Final = 1e-4
+"""By so much more changes of prices must raise the bound of a narrow box to be worth going on."""
 SLACK: Final = 1 - 1e-9
 """Sums in another order may differ in the last bits; the bound must not rise because of that."""
 INTERVALS: Final = 12
@@ -109,14 +114,28 @@ class Relaxation:
             self._begin()
         end = self.effort + effort
         done_s = min((box.bound_s for box in self._done), default=inf)
-        while self._boxes and self.effort < end:
-            least_s = self._boxes[0].bound_s
-            if least_s >= done_s or least_s * (1 + goal) >= self._known_s:
+        while (self._boxes or self._done) and self.effort < end:
+            least_s = self._boxes[0].bound_s if self._boxes else inf
+            if min(least_s, done_s) * (1 + goal) >= self._known_s:
                 break
+            if least_s >= done_s:
+                if not self._refine():
+                    break
+                done_s = min((box.bound_s for box in self._done), default=inf)
+                continue
             box = heappop(self._boxes)
             for part in self._divided(box):
                 self._offer(part)
             done_s = min((box.bound_s for box in self._done), default=inf)
+
+    def _refine(self) -> bool:
+        """Go on with the prices of the narrow box with the least bound. False where that says nothing more."""
+        box = min(self._done)
+        refined = self._bounded(box)
+        self._done.remove(box)
+        if refined.bound_s < self._known_s:
+            self._done.append(refined)
+        return refined.bound_s > box.bound_s * (1 + REFINED)
 
     @property
     def bound_s(self) -> float:
@@ -231,7 +250,7 @@ class Relaxation:
         prices_s = self._prices_among(box, box.kinds)
         target_s = self._known_s - floor_s
         cost = compiled(arcs)(ground, self._pipeline.microbatches, box.high_s, box.high_update_s)
-        rounds = ROUNDS if len(box.kinds) <= PAIRED else FEW_ROUNDS
+        rounds = ROUNDS if len(box.kinds) <= PAIRED else FEW_ROUNDS if len(box.kinds) < MANY else LEAST_ROUNDS
         if target_s == inf:
             rounds = 0  # prices have nowhere to go
         required = self._required[box.kinds]
