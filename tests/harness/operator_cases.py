@@ -167,6 +167,13 @@ def _shaping(d: Draw) -> Iterator[Case]:
         ("stack.default", [d.f(2, 3), d.f(2, 3)], -1),
         ("repeat.default", d.f(2, 3), [2, 1, 2]),
         ("repeat_interleave.self_int", d.f(2, 3), 3, 1),
+        ("unfold.default", d.f(2, 7, 3), 1, 3, 2),
+        ("im2col.default", d.f(2, 3, 6, 5), [3, 2], [1, 2], [1, 0], [2, 1]),
+        ("index_fill.int_Scalar", x, -1, np.array([0, -2]), 0.5),
+        ("index_copy.default", x, 1, np.array([2, 0]), d.f(2, 2, 4)),
+        ("scatter.src", d.f(3, 5), 1, np.array([[4, 0], [1, 2]]), d.f(2, 2)),
+        ("index_put.default", x, [None, np.array([0, 2])], d.f(2, 4)),
+        ("index_put.default", x, [d.b(2, 3, 4)], np.full((), 0.5, np.float32)),
         ("tril.default", d.f(2, 4, 5), 1),
         ("triu.default", d.f(4, 3), -1),
     )
@@ -175,6 +182,8 @@ def _shaping(d: Draw) -> Iterator[Case]:
     yield _of("_to_copy.default", x, exact=True, dtype=DType("bfloat16"))
     yield _of("to.dtype_layout", d.b(3, 2), exact=True, dtype=DType("float32"))
     yield _of("diff.default", d.f(3, 5), 2, -1)
+    yield _of("col2im.default", d.f(2, 12, 12), [5, 4], [2, 2], [1, 1], [0, 0], [1, 1])
+    yield _of("col2im.default", d.f(2, 6, 9), [5, 5], [3, 2], [1, 2], [1, 0], [2, 1])
 
 
 def _made(d: Draw) -> Iterator[Case]:
@@ -200,6 +209,7 @@ def _made(d: Draw) -> Iterator[Case]:
         ("arange.start_step", 1, 8, 3),
     ):
         yield _of(str(name), *args, exact=True)
+    yield _of("linspace.default", -1.0, 2.0, 7)
     yield _of("zeros.default", [3], exact=True, dtype=DType("int64"))
     yield _of("arange.default", 4, exact=True, dtype=DType("float32"))
 
@@ -235,6 +245,36 @@ def _elementwise(d: Draw) -> Iterator[Case]:
         *("log_sigmoid", "softplus", "relu", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "relu6"),
     ):
         yield _of(f"{name}.default", off if name in _KINKED else x)
+    for name in ("erfc", "tan", "atan", "sinh", "cosh", "asinh", "sinc", "exp2", "deg2rad", "rad2deg"):
+        yield _of(f"{name}.default", x)
+    inside = d.positive(3, 4) / 4
+    for name in ("asin", "acos", "atanh", "erfinv", "logit"):
+        yield _of(f"{name}.default", inside)
+    yield _of("logit.default", d.off(3, 4), 0.2)
+    for name in ("log2", "log10", "lgamma"):
+        yield _of(f"{name}.default", positive)
+    yield _of("acosh.default", positive + 1)
+    yield _of("nan_to_num.default", np.array([1.5, np.nan, np.inf, -np.inf], np.float32), 0.5, 3.0, -7.0)
+    yield _of("celu.default", off, 0.7)
+    yield _of("threshold.default", off, 0.05, -0.5)
+    yield _of("glu.default", d.f(3, 4, 2), 1)
+    yield _of("clamp_min.Tensor", off, d.off(4) + 0.05)
+    yield _of("clamp_max.Tensor", off, d.off(4) + 0.05)
+    yield _of("addcmul.default", x, y, row, value=0.5)
+    yield _of("addcdiv.default", x, y, positive, value=-2)
+    yield _of("lerp.Tensor", x, y, inside)
+    for name in ("fmax", "fmin", "logaddexp", "hypot", "atan2"):
+        yield _of(f"{name}.default", x, y)
+    yield _of("xlogy.Tensor", positive, d.positive(4))
+    yield _of("copysign.Tensor", off, Still(d.off(3, 4)))
+    yield _of("fmod.Scalar", off, 0.7)
+    yield _of("fmod.Tensor", off, d.positive(3, 4) + 0.01)
+    yield _of("linalg_cross.default", d.f(2, 3), d.f(2, 3))
+    yield _of("linalg_cross.default", d.f(3, 2), d.f(3, 2), dim=0)
+    for name in ("trunc", "sgn", "signbit"):
+        yield _of(f"{name}.default", off, exact=True)
+    yield _of("frac.default", off)
+    yield _of("heaviside.default", np.array([-1.0, 0.0, 2.0], np.float32), Still(np.full((), 0.5, np.float32)))
     yield _of("gelu.default", x, approximate="tanh")
     yield _of("softplus.default", d.f(3, 4) * 10, 2.0, 5.0)
     yield _of("elu.default", off, 0.7)
@@ -308,6 +348,22 @@ def _reductions(d: Draw) -> Iterator[Case]:
     yield _of("topk.default", apart, 2, 1, False)
     yield _of("sort.default", apart, 1)
     yield _of("sort.default", apart, -1, True)
+    yield _of("cumprod.default", x, 1)
+    yield _of("logcumsumexp.default", x, -1)
+    yield _of("prod.default", x)
+    yield _of("prod.dim_int", x, 1, True)
+    yield _of("nansum.default", np.array([[1.0, np.nan], [2.0, 3.0]], np.float32), [1])
+    yield _of("trace.default", d.f(3, 4))
+    yield _of("kthvalue.default", apart, 2, 1)
+    yield _of("median.dim", apart, 2, True)
+    yield _of("cummax.default", apart, 1)
+    yield _of("cummin.default", apart, 1)
+    yield _of("aminmax.default", apart, dim=1)
+    yield _of("aminmax.default", apart)
+    yield _of("var_mean.correction", x, [1], correction=1)
+    yield _of("std_mean.correction", x, [0, 2], correction=0, keepdim=True)
+    yield _of("count_nonzero.default", whole, exact=True)
+    yield _of("count_nonzero.dim_IntList", truth, [0], exact=True)
     yield _of("argmax.default", apart, 1, exact=True)
     yield _of("argmax.default", apart, exact=True)
     yield _of("argmin.default", apart, -1, True, exact=True)
@@ -328,6 +384,11 @@ def _products(d: Draw) -> Iterator[Case]:
     yield _of("addmm.default", d.f(2), d.f(3, 4), d.f(4, 2))
     yield _of("addmm.default", d.f(3, 2), d.f(3, 4), d.f(4, 2), beta=0.5, alpha=2)
     yield _of("baddbmm.default", d.f(2, 3, 2), d.f(2, 3, 4), d.f(2, 4, 2), beta=1, alpha=0.5)
+    yield _of("mv.default", d.f(3, 4), d.f(4))
+    yield _of("dot.default", d.f(4), d.f(4))
+    yield _of("_trilinear.default", d.f(2, 3), d.f(5, 3, 4), d.f(2, 4), [1, 3], [0], [1, 2], [2, 3])
+    for p in (1.0, 2.0, 3.0):
+        yield _of("_cdist_forward.default", d.f(2, 3, 4), d.f(2, 5, 4), p, None)
     yield _of("conv1d.default", d.f(2, 4, 9), d.f(6, 2, 3), d.f(6), [2], [1], [1], 2)
     yield _of("conv1d.default", d.f(2, 4, 9), d.f(4, 1, 4), None, [1], [3], [1], 4)
     yield _of("conv2d.default", d.f(2, 3, 7, 8), d.f(4, 3, 3, 2), d.f(4), [2, 1], [1, 0], [1, 2])
@@ -345,6 +406,16 @@ def _products(d: Draw) -> Iterator[Case]:
     yield _of("avg_pool2d.default", d.f(2, 3, 7, 8), [3, 3], [2, 2], [1, 1], True, False)
     yield _of("avg_pool2d.default", d.f(2, 3, 7, 8), [3, 3], [2, 2], [1, 1], True, True)
     yield _of("avg_pool1d.default", d.f(2, 3, 9), [3], [2], [1])
+    yield _of("avg_pool3d.default", d.f(2, 3, 5, 4, 6), [2, 2, 3], [2, 1, 2], [1, 0, 1])
+    yield _of("max_pool3d_with_indices.default", d.apart(2, 3, 5, 4, 6), [2, 3, 2], [2, 1, 2], [1, 1, 0])
+    yield _of("_adaptive_avg_pool3d.default", d.f(2, 3, 5, 4, 6), [2, 3, 1])
+    yield _of("adaptive_max_pool2d.default", d.apart(2, 3, 5, 4), [2, 3])
+    yield _of("adaptive_max_pool3d.default", d.apart(2, 3, 5, 4, 6), [2, 3, 1])
+    places = np.array([[[[0, 3], [9, 14]]]])
+    yield _of("max_unpool2d.default", d.f(1, 1, 2, 2), places, [4, 4])
+    grid = (d.f(2, 3, 4, 2) / 2).clip(-0.95, 0.95)
+    yield _of("grid_sampler_2d.default", d.f(2, 3, 5, 4), grid, 0, 0, False)
+    yield _of("grid_sampler_3d.default", d.f(2, 3, 5, 4, 6), (d.f(2, 3, 4, 2, 3) / 3).clip(-0.95, 0.95), 0, 1, True)
     yield _of("adaptive_avg_pool1d.default", d.f(2, 3, 9), [4])
     yield _of("adaptive_avg_pool2d.default", d.f(2, 3, 7, 5), [3, 2])
     yield _of("_adaptive_avg_pool2d.default", d.f(2, 3, 6, 6), [1, 1])
@@ -366,6 +437,8 @@ def _norms(d: Draw) -> Iterator[Case]:
     yield _of("_native_batch_norm_legit.no_stats", image, d.f(6), d.f(6), True, 0.1, 1e-5)
     yield _of("_native_batch_norm_legit_no_training.default", *functional, 0.1, 1e-5)
     yield _of("batch_norm.default", *functional, False, 0.1, 1e-5, True)
+    yield _of("_weight_norm_interface.default", d.f(4, 3, 2), d.f(4, 1, 1))
+    yield _of("_weight_norm_interface.default", d.f(3, 4), d.f(1, 4), 1)
     yield _of("softmax.int", x, -1)
     yield _of("softmax.int", x, 1)
     yield _of("_softmax.default", x, 0, False)
@@ -396,6 +469,9 @@ def _losses(d: Draw) -> Iterator[Case]:
         yield _of("l1_loss.default", d.f(3, 4), target, reduction)
     yield _of("smooth_l1_loss.default", d.f(3, 4) * 3, target, 1, 0.7)
     yield _of("huber_loss.default", d.f(3, 4) * 3, target, 2, 1.3)
+    yield _of("binary_cross_entropy.default", d.positive(3, 4) / 4, Still(d.positive(3, 4) / 4))
+    yield _of("binary_cross_entropy.default", d.positive(3, 4) / 4, Still(d.positive(3, 4) / 4), Still(d.f(4)), 2)
+    yield _of("soft_margin_loss.default", d.f(3, 4), Still(np.sign(d.off(3, 4))))
     yield _of("binary_cross_entropy_with_logits.default", d.f(3, 4), d.b(3, 4).astype(np.float32))
     yield _of(
         "binary_cross_entropy_with_logits.default",
@@ -419,6 +495,20 @@ def _lookups(d: Draw) -> Iterator[Case]:
     yield _of("index.Tensor", d.f(3, 4, 5), [d.i(3, 2), None, d.i(5, 2)])
     places = np.stack([np.random.default_rng(3).permutation(5)[:3] for _ in range(4)], 1)
     yield _of("scatter.value", x, 0, places, 2.5)
+    yield _of("scatter_add.default", x, 1, d.i(4, 3, 6), d.f(3, 6))
+    yield _of("index_add.default", x, 0, d.i(5, 7), d.f(7, 4), alpha=0.5)
+    yield _of("index_put.default", x, [d.i(5, 7)], d.f(7, 4), True)
+    for kind in ("sum", "mean", "amax", "prod"):
+        yield _of("scatter_reduce.two", x, 1, d.i(4, 3, 6), d.apart(3, 6) + 0.03, kind)
+    ids, bags = np.array([0, 3, 2, 2, 4, 1, 3]), np.array([0, 2, 2, 5])
+    for mode in (0, 1, 2):
+        yield Case("fusion.embedding_bag", (x, ids, bags), {"mode": mode})
+    yield Case("fusion.embedding_bag", (x, ids, bags), {"mode": 0, "weights": d.f(7)})
+    last = {"mode": 1, "last_offset": True, "padding": 3}
+    yield Case("fusion.embedding_bag", (x, ids, np.array([0, 2, 5, 7])), last)
+    edges = np.array([-1.0, 0.1, 0.8], np.float32)
+    yield _of("bucketize.Tensor", x, edges, exact=True, right=True)
+    yield _of("searchsorted.Tensor", np.sort(d.f(2, 5)), d.f(2, 3), exact=True)
     yield _of("one_hot.default", d.i(4, 2, 3), 4, exact=True)
 
 

@@ -277,9 +277,11 @@ def _assemble(
         notes.append(f"{carrying} layers carry a state from position to position: no cache can serve it.")
     if train and any(node.path.endswith(".experts") and node.op == "aten.bmm.default" for node in graph.nodes):
         notes.append("The experts' weights are gathered per token: right, but slower than products by groups.")
+    if train and any(getattr(child, "sparse", None) is True for child in built.module.modules()):
+        notes.append("Gradients of sparse embeddings are dense here: an optimizer moves every row, SparseAdam is none.")
     if train and (drawn := drawn_in_evaluation(graph)):
         where = f", first in {drawn[0].path}" if drawn[0].path else ""
-        notes.append(f"{len(drawn)} random tensors are drawn in training and in evaluation alike{where}.")
+        notes.append(f"Random numbers are drawn in training and in evaluation alike, {len(drawn)} times{where}.")
     without_program = [key for key, program in built.programs.items() if program is None]
     captured = Captured(
         graph=graph,

@@ -1,25 +1,21 @@
 """Random numbers of a forward as functions of `fusion::uniform`, which counters make the same in every run.
 
 A draw by torch depends on what was drawn before it in one process; a stage has no such past. Decides how each of
-torch's draws is made of uniform numbers: a comparison, an inverse distribution function, Box and Muller's method. What a
-leaf module draws in training only (noise, dropped channels) is not drawn in evaluation: it is traced in both modes, and
-`fusion::in_training` chooses.
+torch's draws is made of uniform numbers: a comparison, an inverse distribution function, Box and Muller's method.
 
 Neighbours: `capture.export` decomposes by `draws`, `capture.same_dropout` answers the module's own draws by the same
-functions, `capture.lowering` turns the two operators into the IR's.
+functions, `capture.by_mode` keeps what is drawn in training only out of evaluation, `capture.lowering` turns the
+operator into the IR's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 """Uniform numbers in [0, 1) of the shape and dtype of a tensor."""
@@ -34,17 +30,6 @@ def uniform(like: torch.Tensor) -> torch.Tensor:
 @uniform.register_fake
 def _(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like)
-
-
-@torch.library.custom_op("fusion::in_training", mutates_args=())
-def in_training(trained: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """Not to be run: the captured graph knows its mode."""
-    raise NotImplementedError("fusion::in_training chooses in a captured graph only")
-
-
-@in_training.register_fake
-def _(trained: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    return torch.empty_like(trained)
 
 
 def draws(draw: Draw) -> dict[Any, Callable[..., torch.Tensor]]:
@@ -83,65 +68,6 @@ IN_PLACE: Final = {
     torch.ops.aten.exponential_.default: torch.ops.aten.exponential.default,
 }
 """Draw that writes in place -> its functional form."""
-
-_WATCHED: Final = frozenset(
-    {"rand", "randn", "rand_like", "randn_like", "uniform", "uniform_", "normal", "normal_", "normal_functional"}
-    | {"bernoulli", "bernoulli_", "exponential", "exponential_", "randint", "randint_like", "randperm", "multinomial"}
-    | {"feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_"}
-    | {"feature_alpha_dropout", "feature_alpha_dropout_"}
-)
-"""Names of operators by which a module draws; plain dropout knows its mode itself."""
-
-
-@contextmanager
-def drawn_in_training(module: nn.Module) -> Iterator[None]:
-    """While open, leaf modules that draw are traced in training and in evaluation."""
-    patched = [child for child in module.modules() if child.training and _is_leaf(child)]
-    try:
-        for child in patched:
-            child.forward = partial(_both, child, child.forward)
-        yield
-    finally:
-        for child in patched:
-            del child.forward
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    """What is below would be traced twice: only where that is little, and no statistics move."""
-    own = "forward" in module.__dict__
-    return not own and not any(parameter is not None for child in module.children() for parameter in child.parameters())
-
-
-def _both(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    mode = get_proxy_mode()
-    if mode is None:
-        return forward(*args, **kwargs)
-    nodes = mode.tracer.graph._root
-    before = nodes.prev
-    versions = [buffer._version for buffer in module.buffers()]
-    trained = forward(*args, **kwargs)
-    written = versions != [buffer._version for buffer in module.buffers()]
-    if written or not isinstance(trained, torch.Tensor) or not _drew(before, nodes):
-        return trained
-    children = [child for child in module.modules() if child.training]
-    try:
-        module.eval()
-        calm = forward(*args, **kwargs)
-    finally:
-        for child in children:
-            child.training = True
-    if not isinstance(calm, torch.Tensor) or calm.shape != trained.shape or calm.dtype != trained.dtype:
-        return trained
-    return in_training(trained, calm)
-
-
-def _drew(before: fx.Node, end: fx.Node) -> bool:
-    node = before.next
-    while node is not end:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__ in _WATCHED:
-            return True
-        node = node.next
-    return False
 
 
 def _empty(size: Sequence[int], how: dict[str, Any]) -> torch.Tensor:

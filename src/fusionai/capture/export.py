@@ -30,9 +30,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusionai.capture import code_lines
 from fusionai.capture.attention import scaled_dot_product
+from fusionai.capture.by_mode import both_modes
 from fusionai.capture.composition import composed
 from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
-from fusionai.capture.draws import drawn_in_training, draws, uniform
+from fusionai.capture.draws import draws, uniform
+from fusionai.capture.rearranging import rearranging
 from fusionai.capture.resizing import resizing
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.primitives.errors import ModelError
@@ -58,7 +60,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     with warnings.catch_warnings(), _no_collection(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         try:
-            with _own_words(), watched_gradients() as gradients, drawn_in_training(task.module):
+            with _own_words(), watched_gradients() as gradients, both_modes(task.module):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
             program = program.run_decompositions(_decompositions())
@@ -79,7 +81,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
         aten.scaled_dot_product_attention.default: scaled_dot_product,
-        aten.eye.default: _eye,
+        **rearranging(),
         **resizing(),
         **draws(uniform),
     }
@@ -88,13 +90,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return {**composed(), **table}
 
 
-def _eye(size: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
-    places = torch.arange(size, device=device)
-    return (places[:, None] == places).to(dtype or torch.get_default_dtype())
-
-
 def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    others = [at for at in range(direction.ndim) if at != dim % direction.ndim]
+    dim %= direction.ndim
+    if dim in (0, direction.ndim - 1):
+        return torch.ops.aten._weight_norm_interface.default(direction, length, dim)[0]
+    others = [at for at in range(direction.ndim) if at != dim]
     return direction * (length / torch.linalg.vector_norm(direction, 2, others, keepdim=True))
 
 
@@ -259,8 +259,9 @@ def _explain(error: Exception) -> ModelError:
         fixed = sorted({_SIZES.get(name, name) for name in found})
         return ModelError(
             f"the model works at one size of the {' and '.join(fixed) or 'batch or sequence'} only{where}: its "
-            "operations depend on the example's size.",
-            hint="Take sizes from x.shape without looping or branching over them, or fix that size to one value.",
+            "operations depend on the example's size, as those of a loop over positions do.",
+            hint="Take sizes from x.shape without looping or branching over them (a recurrence in Python can't be "
+            "captured for every length), or fix that size to one value.",
         )
     return ModelError(
         f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.",

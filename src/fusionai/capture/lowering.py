@@ -374,6 +374,29 @@ def _linear_attention(lowering: _Lowering, node: fx.Node) -> None:
     lowering.emit(node, "fusion.linear_attention", (query, key, value), {"decay": decay, "beta": beta})
 
 
+def _embedding_bag(lowering: _Lowering, node: fx.Node) -> None:
+    """The bags alone: what else the operator gives, nobody reads."""
+    value = node.meta["val"]
+    if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
+        raise _Refusal("the model uses more of its results than the bags")
+    given = dict(zip(_BAG_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    kwargs = {
+        "mode": given.get("mode", 0), "weights": given.get("per_sample_weights"),
+        "by_frequency": given.get("scale_grad_by_freq", False), "last_offset": given.get("include_last_offset", False),
+        "padding": given.get("padding_idx", -1),
+    }  # fmt: skip
+    node.meta["val"] = value[0]
+    lowering.emit(node, "fusion.embedding_bag", node.args[:3], kwargs)
+    node.meta["val"] = value
+    lowering.names[node] = (node.name,)
+
+
+_BAG_ARGUMENTS: Final = (
+    "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset",
+    "padding_idx",
+)  # fmt: skip
+
+
 def _expert_linear(lowering: _Lowering, node: fx.Node) -> None:
     x, weight, experts, transposed = node.args
     lowering.emit(node, "fusion.expert_linear", (x, weight, experts), {"transposed": transposed})
@@ -433,6 +456,11 @@ def _normalise(lowering: _Lowering, node: fx.Node) -> None:
     lowering.names[node] = (node.name,)
 
 
+def _embedding(lowering: _Lowering, node: fx.Node) -> None:
+    """Its gradient is dense, also of a module that asks for a sparse one: the same numbers, zeros in the other rows."""
+    lowering.emit(node, "aten.embedding.default", node.args[:4], {})
+
+
 def _semantic(op: str) -> Callable[[_Lowering, fx.Node], None]:
     return lambda lowering, node: lowering.emit(node, op, node.args, {})
 
@@ -460,6 +488,17 @@ _ALIASES: Final[Mapping[str, str]] = {
     "aten.special_log1p.default": "aten.log1p.default",
     "aten.special_erf.default": "aten.erf.default",
     "aten.special_expit.default": "aten.sigmoid.default",
+    "aten.special_erfc.default": "aten.erfc.default",
+    "aten.special_erfinv.default": "aten.erfinv.default",
+    "aten.special_exp2.default": "aten.exp2.default",
+    "aten.special_gammaln.default": "aten.lgamma.default",
+    "aten.special_xlogy.default": "aten.xlogy.Tensor",
+    "aten.fix.default": "aten.trunc.default",
+    "aten.unsafe_split.Tensor": "aten.split.Tensor",
+    "aten.unsafe_split_with_sizes.default": "aten.split_with_sizes.default",
+    "aten._unsafe_index.Tensor": "aten.index.Tensor",
+    "aten._unsafe_index_put.default": "aten.index_put.default",
+    "aten.vdot.default": "aten.dot.default",
     "aten.concat.default": "aten.cat.default",
     "aten.concatenate.default": "aten.cat.default",
     "aten.swapaxes.default": "aten.transpose.int",
@@ -478,6 +517,8 @@ _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
     **{alias: _other_name(op) for alias, op in _ALIASES.items()},
     "fusion.attention.default": _attention,
     "fusion.expert_linear.default": _expert_linear,
+    "aten._embedding_bag.default": _embedding_bag,
+    "aten.embedding.default": _embedding,
     "fusion.in_training.default": _semantic("fusion.in_training"),
     "fusion.linear_attention.default": _linear_attention,
     "fusion.linear_scan.default": _semantic("fusion.linear_scan"),

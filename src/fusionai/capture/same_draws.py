@@ -48,15 +48,16 @@ class SameDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        operands: list[Any] = list(args)
         if func is torch.ops.aten.bernoulli_.float:
-            kept = float(args[1]) if len(args) > 1 else 0.5
-            if (mask := self._mask(args[0], kept)) is not None:
-                return args[0].copy_(mask)
+            kept = float(operands[1]) if len(operands) > 1 else 0.5
+            if (mask := self._mask(operands[0], kept)) is not None:
+                return operands[0].copy_(mask)
         computed = self._table.get(IN_PLACE.get(func, func))
         if computed is None:
             return func(*args, **(kwargs or {}))
-        made = computed(*args, **(kwargs or {}))
-        return args[0].copy_(made) if func in IN_PLACE else made
+        made = computed(*operands, **(kwargs or {}))
+        return operands[0].copy_(made) if func in IN_PLACE else made
 
     def _mask(self, noise: torch.Tensor, kept: float) -> torch.Tensor | None:
         """What plain dropout keeps, None where it is another draw. What is kept is divided by the probability to be

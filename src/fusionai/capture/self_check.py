@@ -114,7 +114,7 @@ def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageP
     trained = {spec.key for spec in graph.params.values() if spec.trainable}
     exported = dict(program.export_gradients([key for key in parameters if key in trained]))
     expected = {
-        key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
         for key, parameter in parameters.items()
         if parameter.requires_grad
     }

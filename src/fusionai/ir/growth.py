@@ -114,7 +114,16 @@ def largest_elements(operands: Operands) -> int:
             return _pad(operands)
         case "window":
             source = operands.tensor(0, "self")
-            return prod(_padded(source, 2, operands.integers(3, "padding")))
+            spatial = 3 if "3d" in node.op else 2
+            return prod(_padded(source, spatial, operands.integers(3, "padding")))
+        case "windows":
+            return _windows(operands)
+        case "grid":
+            source, places = operands.tensor(0, "input"), operands.tensor(1, "grid")
+            return prod(source[:2]) * prod(places[1:-1])
+        case "unpool":
+            source, sizes = operands.tensor(0, "self"), operands.integers(2, "output_size")
+            return prod(source[: -len(sizes)]) * prod(max(1, high) for _, high in sizes)
         case "adaptive":
             sizes = [max(1, high) for _, high in operands.integers(1, "output_size")]
             source = operands.tensor(0, "self")
@@ -138,7 +147,24 @@ def _sizes(operands: Operands) -> int:
     return prod(before if size < 0 else size for size, before in zip(sizes, kept, strict=False))
 
 
+def _windows(operands: Operands) -> int:
+    """Every element at most once for each place of the window; `col2im`: an image of the given size."""
+    source = operands.tensor(0, "self")
+    match operands.node.op:
+        case "aten.unfold.default":
+            ((_, size),) = operands.integers(2, "size")
+            return prod(source) * max(1, size)
+        case "aten.im2col.default":
+            kernel = prod(max(1, high) for _, high in operands.integers(1, "kernel_size"))
+            return prod(_padded(source, 2, operands.integers(3, "padding"))) * kernel
+        case _:
+            return prod(source[:-1]) * prod(max(1, high) for _, high in operands.integers(1, "output_size"))
+
+
 def _arange(operands: Operands) -> int:
+    if operands.node.op == "aten.linspace.default":
+        ((_, steps),) = operands.integers(2, "steps")
+        return max(1, steps)
     numbers = operands.numbers()
     start, end, step = (0, 0), (0, 0), (1, 1)
     match numbers:
@@ -167,12 +193,29 @@ def _matmul(operands: Operands) -> int:
         case "fusion.expert_linear":
             rows, weight = operands.tensor(0, "x"), operands.tensor(1, "weight")
             return prod(rows[:-1]) * max(weight[1:], default=1)
+        case "aten._trilinear.default":
+            return _trilinear(operands)
+        case "aten._cdist_forward.default":
+            left, right = operands.tensor(0, "x1"), operands.tensor(1, "x2")
+            return prod(_broadcast([left[:-2], right[:-2]])) * prod(left[-2:-1]) * prod(right[-2:-1])
         case "aten.addmm.default" | "aten.baddbmm.default":
             left, right = operands.tensor(1, "mat1"), operands.tensor(2, "mat2")
         case _:
             left, right = operands.tensor(0, "self"), operands.tensor(1, "other")
     batch = _broadcast([left[:-2], right[:-2]])
     return prod(batch) * prod(left[-2:-1]) * (right[-1] if len(right) > 1 else 1)
+
+
+def _trilinear(operands: Operands) -> int:
+    """Three operands with dimensions put between theirs, multiplied, summed over some."""
+    shapes: list[Sizes] = []
+    for place in range(3):
+        sizes = list(operands.tensor(place, f"i{place + 1}"))
+        for dim, _ in sorted(operands.integers(3 + place, f"expand{place + 1}")):
+            sizes.insert(dim, 1)
+        shapes.append(tuple(sizes))
+    summed = {dim for dim, _ in operands.integers(6, "sumdim")}
+    return prod(size for dim, size in enumerate(_broadcast(shapes)) if dim not in summed)
 
 
 def _conv(operands: Operands) -> int:
@@ -226,6 +269,8 @@ def _lookup(operands: Operands) -> int:
     match operands.node.op:
         case "aten.embedding.default":
             return prod(operands.tensor(1, "indices")) * prod(operands.tensor(0, "weight")[1:])
+        case "fusion.embedding_bag":
+            return prod(operands.tensor(2, "offsets")) * prod(operands.tensor(0, "weight")[1:])
         case "aten.gather.default":
             return prod(operands.tensor(2, "index"))
         case "aten.index_select.default":

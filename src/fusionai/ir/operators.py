@@ -40,7 +40,10 @@ Growth = Literal[
     "one_hot",
     "pad",
     "window",
+    "windows",
     "adaptive",
+    "grid",
+    "unpool",
 ]
 """How large results may become, the rule `ir.growth` bounds memory by: at most the largest operand; the broadcast of
 the operands; a list of sizes among the arguments; ..."""
@@ -184,6 +187,7 @@ def _table() -> Iterator[Operator]:
     yield from _operators("create", "aten.full_like.default aten.zeros_like.default", growth="operand")
     yield from _operators("create", "aten.ones_like.default aten.empty_like.default", growth="operand")
     yield from _operators("create", "aten.scalar_tensor.default", growth="operand")
+    yield from _operators("create", "aten.linspace.default", growth="arange")
     yield from _operators("create", "aten.arange.default aten.arange.start aten.arange.start_step", growth="arange")
 
     # Elementwise arithmetic whose derivative needs no operand.
@@ -202,7 +206,21 @@ def _table() -> Iterator[Operator]:
     yield from _operators("elementwise", "aten.maximum.default aten.minimum.default aten.where.self")
     yield from _operators("elementwise", "aten.where.ScalarOther aten.where.ScalarSelf aten.masked_fill.Scalar")
     yield from _operators("elementwise", "aten.masked_fill.Tensor aten.prelu.default aten.lerp.Scalar")
+    yield from _operators("elementwise", "aten.erfc.default aten.erfinv.default aten.tan.default aten.asin.default")
+    yield from _operators("elementwise", "aten.acos.default aten.atan.default aten.sinh.default aten.cosh.default")
+    yield from _operators("elementwise", "aten.asinh.default aten.acosh.default aten.atanh.default aten.log2.default")
+    yield from _operators("elementwise", "aten.log10.default aten.lgamma.default aten.sinc.default aten.logit.default")
+    yield from _operators("elementwise", "aten.nan_to_num.default aten.celu.default aten.threshold.default")
+    yield from _operators("elementwise", "aten.glu.default aten.clamp_min.Tensor aten.clamp_max.Tensor")
+    yield from _operators("elementwise", "aten.addcmul.default aten.addcdiv.default aten.lerp.Tensor aten.fmax.default")
+    yield from _operators("elementwise", "aten.fmin.default aten.atan2.default aten.hypot.default aten.xlogy.Tensor")
+    yield from _operators(
+        "elementwise", "aten.logaddexp.default aten.copysign.Tensor aten.fmod.Scalar aten.fmod.Tensor"
+    )
+    yield from _operators("elementwise", "aten.linalg_cross.default")
+    yield from _operators("elementwise", "aten.deg2rad.default aten.rad2deg.default aten.frac.default", saves="nothing")
     # ... that needs the result.
+    yield from _operators("elementwise", "aten.exp2.default", saves="result")
     yield from _operators("elementwise", "aten.relu.default aten.tanh.default aten.sigmoid.default", saves="result")
     yield from _operators("elementwise", "aten.exp.default aten.sqrt.default aten.rsqrt.default", saves="result")
     yield from _operators("elementwise", "aten.expm1.default", saves="result")
@@ -220,7 +238,8 @@ def _table() -> Iterator[Operator]:
         " aten.bitwise_and.Tensor aten.bitwise_or.Tensor aten.bitwise_not.default aten.bitwise_xor.Tensor"
         " aten.__and__.Tensor aten.__or__.Tensor"
         " aten.floor_divide.default aten.floor.default aten.ceil.default aten.round.default aten.sign.default"
-        " aten.remainder.Scalar aten.remainder.Tensor aten.isnan.default aten.isinf.default",
+        " aten.remainder.Scalar aten.remainder.Tensor aten.isnan.default aten.isinf.default aten.trunc.default"
+        " aten.sgn.default aten.signbit.default aten.heaviside.default",
         saves="nothing",
         differentiable=False,
     )
@@ -234,15 +253,23 @@ def _table() -> Iterator[Operator]:
     yield from _operators("reduce", "aten.std.correction aten.linalg_vector_norm.default", saves="operands")
     yield from _operators("reduce", "aten.max.default aten.min.default", saves="operands")
     yield from _operators("reduce", "aten.max.dim aten.min.dim aten.topk.default aten.sort.default", results=2)
+    yield from _operators("reduce", "aten.cumprod.default aten.logcumsumexp.default", saves="operands")
+    yield from _operators("reduce", "aten.prod.default aten.prod.dim_int aten.nansum.default", saves="operands")
+    yield from _operators("reduce", "aten.trace.default")
+    yield from _operators("reduce", "aten.kthvalue.default aten.median.dim aten.cummax.default", results=2)
+    yield from _operators("reduce", "aten.cummin.default aten.aminmax.default", results=2)
+    yield from _operators("reduce", "aten.var_mean.correction aten.std_mean.correction", results=2, saves="operands")
     yield from _operators(
         "reduce",
-        "aten.argmax.default aten.argmin.default aten.any.default aten.any.dim aten.all.default aten.all.dim",
+        "aten.argmax.default aten.argmin.default aten.any.default aten.any.dim aten.all.default aten.all.dim"
+        " aten.count_nonzero.default aten.count_nonzero.dim_IntList",
         differentiable=False,
     )
 
     # Products.
     yield from _operators("matmul", "aten.linear.default aten.matmul.default aten.mm.default aten.bmm.default")
-    yield from _operators("matmul", "aten.addmm.default aten.baddbmm.default")
+    yield from _operators("matmul", "aten.addmm.default aten.baddbmm.default aten.mv.default aten.dot.default")
+    yield from _operators("matmul", "aten._trilinear.default aten._cdist_forward.default")
 
     # Vision.
     yield from _operators("conv", "aten.conv1d.default aten.conv2d.default aten.convolution.default")
@@ -254,6 +281,15 @@ def _table() -> Iterator[Operator]:
         "pool", "aten.adaptive_avg_pool1d.default aten.adaptive_avg_pool2d.default", growth="adaptive"
     )
     yield from _operators("pool", "aten._adaptive_avg_pool2d.default", growth="adaptive")
+    yield from _operators("pool", "aten.avg_pool3d.default")
+    yield from _operators("pool", "aten.max_pool3d_with_indices.default", results=2)
+    yield from _operators("pool", "aten._adaptive_avg_pool3d.default", growth="adaptive")
+    yield from _operators(
+        "pool", "aten.adaptive_max_pool2d.default aten.adaptive_max_pool3d.default", growth="adaptive", results=2
+    )
+    yield from _operators("pool", "aten.max_unpool2d.default", growth="unpool", saves="nothing")
+    yield from _operators("pool", "aten.grid_sampler_2d.default aten.grid_sampler_3d.default", growth="grid")
+    yield from _operators("copy", "aten.unfold.default aten.im2col.default aten.col2im.default", growth="windows")
     yield from _operators("copy", "aten.constant_pad_nd.default aten.pad.default", growth="pad")
 
     # Normalisation.
@@ -263,6 +299,7 @@ def _table() -> Iterator[Operator]:
     yield from _operators("norm", "aten._native_batch_norm_legit.no_stats", results=3)
     yield from _operators("norm", "aten._native_batch_norm_legit_no_training.default", results=3)
     yield from _operators("norm", "aten.batch_norm.default")
+    yield from _operators("norm", "aten._weight_norm_interface.default", results=2)
 
     # Softmax and losses.
     yield from _operators("softmax", "aten.softmax.int aten._softmax.default aten.log_softmax.int")
@@ -271,11 +308,20 @@ def _table() -> Iterator[Operator]:
     yield from _operators("loss", "aten.nll_loss_forward.default", results=2)
     yield from _operators("loss", "aten.mse_loss.default aten.l1_loss.default aten.smooth_l1_loss.default")
     yield from _operators("loss", "aten.huber_loss.default aten.binary_cross_entropy_with_logits.default")
+    yield from _operators("loss", "aten.binary_cross_entropy.default aten.soft_margin_loss.default")
 
     # Lookups and joins.
     yield from _operators("index", "aten.embedding.default aten.index_select.default aten.gather.default")
     yield from _operators("index", "aten.index.Tensor")
     yield from _operators("index", "aten.tril.default aten.triu.default aten.scatter.value", growth="operand")
+    yield from _operators(
+        "index", "aten.scatter.src aten.scatter_add.default aten.scatter_reduce.two", growth="operand"
+    )
+    yield from _operators("index", "aten.index_add.default aten.index_copy.default", growth="operand")
+    yield from _operators("index", "aten.index_fill.int_Scalar aten.index_put.default", growth="operand")
+    yield from _operators(
+        "index", "aten.bucketize.Tensor aten.searchsorted.Tensor", growth="operand", differentiable=False
+    )
     yield from _operators("index", "aten.one_hot.default", growth="one_hot", differentiable=False)
     yield from _operators("join", "aten.cat.default aten.stack.default")
     yield from _operators("join", "aten.repeat.default", growth="repeat")
@@ -285,14 +331,16 @@ def _table() -> Iterator[Operator]:
     yield from _operators("attention", "fusion.attention")
     yield from _operators("matmul", "fusion.expert_linear")
     yield from _operators("scan", "fusion.linear_scan fusion.linear_attention")
+    yield from _operators("index", "fusion.embedding_bag")
     yield from _operators("dropout", "fusion.dropout fusion.in_training")
     yield from _operators("dropout", "fusion.uniform", differentiable=False)
 
 
 WORDS: Final = frozenset(
     {"none", "tanh", "floor", "trunc", "same", "valid", "constant", "reflect", "replicate", "circular"}
+    | {"sum", "mean", "prod", "amax", "amin"}
 )
-"""The strings an argument may be: rounding, approximation and padding modes."""
+"""The strings an argument may be: rounding, approximation, padding modes, and ways to reduce."""
 
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType({operator.name: operator for operator in _table()})
 """Name -> operator, the whole vocabulary."""

@@ -27,6 +27,10 @@ _SEMANTIC: Final[dict[str, tuple[int, dict[str, Option]]]] = {
         },
     ),
     "fusion.expert_linear": (3, {"transposed": "flag"}),
+    "fusion.embedding_bag": (
+        3,
+        {"mode": "number", "weights": "tensor?", "by_frequency": "flag", "last_offset": "flag", "padding": "number"},
+    ),
     "fusion.linear_scan": (2, {}),
     "fusion.linear_attention": (3, {"decay": "tensor", "beta": "tensor?"}),
     "fusion.dropout": (1, {"p": "share"}),

@@ -29,6 +29,8 @@ TENSORS: dict[str, tuple[int, ...]] = {
     "q": (2, 4, 6, 8),
     "k": (2, 2, 6, 8),
     "v": (2, 2, 6, 10),
+    "columns": (2, 12, 12),
+    "places": (2, 5, 4, 2),
 }
 SIZES = {"n": (1, 9)}
 
@@ -51,6 +53,7 @@ def bound(op: str, *args: Any, **kwargs: Any) -> int:
     ("expected", "op", "args"),
     [
         (12, "aten.relu.default", ["x"]),
+        (2 * 3 * 16 * 12, "aten.max_unpool2d.default", ["image", "image", [16, 12]]),
         (12, "aten.sum.default", ["x"]),
         (1, "aten.scalar_tensor.default", [2.0]),
         (12, "aten.add.Tensor", ["row", "column"]),
@@ -118,12 +121,24 @@ def test_arange(expected: int, args: tuple[Any, ...]) -> None:
         ("aten.broadcast_tensors.default", [["row", "column"]]),
         ("aten.diff.default", ["x"]),
         ("aten.stack.default", [["x", "x", "x"]]),
+        ("aten.unfold.default", ["image", 2, 3, 1]),
+        ("aten.im2col.default", ["image", [3, 2], [1, 1], [1, 0], [2, 1]]),
+        ("aten.col2im.default", ["columns", [5, 4], [2, 2], [1, 1], [0, 0], [1, 1]]),
+        ("aten.linspace.default", [0.0, 1.0, 7]),
+        ("aten._cdist_forward.default", ["q", "k8", 2.0, None]),
+        ("aten._trilinear.default", ["x", "b45", "b3", [1, 3], [0], [1, 2], [2, 3]]),
+        ("aten.grid_sampler_2d.default", ["image", "places", 0, 0, False]),
+        ("aten.adaptive_max_pool2d.default", ["image", [9, 7]]),
+        ("aten.max_pool3d_with_indices.default", ["q", [1, 1, 1], [1, 1, 1], [0, 0, 0]]),
     ],
 )
 def test_torch_never_makes_more(op: str, args: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setitem(TENSORS, "w8", (8, 3))
     monkeypatch.setitem(TENSORS, "b5", (5, 2))
+    monkeypatch.setitem(TENSORS, "k8", (2, 4, 9, 8))
+    monkeypatch.setitem(TENSORS, "b45", (7, TENSORS["x"][1], 2))
+    monkeypatch.setitem(TENSORS, "b3", (TENSORS["x"][0], 2))
 
     def real(a: Any) -> Any:
         if isinstance(a, list):
@@ -142,6 +157,9 @@ def test_every_rule_is_reachable() -> None:
     """Each operator that may grow has a rule above: a new rule needs a row here."""
     assert {operator.growth for operator in OPERATORS.values()} == {
         "operand",
+        "grid",
+        "unpool",
+        "windows",
         "broadcast",
         "sizes",
         "repeat",

@@ -91,7 +91,7 @@ def test_what_is_drawn_in_training_only_is_gone_and_other_draws_are_refused() ->
     )
     graph = serving_graph(_graph(extra=(drawn, noisy, chosen), logits_of="chosen"))
     assert [node.id for node in graph.nodes] == [0, 1, 2, 3, 4, 5, 6, 50, 51, 52, 53]
-    with pytest.raises(GraphError, match="random numbers outside training, in layer.noise"):
+    with pytest.raises(GraphError, match=r"random numbers outside training, in layer\.noise"):
         serving_graph(_graph(extra=(drawn, noisy), logits_of="noisy"))
 
 

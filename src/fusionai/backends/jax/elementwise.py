@@ -106,6 +106,57 @@ def _lerp(a: jax.Array, b: jax.Array, weight: Scalar) -> jax.Array:
     return a + weight * (b - a) if abs(weight) < 0.5 else b - (b - a) * (1 - weight)
 
 
+def _lerp_by(a: jax.Array, b: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.where(jnp.abs(weight) < 0.5, a + weight * (b - a), b - (b - a) * (1 - weight))
+
+
+def _glu(x: jax.Array, dim: int = -1) -> jax.Array:
+    kept, gate = jnp.split(x, 2, dim)
+    return kept * jax.nn.sigmoid(gate)
+
+
+def _celu(x: jax.Array, alpha: Scalar = 1) -> jax.Array:
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
+def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
+    if eps is not None:
+        x = jnp.clip(x, eps, 1 - eps)
+    return jnp.log(x / (1 - x))
+
+
+def _nan_to_num(
+    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> jax.Array:
+    return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
+
+
+def _fmod(a: Operand, b: Operand) -> jax.Array:
+    left, right = promoted(a, b)
+    whole = lax.stop_gradient(lax.div(*jnp.broadcast_arrays(left, right)))
+    return left - (jnp.trunc(whole) if is_floating(whole.dtype) else whole) * right
+
+
+def _cross(a: jax.Array, b: jax.Array, dim: int = -1) -> jax.Array:
+    left, right = jnp.broadcast_arrays(a, b)
+    return jnp.cross(left, right, axis=dim)
+
+
+def _xlogy(a: Operand, b: Operand) -> jax.Array:
+    left, right = promoted(a, b)
+    return jax.scipy.special.xlogy(floating(left), floating(right))
+
+
+def _hypot(a: jax.Array, b: jax.Array) -> jax.Array:
+    left, right = promoted(a, b)
+    return jnp.sqrt(left * left + right * right)
+
+
+def _copysign(a: jax.Array, b: jax.Array) -> jax.Array:
+    left, right = promoted(a, b)
+    return jnp.where(jnp.signbit(right) == jnp.signbit(left), left, -left)
+
+
 def _unary(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """Of a function whose results are no integers."""
     return lambda x: compute(floating(x))
@@ -174,6 +225,49 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.masked_fill.Tensor": _masked_fill,
     "aten.prelu.default": _prelu,
     "aten.lerp.Scalar": _lerp,
+    "aten.lerp.Tensor": _lerp_by,
+    "aten.erfc.default": _unary(jax.scipy.special.erfc),
+    "aten.erfinv.default": _unary(jax.scipy.special.erfinv),
+    "aten.tan.default": _unary(jnp.tan),
+    "aten.asin.default": _unary(jnp.arcsin),
+    "aten.acos.default": _unary(jnp.arccos),
+    "aten.atan.default": _unary(jnp.arctan),
+    "aten.sinh.default": _unary(jnp.sinh),
+    "aten.cosh.default": _unary(jnp.cosh),
+    "aten.asinh.default": _unary(jnp.arcsinh),
+    "aten.acosh.default": _unary(jnp.arccosh),
+    "aten.atanh.default": _unary(jnp.arctanh),
+    "aten.log2.default": _unary(jnp.log2),
+    "aten.log10.default": _unary(jnp.log10),
+    "aten.exp2.default": _unary(jnp.exp2),
+    "aten.lgamma.default": _unary(jax.scipy.special.gammaln),
+    "aten.sinc.default": _unary(jnp.sinc),
+    "aten.logit.default": _logit,
+    "aten.nan_to_num.default": _nan_to_num,
+    "aten.celu.default": _celu,
+    "aten.threshold.default": lambda x, threshold, value: jnp.where(x > threshold, x, jnp.asarray(value, x.dtype)),
+    "aten.glu.default": _glu,
+    "aten.clamp_min.Tensor": _clamp,
+    "aten.clamp_max.Tensor": lambda x, high: _clamp(x, None, high),
+    "aten.addcmul.default": lambda x, a, b, value=1: x + value * (a * b),
+    "aten.addcdiv.default": lambda x, a, b, value=1: x + value * (a / b),
+    "aten.fmax.default": lambda a, b: jnp.fmax(*promoted(a, b)),
+    "aten.fmin.default": lambda a, b: jnp.fmin(*promoted(a, b)),
+    "aten.atan2.default": lambda a, b: jnp.arctan2(*promoted(a, b)),
+    "aten.hypot.default": _hypot,
+    "aten.xlogy.Tensor": _xlogy,
+    "aten.logaddexp.default": lambda a, b: jnp.logaddexp(*promoted(a, b)),
+    "aten.copysign.Tensor": _copysign,
+    "aten.fmod.Scalar": _fmod,
+    "aten.fmod.Tensor": _fmod,
+    "aten.linalg_cross.default": _cross,
+    "aten.deg2rad.default": _unary(jnp.deg2rad),
+    "aten.rad2deg.default": _unary(jnp.rad2deg),
+    "aten.frac.default": lambda x: x - lax.stop_gradient(jnp.trunc(x)),
+    "aten.trunc.default": _rounded(jnp.trunc),
+    "aten.sgn.default": jnp.sign,
+    "aten.signbit.default": jnp.signbit,
+    "aten.heaviside.default": lambda a, b: jnp.heaviside(*promoted(a, b)),
     "aten.relu.default": jax.nn.relu,
     "aten.tanh.default": _unary(jnp.tanh),
     "aten.sigmoid.default": _unary(jax.nn.sigmoid),

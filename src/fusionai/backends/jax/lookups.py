@@ -69,6 +69,90 @@ def _scatter(x: jax.Array, dim: int, indices: jax.Array, value: Scalar) -> jax.A
     return x.at[tuple(grid)].set(jnp.asarray(value, x.dtype))
 
 
+def _grid(x: jax.Array, dim: int, indices: jax.Array) -> tuple[jax.Array, ...]:
+    """Places in x for each of `indices` along `dim`."""
+    places = list(jnp.indices(indices.shape, sparse=True))
+    places[dim % x.ndim] = indices
+    return tuple(places)
+
+
+def _within(source: jax.Array, indices: jax.Array) -> jax.Array:
+    """The part of `source` that has an index."""
+    return source[tuple(slice(size) for size in indices.shape)]
+
+
+def _scatter_from(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array) -> jax.Array:
+    return x.at[_grid(x, dim, indices)].set(_within(source, indices)) if x.ndim else source.reshape(())
+
+
+def _scatter_add(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array) -> jax.Array:
+    return x.at[_grid(x, dim, indices)].add(_within(source, indices)) if x.ndim else x + source.reshape(())
+
+
+def _rows(x: jax.Array, dim: int, indices: jax.Array) -> tuple[slice | jax.Array, ...]:
+    places: list[slice | jax.Array] = [slice(None)] * x.ndim
+    places[dim % x.ndim] = indices.reshape(-1)
+    return tuple(places)
+
+
+def _index_add(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array, alpha: Scalar = 1) -> jax.Array:
+    return x.at[_rows(x, dim, indices)].add(source if alpha == 1 else source * alpha)
+
+
+def _index_copy(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array) -> jax.Array:
+    return x.at[_rows(x, dim, indices)].set(source)
+
+
+def _index_fill(x: jax.Array, dim: int, indices: jax.Array, value: Scalar) -> jax.Array:
+    return x.at[_rows(x, dim, indices)].set(jnp.asarray(value, x.dtype))
+
+
+def _index_put(
+    x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool = False
+) -> jax.Array:
+    places = tuple(slice(None) if one is None else one for one in indices)
+    masks = [one for one in indices if one is not None and one.dtype == jnp.bool_]
+    if masks:
+        if len(indices) > 1 or values.size != 1:
+            raise ExecutionError("this backend can put one number where a mask is, not a tensor.")
+        mask = masks[0].reshape(masks[0].shape + (1,) * (x.ndim - masks[0].ndim))
+        value = values.reshape(()).astype(x.dtype)
+        return jnp.where(mask, x + value if accumulate else value, x)
+    return x.at[places].add(values) if accumulate else x.at[places].set(values)
+
+
+def _embedding_bag(
+    weight: jax.Array,
+    indices: jax.Array,
+    offsets: jax.Array,
+    *,
+    mode: int,
+    weights: jax.Array | None = None,
+    by_frequency: bool = False,
+    last_offset: bool = False,
+    padding: int = -1,
+) -> jax.Array:
+    """Sums (0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] where each begins."""
+    if by_frequency:
+        raise ExecutionError("this backend has no embedding whose gradient is scaled by frequency.")
+    count = offsets.shape[0] - (1 if last_offset else 0)
+    bags = jnp.searchsorted(offsets[:count], jnp.arange(indices.shape[0]), side="right") - 1
+    rows = _embedding(weight, indices)
+    counted = jnp.ones(indices.shape, bool) if padding < 0 else indices != padding
+    sizes = jax.ops.segment_sum(counted.astype(jnp.int64), bags, count)[:, None]
+    if mode == 2:
+        found = jax.ops.segment_max(jnp.where(counted[:, None], rows, -jnp.inf), bags, count)
+        return jnp.where(sizes > 0, found, 0)
+    factors = counted.astype(rows.dtype) if weights is None else counted.astype(rows.dtype) * weights
+    total = jax.ops.segment_sum(rows * factors[:, None], bags, count)
+    return total / jnp.maximum(sizes, 1).astype(total.dtype) if mode == 1 else total
+
+
+def _bucketize(x: jax.Array, boundaries: jax.Array, out_int32: bool = False, right: bool = False) -> jax.Array:
+    places = jnp.searchsorted(boundaries, x, side="right" if right else "left")
+    return places.astype(jnp.int32 if out_int32 else jnp.int64)
+
+
 def _one_hot(indices: jax.Array, num_classes: int = -1) -> jax.Array:
     if num_classes < 0:
         raise ExecutionError("this backend needs one_hot's number of classes: it would depend on the data.")
@@ -83,5 +167,13 @@ LOOKUPS: Final[dict[str, Callable[..., Any]]] = {
     "aten.tril.default": lambda x, diagonal=0: jnp.tril(x, diagonal),
     "aten.triu.default": lambda x, diagonal=0: jnp.triu(x, diagonal),
     "aten.scatter.value": _scatter,
+    "aten.scatter.src": _scatter_from,
+    "aten.scatter_add.default": _scatter_add,
+    "aten.index_add.default": _index_add,
+    "aten.index_copy.default": _index_copy,
+    "aten.index_fill.int_Scalar": _index_fill,
+    "aten.index_put.default": _index_put,
+    "fusion.embedding_bag": _embedding_bag,
+    "aten.bucketize.Tensor": _bucketize,
     "aten.one_hot.default": _one_hot,
 }

@@ -126,6 +126,18 @@ def _binary_cross_entropy_with_logits(
     return _reduced(lost if weight is None else lost * weight, reduction)
 
 
+def _binary_cross_entropy(
+    x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = 1
+) -> jax.Array:
+    """Logarithms are at least -100, as torch has them."""
+    lost = -target * jnp.maximum(jnp.log(x), -100) - (1 - target) * jnp.maximum(jnp.log1p(-x), -100)
+    return _reduced(lost if weight is None else lost * weight, reduction)
+
+
+def _soft_margin(x: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
+    return _reduced(jnp.log1p(jnp.exp(-target * x)), reduction)
+
+
 LOSSES: Final[dict[str, Callable[..., Any]]] = {
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.nll_loss_nd.default": _nll,
@@ -135,5 +147,7 @@ LOSSES: Final[dict[str, Callable[..., Any]]] = {
     "aten.l1_loss.default": _l1,
     "aten.smooth_l1_loss.default": _smooth_l1,
     "aten.huber_loss.default": _huber,
+    "aten.binary_cross_entropy.default": _binary_cross_entropy,
+    "aten.soft_margin_loss.default": _soft_margin,
     "aten.binary_cross_entropy_with_logits.default": _binary_cross_entropy_with_logits,
 }

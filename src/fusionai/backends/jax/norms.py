@@ -207,6 +207,13 @@ def _half_to_float(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array
     return run
 
 
+def _weight_norm(direction: jax.Array, length: jax.Array, dim: int = 0) -> tuple[jax.Array, jax.Array]:
+    """(weights of these lengths along `dim`, lengths of the directions)."""
+    others = tuple(axis for axis in range(direction.ndim) if axis != dim)
+    norm = jnp.sqrt(jnp.sum(jnp.square(direction), axis=others, keepdims=True))
+    return direction * (length / norm), norm
+
+
 NORMS: Final[dict[str, Callable[..., Any]]] = {
     "aten.layer_norm.default": _layer_norm,
     "aten.rms_norm.default": _rms_norm,
@@ -215,6 +222,7 @@ NORMS: Final[dict[str, Callable[..., Any]]] = {
     "aten.native_group_norm.default": _native_group_norm,
     "aten._native_batch_norm_legit.no_stats": _batch_norm_without_memory,
     "aten._native_batch_norm_legit_no_training.default": _batch_norm_no_training,
+    "aten._weight_norm_interface.default": _weight_norm,
     "aten.softmax.int": softmax,
     "aten._softmax.default": _half_to_float(softmax),
     "aten.log_softmax.int": log_softmax,

@@ -6,6 +6,8 @@ Neighbours: `operators` joins the tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from typing import Any, Final
 
 import jax
@@ -151,8 +153,9 @@ def _max_pool(
     padding: Sizes = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
+    spatial: int = 2,
 ) -> jax.Array:
-    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, 2)
+    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
     return window.reduced(x, np.array(-np.inf, x.dtype), lax.max)
 
 
@@ -163,11 +166,12 @@ def _max_pool_with_places(
     padding: Sizes = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
+    spatial: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
-    """Places: flat, in the last two dimensions; of equals the first."""
-    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, 2)
-    height, width = x.shape[-2:]
-    places = jnp.broadcast_to(jnp.arange(height * width, dtype=jnp.int64).reshape(height, width), x.shape)
+    """Places: flat, in the last dimensions; of equals the first."""
+    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
+    image = x.shape[-spatial:]
+    places = jnp.broadcast_to(jnp.arange(prod(image), dtype=jnp.int64).reshape(image), x.shape)
 
     def larger(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
@@ -176,7 +180,7 @@ def _max_pool_with_places(
     still = lax.stop_gradient(x)
     start = (np.array(-np.inf, x.dtype), np.array(np.iinfo(np.int64).max))
     _, found = window.reduced((still, places), start, larger)
-    return _max_pool(x, kernel, stride, padding, dilation, ceil_mode), found
+    return _max_pool(x, kernel, stride, padding, dilation, ceil_mode, spatial), found
 
 
 def _average_pool(spatial: int) -> Callable[..., jax.Array]:
@@ -227,6 +231,34 @@ def _adaptive(spatial: int) -> Callable[..., jax.Array]:
     return pool
 
 
+def _trilinear(
+    one: jax.Array,
+    two: jax.Array,
+    three: jax.Array,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,  # noqa: ARG001 - in which order torch goes
+) -> jax.Array:
+    factors = zip((one, two, three), (expand1, expand2, expand3), strict=True)
+    first, second, third = (jnp.expand_dims(x, tuple(dims)) for x, dims in factors)
+    return jnp.sum(first * second * third, axis=tuple(sumdim))
+
+
+def _distances(one: jax.Array, two: jax.Array, p: float, compute_mode: int | None = None) -> jax.Array:  # noqa: ARG001
+    """Of equal points 0, whose gradient is 0."""
+    apart = jnp.abs(one[..., :, None, :] - two[..., None, :, :])
+    if p == float("inf"):
+        return jnp.max(apart, axis=-1)
+    if p == 0:
+        return jnp.sum(apart != 0, axis=-1).astype(one.dtype)
+    if p == 1:
+        return jnp.sum(apart, axis=-1)
+    total = jnp.sum(jnp.square(apart) if p == 2 else jnp.power(jnp.where(apart > 0, apart, 1), p) * (apart > 0), -1)
+    return jnp.where(total > 0, jnp.power(jnp.where(total > 0, total, 1), 1 / p), 0)
+
+
 PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.linear.default": linear,
     "fusion.expert_linear": expert_linear,
@@ -248,4 +280,11 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.adaptive_avg_pool1d.default": _adaptive(1),
     "aten.adaptive_avg_pool2d.default": _adaptive(2),
     "aten._adaptive_avg_pool2d.default": _adaptive(2),
+    "aten._adaptive_avg_pool3d.default": _adaptive(3),
+    "aten.avg_pool3d.default": _average_pool(3),
+    "aten.max_pool3d_with_indices.default": partial(_max_pool_with_places, spatial=3),
+    "aten.mv.default": jnp.matmul,
+    "aten.dot.default": jnp.matmul,
+    "aten._trilinear.default": _trilinear,
+    "aten._cdist_forward.default": _distances,
 }

@@ -117,6 +117,39 @@ def _sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Ar
     return jnp.take_along_axis(x, indices, axis=dim), indices
 
 
+def _kth(x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    order = jnp.argsort(x, axis=dim, stable=True).astype(jnp.int64)
+    return _chosen(x, jnp.take(order, k - 1, axis=dim), dim, keepdim)
+
+
+def _median(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Of an even number the lower of the two in the middle."""
+    return _kth(x, (x.shape[dim] + 1) // 2 if x.ndim else 1, dim, keepdim)
+
+
+def _prod(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    return jnp.prod(_summable(x, dtype), axis=_axes(dim), keepdims=keepdim)
+
+
+def _nansum(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    return _sum(jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x), dim, keepdim, dtype)
+
+
+def _both_extremes(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    return jnp.min(x, axis=dim, keepdims=keepdim), jnp.max(x, axis=dim, keepdims=keepdim)
+
+
+def _with_mean(compute: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def run(
+        x: jax.Array, dim: Dims = None, correction: Scalar | None = 1, keepdim: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        return compute(x, dim, correction, keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
+
+    return run
+
+
 def _extreme_place(
     compute: Callable[..., jax.Array],
 ) -> Callable[..., jax.Array]:
@@ -144,6 +177,19 @@ REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "aten.min.dim": _min_along,
     "aten.topk.default": _topk,
     "aten.sort.default": _sort,
+    "aten.cumprod.default": lambda x, dim, dtype=None: jnp.cumprod(_summable(x, dtype), axis=dim) if x.ndim else x,
+    "aten.logcumsumexp.default": lambda x, dim: lax.cumlogsumexp(x, axis=dim % x.ndim) if x.ndim else x,
+    "aten.prod.default": lambda x, dtype=None: _prod(x, dtype=dtype),
+    "aten.prod.dim_int": _prod,
+    "aten.nansum.default": _nansum,
+    "aten.trace.default": jnp.trace,
+    "aten.kthvalue.default": _kth,
+    "aten.median.dim": _median,
+    "aten.aminmax.default": _both_extremes,
+    "aten.var_mean.correction": _with_mean(_variance),
+    "aten.std_mean.correction": _with_mean(_deviation),
+    "aten.count_nonzero.default": lambda x, dim=None: jnp.count_nonzero(x, axis=dim).astype(jnp.int64),
+    "aten.count_nonzero.dim_IntList": lambda x, dim: jnp.count_nonzero(x, axis=_axes(dim)).astype(jnp.int64),
     "aten.argmax.default": _extreme_place(jnp.argmax),
     "aten.argmin.default": _extreme_place(jnp.argmin),
     "aten.any.default": jnp.any,

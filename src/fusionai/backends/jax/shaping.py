@@ -232,6 +232,48 @@ def _diff(
     return x
 
 
+def _unfold(x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
+    """Windows along `dim`, their elements in a last dimension."""
+    if not x.ndim:
+        return x.reshape(1)
+    axis, count = _axis(x, dim), (x.shape[_axis(x, dim)] - size) // step + 1
+    parts = [lax.slice_in_dim(x, place, place + (count - 1) * step + 1, step, axis) for place in range(size)]
+    return jnp.stack(parts, -1)
+
+
+def _im2col(x: jax.Array, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> jax.Array:
+    """x [..., C, H, W] -> [..., C * kernel, places]."""
+    lead, channels = x.shape[:-3], x.shape[-3]
+    padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *[(one, one) for one in padding]])
+    counts = [
+        (size - spread * (length - 1) - 1) // step + 1
+        for size, length, spread, step in zip(padded.shape[-2:], kernel, dilation, stride, strict=True)
+    ]
+    parts = [
+        padded[
+            ...,
+            row * dilation[0] : row * dilation[0] + (counts[0] - 1) * stride[0] + 1 : stride[0],
+            column * dilation[1] : column * dilation[1] + (counts[1] - 1) * stride[1] + 1 : stride[1],
+        ]
+        for row in range(kernel[0])
+        for column in range(kernel[1])
+    ]
+    stacked = jnp.stack(parts, x.ndim - 2)
+    return stacked.reshape(*lead, channels * len(parts), counts[0] * counts[1])
+
+
+def _col2im(x: jax.Array, size: Ints, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> jax.Array:
+    """What `_im2col` took apart, summed where windows overlap."""
+    channels = x.shape[-2] // (kernel[0] * kernel[1])
+    like = jax.ShapeDtypeStruct((*x.shape[:-2], channels, *size), x.dtype)
+    (image,) = jax.linear_transpose(lambda whole: _im2col(whole, kernel, dilation, padding, stride), like)(x)
+    return image
+
+
+def _linspace(start: Scalar, end: Scalar, steps: int, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.linspace(start, end, steps, dtype=jnp.float32 if dtype is None else dtype)
+
+
 SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.reshape.default": lambda x, shape: jnp.reshape(x, tuple(shape)),
     "aten.flatten.using_ints": _flatten,
@@ -282,6 +324,10 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.arange.default": lambda end, dtype=None, **_: _arange(0, end, 1, dtype),
     "aten.arange.start": lambda start, end, dtype=None, **_: _arange(start, end, 1, dtype),
     "aten.arange.start_step": _arange,
+    "aten.linspace.default": _linspace,
+    "aten.unfold.default": _unfold,
+    "aten.im2col.default": _im2col,
+    "aten.col2im.default": _col2im,
     "aten.diff.default": _diff,
     "aten.constant_pad_nd.default": _pad,
     "aten.pad.default": _pad_by,

@@ -5,6 +5,7 @@ Neighbours: `building` casts and names, `operators` joins the tables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -197,6 +198,31 @@ def _hard(b: Builder, x: Tensor) -> Tensor:
     return b.op("Div", [six, b.number(6.0, x.dtype)])
 
 
+def _glu(b: Builder, x: Tensor, dim: int = -1) -> Tensor:
+    half = x.size(dim) // 2
+    kept, gate = b.slice(x, dim, 0, half), b.slice(x, dim, half, None)
+    return b.op("Mul", [kept, b.op("Sigmoid", [gate])])
+
+
+def _threshold(b: Builder, x: Tensor, threshold: float, value: float) -> Tensor:
+    above = b.op("Greater", [x, b.cast(threshold, x.dtype)], like=Tensor("", "bool", x.shape))
+    return b.op("Where", [above, x, b.cast(value, x.dtype)])
+
+
+def _lerp_by(b: Builder, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return b.op("Add", [x, b.op("Mul", [weight, b.op("Sub", [y, x])])])
+
+
+def _third(kind: str) -> Callable[..., Tensor]:
+    """x + value * (y `kind` z)."""
+    return lambda b, x, y, z, value=1: _add(b, x, _pair(kind)(b, y, z), value)
+
+
+def _of_base(kind: str, factor: float) -> Callable[..., Tensor]:
+    """A function of base e, scaled behind it."""
+    return lambda b, x: _as_tensor(b, _scaled(b, b.op(kind, [b.cast(x, b.out.dtype)]), factor))
+
+
 def _log_sigmoid(b: Builder, x: Tensor) -> Tensor:
     return b.op("Neg", [b.op("Softplus", [b.op("Neg", [x])])])
 
@@ -267,6 +293,31 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.prelu.default": _prelu,
     "aten.lerp.Scalar": _lerp,
     "aten.log_sigmoid.default": _log_sigmoid,
+    "aten.tan.default": _unary("Tan"),
+    "aten.asin.default": _unary("Asin"),
+    "aten.acos.default": _unary("Acos"),
+    "aten.atan.default": _unary("Atan"),
+    "aten.sinh.default": _unary("Sinh"),
+    "aten.cosh.default": _unary("Cosh"),
+    "aten.asinh.default": _unary("Asinh"),
+    "aten.acosh.default": _unary("Acosh"),
+    "aten.atanh.default": _unary("Atanh"),
+    "aten.log2.default": _of_base("Log", 1 / math.log(2)),
+    "aten.log10.default": _of_base("Log", 1 / math.log(10)),
+    "aten.exp2.default": lambda b, x: b.op("Pow", [b.number(2.0, b.out.dtype), b.cast(x, b.out.dtype)]),
+    "aten.deg2rad.default": lambda b, x: b.op("Mul", [b.cast(x, b.out.dtype), b.number(math.pi / 180, b.out.dtype)]),
+    "aten.rad2deg.default": lambda b, x: b.op("Mul", [b.cast(x, b.out.dtype), b.number(180 / math.pi, b.out.dtype)]),
+    "aten.celu.default": lambda b, x, alpha=1.0: b.op("Celu", [x], alpha=float(alpha)),
+    "aten.threshold.default": _threshold,
+    "aten.glu.default": _glu,
+    "aten.clamp_min.Tensor": _clamp,
+    "aten.clamp_max.Tensor": lambda b, x, high: _clamp(b, x, None, high),
+    "aten.addcmul.default": _third("Mul"),
+    "aten.addcdiv.default": _third("Div"),
+    "aten.lerp.Tensor": _lerp_by,
+    "aten.trunc.default": lambda b, x: _truncated(b, x) if x.dtype in _FLOATS else x,
+    "aten.frac.default": lambda b, x: b.op("Sub", [x, _truncated(b, x)]),
+    "aten.sgn.default": lambda b, x: b.op("Sign", [x]),
     **{f"aten.{name}.{kind}": run for name, run in _COMPARISONS.items() for kind in ("Tensor", "Scalar")},
     "aten.logical_and.default": _logical("And"),
     "aten.logical_or.default": _logical("Or"),

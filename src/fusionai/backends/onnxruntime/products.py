@@ -195,6 +195,17 @@ def _scatter(b: Builder, x: Tensor, dim: int, indices: Tensor, value: Operand) -
     return b.op("ScatterElements", [x, indices, updates], axis=dim % x.rank)
 
 
+def _scatter_from(kind: str) -> Callable[..., Tensor]:
+    """`kind`: what becomes of a place that several have."""
+
+    def run(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor) -> Tensor:
+        for place in range(x.rank):
+            source = b.slice(source, place, 0, indices.shape[place])
+        return b.op("ScatterElements", [x, indices, b.cast(source, x.dtype)], axis=dim % x.rank, reduction=kind)
+
+    return run
+
+
 def _triangle(*, upper: bool) -> Callable[..., Tensor]:
     return lambda b, x, diagonal=0: b.op("Trilu", [x, b.number(diagonal, "int64")], upper=int(upper))
 
@@ -267,6 +278,8 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.matmul.default": _matmul,
     "aten.mm.default": _matmul,
     "aten.bmm.default": _matmul,
+    "aten.mv.default": _matmul,
+    "aten.dot.default": _matmul,
     "aten.addmm.default": _addmm,
     "aten.baddbmm.default": _addmm,
     "aten.conv1d.default": _conv,
@@ -286,6 +299,8 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.gather.default": _gather,
     "aten.index.Tensor": _index,
     "aten.scatter.value": _scatter,
+    "aten.scatter.src": _scatter_from("none"),
+    "aten.scatter_add.default": _scatter_from("add"),
     "aten.tril.default": _triangle(upper=False),
     "aten.triu.default": _triangle(upper=True),
     "aten.one_hot.default": _one_hot,

@@ -257,6 +257,12 @@ def _batch_norm_no_training(
     return [y, mean, variance]
 
 
+def _weight_norm(b: Builder, direction: Tensor, length: Tensor, dim: int = 0) -> list[Tensor]:
+    norm = _reduced(b, "ReduceL2", direction, [axis for axis in range(direction.rank) if axis != dim], True)
+    factor = b.op("Div", [length, norm], like=norm)
+    return [b.op("Mul", [direction, factor], like=direction), norm]
+
+
 REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "aten.sum.default": _reduction("ReduceSum"),
     "aten.sum.dim_IntList": _reduction("ReduceSum"),
@@ -269,6 +275,7 @@ REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "aten.logsumexp.default": _reduction("ReduceLogSumExp"),
     "aten.cumsum.default": _cumsum,
     "aten.var.correction": _variance,
+    "aten._weight_norm_interface.default": _weight_norm,
     "aten.std.correction": _deviation,
     "aten.linalg_vector_norm.default": _norm,
     "aten.max.dim": _extreme("ReduceMax", "ArgMax"),

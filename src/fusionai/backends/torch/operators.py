@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -139,9 +140,27 @@ def _batch_norm(
     return torch.ops.aten.batch_norm.default(x, weight, bias, mean, variance, use_batch, momentum, eps, cudnn_enabled)
 
 
+def _embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    mode: int,
+    weights: torch.Tensor | None = None,
+    by_frequency: bool = False,
+    last_offset: bool = False,
+    padding: int = -1,
+) -> torch.Tensor:
+    """Sums (0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] where each begins."""
+    return torch.ops.aten._embedding_bag.default(
+        weight, indices, offsets, by_frequency, mode, False, weights, last_offset, padding
+    )[0]
+
+
 _OWN: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.empty.memory_format": _zeros_for_empty,
     "aten.empty_like.default": _zeros_like_for_empty,
+    "fusion.embedding_bag": _embedding_bag,
     "fusion.expert_linear": expert_linear,
     "fusion.linear_attention": linear_attention,
     "fusion.linear_scan": linear_scan,
@@ -207,7 +226,22 @@ def _dim_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, *_: Any, **__
     return [(indices, 0, x.shape[dim] if x.dim() else 1, None)]
 
 
-def _index_lookups(x: torch.Tensor, indices: list[torch.Tensor | None]) -> list[Lookup]:
+def _either_way_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, *_: Any) -> list[Lookup]:
+    size = x.shape[dim] if x.dim() else 1
+    return [(indices, -size, size, None)]
+
+
+def _bag_lookups(
+    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *_: Any, **__: Any
+) -> list[Lookup]:
+    return [(indices, 0, weight.shape[0], None), (offsets, 0, indices.shape[0] + 1, None)]
+
+
+def _unpool_lookups(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> list[Lookup]:  # noqa: ARG001
+    return [(indices, 0, prod(output_size), None)]
+
+
+def _index_lookups(x: torch.Tensor, indices: list[torch.Tensor | None], *_: Any) -> list[Lookup]:
     return [
         (index, -size, size, None)
         for index, size in zip(indices, x.shape, strict=False)
@@ -245,6 +279,15 @@ LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
         "aten.index_select.default": _dim_lookups,
         "aten.gather.default": _dim_lookups,
         "aten.scatter.value": _dim_lookups,
+        "aten.scatter.src": _dim_lookups,
+        "aten.scatter_add.default": _dim_lookups,
+        "aten.scatter_reduce.two": _dim_lookups,
+        "aten.index_add.default": _dim_lookups,
+        "aten.index_copy.default": _dim_lookups,
+        "aten.index_fill.int_Scalar": _either_way_lookups,
+        "aten.index_put.default": _index_lookups,
+        "aten.max_unpool2d.default": _unpool_lookups,
+        "fusion.embedding_bag": _bag_lookups,
         "aten.index.Tensor": _index_lookups,
         "aten.nll_loss_forward.default": _class_lookups,
         "aten.nll_loss.default": _class_lookups,

@@ -1,0 +1,125 @@
+"""What a module computes otherwise in training than in evaluation: traced in both modes, for graphs that train.
+
+A graph that trains evaluates, too, and a trace in training holds what `if self.training` chose. Dropout and batch
+normalisation know their mode themselves. Leaf modules that draw (noise, dropped channels) and spectral norms are traced
+in both modes here, and `fusion::in_training` chooses where the graph runs. Other branches on the mode stay as in
+training.
+
+Neighbours: `capture.export` opens `both_modes` around the trace, `capture.lowering` turns the operator into the IR's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+
+@torch.library.custom_op("fusion::in_training", mutates_args=())
+def in_training(trained: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+    """Not to be run: the captured graph knows its mode."""
+    raise NotImplementedError("fusion::in_training chooses in a captured graph only")
+
+
+@in_training.register_fake
+def _(trained: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return torch.empty_like(trained)
+
+
+_WATCHED: Final = frozenset(
+    {"rand", "randn", "rand_like", "randn_like", "uniform", "uniform_", "normal", "normal_", "normal_functional"}
+    | {"bernoulli", "bernoulli_", "exponential", "exponential_", "randint", "randint_like", "randperm", "multinomial"}
+    | {"feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_"}
+    | {"feature_alpha_dropout", "feature_alpha_dropout_"}
+)
+"""Names of operators by which a module draws; plain dropout knows its mode itself."""
+
+
+@contextmanager
+def both_modes(module: nn.Module) -> Iterator[None]:
+    """While open, leaf modules that draw and spectral norms are traced in training and in evaluation."""
+    patched = [child for child in module.modules() if child.training and _is_leaf(child)]
+    normed, by_hook = _SpectralNorm.forward, SpectralNorm.compute_weight
+    try:
+        for child in patched:
+            child.forward = partial(_both, child, child.forward)
+        _SpectralNorm.forward = _spectral(normed)
+        SpectralNorm.compute_weight = _spectral_by_hook(by_hook)
+        yield
+    finally:
+        for child in patched:
+            del child.forward
+        _SpectralNorm.forward, SpectralNorm.compute_weight = normed, by_hook
+
+
+def _spectral(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """In training the vectors of the largest singular value move on; evaluation takes them as they are."""
+
+    def both(self: _SpectralNorm, weight: torch.Tensor) -> torch.Tensor:
+        if not self.training or get_proxy_mode() is None:
+            return forward(self, weight)
+        try:
+            self.training = False
+            calm = forward(self, weight)
+        finally:
+            self.training = True
+        return in_training(forward(self, weight), calm)
+
+    return both
+
+
+def _spectral_by_hook(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same of `torch.nn.utils.spectral_norm`."""
+
+    def both(self: SpectralNorm, module: nn.Module, do_power_iteration: bool) -> torch.Tensor:
+        if not do_power_iteration or get_proxy_mode() is None:
+            return compute(self, module, do_power_iteration)
+        calm = compute(self, module, False)
+        return in_training(compute(self, module, True), calm)
+
+    return both
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """What is below would be traced twice: only where that is little, and no statistics move."""
+    own = "forward" in module.__dict__ or isinstance(module, _SpectralNorm)
+    return not own and not any(parameter is not None for child in module.children() for parameter in child.parameters())
+
+
+def _both(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    mode = get_proxy_mode()
+    if mode is None:
+        return forward(*args, **kwargs)
+    nodes = mode.tracer.graph._root
+    before = nodes.prev
+    versions = [buffer._version for buffer in module.buffers()]
+    trained = forward(*args, **kwargs)
+    written = versions != [buffer._version for buffer in module.buffers()]
+    if written or not isinstance(trained, torch.Tensor) or not _drew(before, nodes):
+        return trained
+    children = [child for child in module.modules() if child.training]
+    try:
+        module.eval()
+        calm = forward(*args, **kwargs)
+    finally:
+        for child in children:
+            child.training = True
+    if not isinstance(calm, torch.Tensor) or calm.shape != trained.shape or calm.dtype != trained.dtype:
+        return trained
+    return in_training(trained, calm)
+
+
+def _drew(before: fx.Node, end: fx.Node) -> bool:
+    node = before.next
+    while node is not end:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__ in _WATCHED:
+            return True
+        node = node.next
+    return False

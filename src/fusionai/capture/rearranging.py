@@ -1,0 +1,85 @@
+"""Operators that only move elements, or are another operator by a longer name, in operators of the vocabulary.
+
+Forward and gradients have the bits of PyTorch's own kernels: no number is computed. Neighbours: `capture.export` puts
+these functions in the place of PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def rearranging() -> dict[Any, Callable[..., Any]]:
+    """Operator -> what it is in operators of the vocabulary."""
+    aten = torch.ops.aten
+    return {
+        aten.pixel_shuffle.default: _pixel_shuffle,
+        aten.pixel_unshuffle.default: _pixel_unshuffle,
+        aten.channel_shuffle.default: _channel_shuffle,
+        aten.native_channel_shuffle.default: _channel_shuffle,
+        aten.rot90.default: _rot90,
+        aten.diag_embed.default: _diag_embed,
+        aten.eye.default: lambda size, **how: _eye(size, size, **how),
+        aten.eye.m: _eye,
+        aten.norm.Scalar: lambda x, p=2: torch.linalg.vector_norm(x, p),
+        aten.norm.ScalarOpt_dim: _norm,
+        aten.dist.default: lambda x, other, p=2: torch.linalg.vector_norm(x - other, p),
+    }
+
+
+def _pixel_shuffle(x: torch.Tensor, factor: int) -> torch.Tensor:
+    *lead, channels, height, width = x.shape
+    split = x.reshape(*lead, channels // factor**2, factor, factor, height, width)
+    first = len(lead)
+    order = (*range(first + 1), first + 3, first + 1, first + 4, first + 2)
+    return split.permute(order).reshape(*lead, channels // factor**2, height * factor, width * factor)
+
+
+def _pixel_unshuffle(x: torch.Tensor, factor: int) -> torch.Tensor:
+    *lead, channels, height, width = x.shape
+    split = x.reshape(*lead, channels, height // factor, factor, width // factor, factor)
+    first = len(lead)
+    order = (*range(first + 1), first + 2, first + 4, first + 1, first + 3)
+    return split.permute(order).reshape(*lead, channels * factor**2, height // factor, width // factor)
+
+
+def _channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
+    batch, channels, *rest = x.shape
+    return x.reshape(batch, groups, channels // groups, *rest).transpose(1, 2).reshape(batch, channels, *rest)
+
+
+def _rot90(x: torch.Tensor, turns: int = 1, dims: Sequence[int] = (0, 1)) -> torch.Tensor:
+    first, second = dims
+    match turns % 4:
+        case 1:
+            return x.flip(second).transpose(first, second)
+        case 2:
+            return x.flip([first, second])
+        case 3:
+            return x.flip(first).transpose(first, second)
+        case _:
+            return x.clone()
+
+
+def _diag_embed(x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> torch.Tensor:
+    """A zero everywhere else, whatever stands on the diagonal."""
+    size = x.shape[-1] + abs(offset)
+    rows = torch.arange(size, device=x.device)[:, None]
+    columns = torch.arange(size, device=x.device)[None, :]
+    # Above the main diagonal the elements begin in a later column, below it they end in an earlier one.
+    placed = torch.nn.functional.pad(x, (max(offset, 0), max(-offset, 0)))[..., None, :]
+    zeros = torch.zeros((), dtype=x.dtype, device=x.device)
+    made = torch.where(columns == rows + offset, placed, zeros)
+    return made.movedim((-2, -1), (dim1, dim2))
+
+
+def _eye(rows: int, columns: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    down, across = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+    return (down == across).to(dtype or torch.get_default_dtype())
+
+
+def _norm(x: torch.Tensor, p: float | None, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim)
