@@ -16,6 +16,7 @@ from torch import nn
 
 from fusionai.capture.source import ConfigSource, FactorySource, ModelSource, architecture_of
 from fusionai.capture.tasks import ExampleInput, Task
+from harness.complex_models import ComplexRotary, FourierMixing, FrequencyFilters
 
 Kind = Literal[
     "decoder", "mixture of experts", "state space", "encoder", "encoder-decoder", "vision", "speech", "by hand"
@@ -102,7 +103,10 @@ _MIXTURES: dict[str, dict[str, Any]] = {
     "olmoe": _TEXT | {"num_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": _TEXT | {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": _TEXT | _EXPERTS | {"head_dim": 8, "sliding_window": 5},
-    "deepseek_v2": _TEXT | _LATENT | _ROUTED | {"moe_intermediate_size": 24, "num_experts_per_tok": 2},
+    "deepseek_v2": _TEXT
+    | _LATENT
+    | _ROUTED
+    | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "deepseek_v3": _TEXT | _LATENT | _ROUTED | _MOE | {"num_key_value_heads": 4},
     "glm4_moe": _TEXT | _ROUTED | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8},
     "dots1": _TEXT | _ROUTED | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8},
@@ -233,6 +237,10 @@ def untraced() -> dict[str, ConfigSource]:
 
 def _numbers(*sizes: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens() -> ExampleInput:
+    return ExampleInput(torch.arange(36).reshape(4, 9) * 7 % 31, ("b", "s"))
 
 
 class Convolutions(nn.Module):
@@ -403,7 +411,10 @@ def models() -> tuple[Model, ...]:
         _by_hand("graph convolution", GraphConvolution, "classification", nodes=_numbers(4, 7, 6), edges=edges),
         _by_hand(
             "tied and shared layers", Tied, "masked_lm",
-            input_ids=ExampleInput(torch.arange(36).reshape(4, 9) * 7 % 31, ("b", "s")),
+            input_ids=_tokens(),
         ),
         _by_hand("three outputs", ManyOutputs, "none", x=_numbers(4, 8)),
+        _by_hand("complex rotary positions", ComplexRotary, "masked_lm", input_ids=_tokens()),
+        _by_hand("Fourier mixing", FourierMixing, "masked_lm", input_ids=_tokens()),
+        _by_hand("filters of frequencies", FrequencyFilters, "classification", image=_numbers(4, 6, 6, 5)),
     )  # fmt: skip

@@ -268,6 +268,12 @@ def _assemble(
     unused = tuple(key for key in parameters if key not in used)
     if unused:
         notes.append(f"{len(unused)} parameters have no part in the outputs, first {unused[0]}.")
+    buffers, saved = built.buffers(), {built.key(name) for name in built.module.state_dict()}
+    notes.extend(
+        f"Files have the complex buffer {key} as its parts in a last dimension of 2."
+        for key in map(built.key, lowered.buffers.values())
+        if key in saved and buffers[key].is_complex()
+    )
     nodes = sum(node.op == "fusion.attention" for node in graph.nodes)
     carrying = sum(OPERATORS[node.op].category == "scan" for node in graph.nodes if node.op in OPERATORS)
     layers = _attention_layers(built, graph, carrying)
@@ -290,8 +296,7 @@ def _assemble(
         attention_layers=layers,
         attention_nodes=nodes,
         owed=tuple(spec.key for spec in params.values() if spec.init is None),
-        private_keys=frozenset(spec.key for spec in params.values())
-        - ({built.key(name) for name in built.module.state_dict()} - left_out(built.module)),
+        private_keys=frozenset(spec.key for spec in params.values()) - (saved - left_out(built.module)),
         unused=unused,
         notes=tuple(notes),
         inputs=specs,
@@ -309,7 +314,7 @@ def _tensor_constant(value: Any) -> torch.Tensor:
             f"the model keeps a constant of type {type(value).__name__}, whose value a graph can't hold.",
             hint="Register it as a buffer in the module's constructor.",
         )
-    return value
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -31,9 +31,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fusionai.capture import code_lines
 from fusionai.capture.attention import scaled_dot_product
 from fusionai.capture.by_mode import both_modes
+from fusionai.capture.complex_parts import real_parts
+from fusionai.capture.complex_rules import RULES
 from fusionai.capture.composition import composed
 from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
 from fusionai.capture.draws import draws, uniform
+from fusionai.capture.fourier import Fourier
 from fusionai.capture.rearranging import rearranging
 from fusionai.capture.resizing import resizing
 from fusionai.capture.tasks import InputSpec, TaskModule
@@ -60,10 +63,11 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     with warnings.catch_warnings(), _no_collection(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         try:
-            with _own_words(), watched_gradients() as gradients, both_modes(task.module):
+            with _own_words(), watched_gradients() as gradients, both_modes(task.module), Fourier():
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
-            program = program.run_decompositions(_decompositions())
+            program = program.run_decompositions(decompositions())
+            real_parts(program, RULES)
         except ModelError:
             raise
         except Exception as error:
@@ -74,7 +78,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
 
 
 @cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the sequence,
     weights that are a direction and a length, nearest and linear resizing, and attention by torch's own function."""
     aten = torch.ops.aten

@@ -20,6 +20,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fusionai.capture import code_lines
+from fusionai.capture.complex_parts import REFUSED
 from fusionai.capture.copies import Copies, renamed
 from fusionai.capture.repetition import Repetition
 from fusionai.capture.shapes import spell
@@ -146,6 +147,9 @@ class _Lowering:
 
     def visit(self, node: fx.Node, user_inputs: Iterator[InputSpec]) -> None:
         signature = self.program.graph_signature
+        refused = node.meta.get(REFUSED)
+        if refused is not None:
+            raise _Refusal(refused) if refused else _Consequence
         match node.op:
             case "placeholder" if node.name in signature.inputs_to_parameters:
                 self.state(node, signature.inputs_to_parameters[node.name], self.result.parameters)
@@ -556,6 +560,8 @@ def _path(node: fx.Node) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
+    if dtype.is_complex:
+        raise _Refusal("it is complex: hold its parts in a last dimension of 2 and use torch.view_as_complex of it")
     if name not in ITEMSIZE_BYTES:
         raise _Refusal(f"it uses the dtype {name}")
     return name

@@ -140,7 +140,8 @@ def reference_module(captured: Captured, seed: int) -> nn.Module:
         for entry, tensor in program.export_state(["model"]):
             key = entry.removeprefix("model/")
             if key in tensors:
-                tensors[key].copy_(from_host(tensor, tensors[key].dtype))
+                held = torch.view_as_real(tensors[key]) if tensors[key].is_complex() else tensors[key]
+                held.copy_(from_host(tensor, held.dtype))
     return module
 
 

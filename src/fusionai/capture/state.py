@@ -114,8 +114,9 @@ class StateSource:
 
 
 def to_host(tensor: torch.Tensor) -> HostTensor:
-    """Copy a tensor to host bytes; bfloat16 as raw bits."""
-    plain = tensor.detach().cpu().contiguous()
+    """Copy a tensor to host bytes; bfloat16 as raw bits, a complex one as its parts in a last dimension of 2."""
+    tensor = tensor.detach()
+    plain = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).cpu().contiguous()
     name = str(plain.dtype).removeprefix("torch.")
     # A copy, because the tensor's memory may change or go; a flat byte view, because numpy has no bfloat16.
     data = bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""

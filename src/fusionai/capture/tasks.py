@@ -210,6 +210,11 @@ def _from_example(name: str, example: ExampleInput | torch.Tensor) -> InputSpec:
     if isinstance(example, torch.Tensor):
         example = ExampleInput(example)
     tensor = example.tensor
+    if tensor.is_complex():
+        raise ModelError(
+            f"the example input {name!r} is complex, and inputs are real.",
+            hint="Give its parts in a last dimension of 2, and use torch.view_as_complex in the module.",
+        )
     named = (BATCH, *[None] * (tensor.ndim - 1))[: tensor.ndim] if example.dims is None else example.dims
     if len(named) != tensor.ndim:
         raise ModelError(

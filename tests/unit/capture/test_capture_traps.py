@@ -61,6 +61,16 @@ def test_views_are_reshapes() -> None:
     assert_equal_to_module(made)
 
 
+def test_sums_by_an_equation_are_products_of_matrices() -> None:
+    def body(net: Net, x: torch.Tensor) -> torch.Tensor:
+        h = torch.einsum("bij,kj->bik", x, net.fc.weight)
+        return torch.einsum("bij,bkj->bik", h, x)
+
+    made = captured(body)
+    assert "aten.bmm.default" in ops(made.graph)
+    assert_equal_to_module(made)
+
+
 def test_writing_in_place_is_functional() -> None:
     def body(net: Net, x: torch.Tensor) -> torch.Tensor:
         h = net.fc(x)
