@@ -13,10 +13,6 @@ SAMPLE = ("t5", "resnet", "three outputs")
 
 MISSED = {
     "mobilenet_v2": "thirty-five norms over a batch make 3e-5 of JAX's rounding",
-    "deepseek_v2": "its rotary positions are complex numbers",
-    "phimoe": "its router draws numbers that are not dropout",
-    "granitemoehybrid": "its scan gives its last state out",
-    "minimax": "its operations depend on the length of the example",
 }
 
 

@@ -29,6 +29,7 @@ from fusionai.capture.lowering import PREFIX, Lowered, Unsupported, lower
 from fusionai.capture.model_inputs import model_inputs
 from fusionai.capture.recurrence import semantic_recurrences
 from fusionai.capture.repetition import repeated_layers
+from fusionai.capture.routing import derived_routers
 from fusionai.capture.same_draws import drawn_in_evaluation
 from fusionai.capture.source import ModelSource
 from fusionai.capture.state import Checkpoint, StateSource, group, index_checkpoint
@@ -197,7 +198,11 @@ def _traced(
 ) -> tuple[ExportedProgram, Lowered]:
     """With repeated layers copied, unless what is traced shows that they are not alike, or `whole`."""
     canonical = _canonical(built.module)
-    with semantic_recurrences(built.module), repeated_layers(built.module, whole=whole) as repetition:
+    with (
+        semantic_recurrences(built.module),
+        derived_routers(built.module),
+        repeated_layers(built.module, whole=whole) as repetition,
+    ):
         program = export(module, specs, symbols)
         try:
             if repetition.written:

@@ -7,7 +7,8 @@ of transformers' loss functions so that its bits are the same. Neighbours: `capt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -110,6 +111,10 @@ class TaskModule(nn.Module):
         parameters = inspect.signature(self.module.forward).parameters
         if "use_cache" in parameters:
             return self.module(**inputs, use_cache=False)
+        with _without_cache(self.module):
+            return self._called(inputs, parameters)
+
+    def _called(self, inputs: dict[str, torch.Tensor], parameters: Mapping[str, inspect.Parameter]) -> Any:
         kinds = {parameter.kind for parameter in parameters.values()}
         unknown = [name for name in inputs if name not in parameters]
         if not unknown or inspect.Parameter.VAR_KEYWORD in kinds:
@@ -121,6 +126,21 @@ class TaskModule(nn.Module):
                 hint="Name the inputs as the module's forward does.",
             )
         return self.module(*inputs.values())
+
+
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """While open, a module of transformers that takes no `use_cache` keeps no cache by its configuration either."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", None) is not True:
+        yield
+        return
+    assert config is not None
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = True
 
 
 def input_specs(

@@ -1,0 +1,51 @@
+"""SparseMixer's draws and its gradient, which no forward has, are those of transformers' own router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusionai.capture.capture import capture
+from fusionai.capture.routing import derived_routers
+from fusionai.capture.same_draws import drawn_in_evaluation
+from fusionai.capture.self_check import self_check
+from fusionai.capture.source import ConfigSource
+from harness.zoo import models
+
+pytestmark = pytest.mark.slow
+
+PHI = next(model.source for model in models() if model.name == "phimoe")
+JITTER = 0.2
+"""So that several experts are nearly the best and the draws decide."""
+
+
+def noisy() -> ConfigSource:
+    assert isinstance(PHI, ConfigSource)
+    return ConfigSource({**PHI.config, "router_jitter_noise": JITTER, "num_hidden_layers": 2})
+
+
+def test_a_router_that_draws_trains_as_its_own_module() -> None:
+    made = capture(noisy(), batch=(1, 8), sequence=(1, 32))
+    assert any(node.op == "fusion.uniform" for node in made.graph.nodes)
+    result = self_check(made)
+    assert result.gradient_diff is not None
+    assert result.ok
+
+
+def test_nothing_is_drawn_in_evaluation_and_in_serving() -> None:
+    assert not drawn_in_evaluation(capture(noisy(), batch=(1, 8), sequence=(1, 32)).graph)
+    served = capture(noisy(), batch=(1, 8), sequence=(1, 32), train=False)
+    assert not [node.op for node in served.graph.nodes if node.op in ("fusion.uniform", "fusion.in_training")]
+
+
+def test_the_functions_of_transformers_come_back() -> None:
+    from transformers.models.phimoe import modeling_phimoe
+
+    own: Any = modeling_phimoe.sparsemixer
+    layer = modeling_phimoe.PhimoeTopKRouter.__new__(modeling_phimoe.PhimoeTopKRouter)
+    torch.nn.Module.__init__(layer)
+    with derived_routers(layer):
+        assert modeling_phimoe.sparsemixer is not own
+    assert modeling_phimoe.sparsemixer is own
