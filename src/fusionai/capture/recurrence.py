@@ -1,6 +1,6 @@
 """State-space and linear-attention layers as semantic operators, put in the place of transformers' own loops.
 
-Transformers computes these layers by fused kernels, or without them by loops over positions or blocks, which a trace
+Transformers computes these layers by fused kernels, or without them by loops over positions, which a trace
 would unroll to one length. Its modules call them by a few names, alike in all models. Decides what stands there instead
 while a module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a call asks
 for beyond those is refused.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -128,30 +128,6 @@ def _gated_delta_rule(
     return linear_attention(query * query.shape[-1] ** -0.5, key, value, g, beta).to(dtype), None
 
 
-def _lightning_attention(
-    self: nn.Module,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],  # noqa: ARG001 - of the layers with softmax
-    attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Lightning attention (arXiv 2401.04658), as the forward of `MiniMaxLightningAttention`, whose loop over blocks of
-    the sequence is this sum: a state that each head lets decay at its own rate, read at every position."""
-    _refuse(others | {"past_key_values": past_key_values})
-    layer = cast(Any, self)
-    batch, length, _ = hidden_states.shape
-    states = layer.act_fn(layer.qkv_proj(hidden_states))
-    if attention_mask is not None:
-        states = (states * attention_mask[:, :, None]).to(hidden_states.dtype)
-    heads = layer.num_attention_heads
-    query, key, value = torch.split(states.reshape(batch, length, heads, 3 * layer.head_dim), layer.head_dim, dim=3)
-    decay = (-layer.slope_rate).reshape(1, 1, heads).expand(batch, length, heads)
-    read = linear_attention(query, key, value, decay, None).reshape(batch, length, heads * layer.head_dim)
-    gate = F.sigmoid(layer.output_gate(hidden_states))
-    return layer.out_proj(gate * layer.norm(read)), None
-
-
 def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
     """What stands for a flag that is off, and what only chooses a kernel, changes nothing."""
     unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
@@ -172,14 +148,10 @@ _NAMES: Final[Mapping[str, Callable[..., Any]]] = {
 }
 
 
-_FORWARDS: Final[Mapping[str, Callable[..., Any]]] = {"MiniMaxLightningAttention": _lightning_attention}
-"""Class whose whole forward is another."""
-
-
 @contextmanager
 def semantic_recurrences(module: nn.Module) -> Iterator[None]:
     """While open, the files of transformers that `module`'s layers come from call the semantic operators."""
-    with replaced_functions(module, _NAMES), replaced_forwards(module, _FORWARDS):
+    with replaced_functions(module, _NAMES):
         yield
 
 
@@ -189,15 +161,6 @@ def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., 
     files = {name for child in module.modules() if (name := type(child).__module__).startswith("transformers.")}
     places: list[tuple[Any, str]] = [(sys.modules[file], name) for file in sorted(files) for name in functions]
     with _replaced([(place, name, functions[name]) for place, name in places if hasattr(place, name)]):
-        yield
-
-
-@contextmanager
-def replaced_forwards(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While open, these are the forwards of transformers' classes of such names among `module`'s layers."""
-    classes = {type(child) for child in module.modules() if type(child).__module__.startswith("transformers.")}
-    known = [cls for cls in classes if cls.__name__ in forwards]
-    with _replaced([(cls, "forward", forwards[cls.__name__]) for cls in known]):
         yield
 
 
