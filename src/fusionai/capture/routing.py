@@ -4,7 +4,8 @@ Phi's mixtures choose experts by SparseMixer (arXiv 2409.12136): in training by 
 `autograd.Function` defines. Here the same numbers are made by operators that have this gradient. In evaluation nothing
 is drawn.
 
-Neighbours: `capture.capture` traces within `derived_routers`, `capture.draws` makes the draws functions of counters.
+Neighbours: `capture.capture` traces within `derived_routers`, `capture.by_mode` chooses by the mode, `capture.draws`
+makes the draws functions of counters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fusionai.capture.draws import in_training
+from fusionai.capture.by_mode import in_training
 from fusionai.capture.recurrence import replaced_functions
 
 
