@@ -51,6 +51,7 @@ class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     output_bytes: int
     cache_token_bytes: int
     cache_session_bytes: int
+    attended_flops: float
     ops: tuple[str, ...]
 
 
@@ -62,12 +63,15 @@ def serving_costs(
     symbols = dict.fromkeys(graph.symbols, 1)
     records = block_costs(graph, symbols, training=False)
     whole = None if whole_tokens is None else block_costs(graph, {**symbols, SEQUENCE: whole_tokens}, training=False)
+    longer = records
+    if whole is None and SEQUENCE in symbols:
+        longer = block_costs(graph, {**symbols, SEQUENCE: LENGTH}, training=False)
     nodes: dict[int, list[Node]] = {record.block: [] for record in records}
     for node in graph.nodes:
         nodes[node.block].append(node)
     item_bytes = FLOAT_BYTES[cache]
     found: list[ServingCostRecord] = []
-    for record in records:
+    for record, long in zip(records, longer, strict=True):
         kept, looked_up = _weight_bytes(graph, nodes[record.block], weights)
         growing, ring = 0, 0
         for node in nodes[record.block]:
@@ -91,10 +95,16 @@ def serving_costs(
                 output_bytes=record.output_bytes,
                 cache_token_bytes=growing,
                 cache_session_bytes=ring,
+                attended_flops=_attended_flops(record.forward_flops, long.forward_flops) if growing else 0.0,
                 ops=record.ops,
             )
         )
     return tuple(found)
+
+
+def _attended_flops(alone: float, long: float) -> float:
+    """Of one position for each that it looks at: what a text of `LENGTH` takes beyond its positions alone."""
+    return max(0.0, long - LENGTH * alone) / (LENGTH * (LENGTH - 1))
 
 
 def balance_tokens(graph: Graph) -> float:
@@ -109,7 +119,7 @@ def balance_tokens(graph: Graph) -> float:
         return sum(record.forward_flops for record in records)
 
     alone = flops(1)
-    growing = (flops(LENGTH) - LENGTH * alone) / (LENGTH * (LENGTH - 1))
+    growing = _attended_flops(alone, flops(LENGTH))
     return alone / growing if growing > 0 else inf
 
 

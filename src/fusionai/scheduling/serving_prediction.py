@@ -50,17 +50,20 @@ def round_trip_s(stages: Sequence[StagePlacement], costs: StageCosts, sessions: 
 def first_token_s(stages: Sequence[StagePlacement], costs: StageCosts, prompt_tokens: int, chunk_tokens: int) -> float:
     """From a prompt, of which so many tokens are in no cache, to its first token, while nobody else asks. Chunks follow
     each other without waiting, so each costs what the busiest machine or link takes for it, and the last one its whole
-    way; the head is asked for one row only, that of the last token."""
-    before, last = divmod(prompt_tokens - 1, chunk_tokens)
+    way; the head is asked for one row only, that of the last token. Later chunks take longer, since attention looks at
+    what is before them."""
+    pieces, last = divmod(prompt_tokens - 1, chunk_tokens)
     seconds = sum(part for part, _ in _parts(stages, costs, last + 1, 1))
-    if before:
+    seconds += sum(costs.attention_s(stage, pieces * chunk_tokens, last + 1) for stage in stages)
+    if pieces:
         parts, waits = (_parts(stages, costs, rows, 0) for rows in (chunk_tokens, 0))
-        busy: defaultdict[str, float] = defaultdict(float)
-        for stage, (compute_s, _) in zip(stages, parts, strict=False):  # the links' parts follow
-            busy[stage.peer] += compute_s
         # A link's latency holds nobody up who follows.
         links = [part - wait for (part, _), (wait, _) in zip(parts, waits, strict=True)][len(stages) :]
-        seconds += before * max([*busy.values(), *links])
+        for piece in range(pieces):
+            busy: defaultdict[str, float] = defaultdict(float)
+            for stage, (compute_s, _) in zip(stages, parts, strict=False):  # the links' parts follow
+                busy[stage.peer] += compute_s + costs.attention_s(stage, piece * chunk_tokens, chunk_tokens)
+            seconds += max([*busy.values(), *links])
     return seconds
 
 

@@ -140,6 +140,15 @@ class StageCosts:
         start, end = self._positions(stage)
         return sum(block_s(block, profile, rows) for block in self._chain.blocks[start:end])
 
+    def attention_s(self, stage: StagePlacement, before: int, rows: int) -> float:
+        """Serving: what a piece of a prompt takes longer because of the `before` positions ahead of it and its own."""
+        profile = self.profiles.get(stage.peer)
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return 0.0
+        start, end = self._positions(stage)
+        attended_flops = sum(block.attended_flops for block in self._chain.blocks[start:end])
+        return attended_flops * rows * (before + (rows - 1) / 2) / profile.effective_flops_per_s
+
     def recompute_s(self, stage: StagePlacement, peer: str) -> float:
         """Of `compute_s`, what making activations again takes, and the sparing that goes with it."""
         profile = self.profiles.get(peer)

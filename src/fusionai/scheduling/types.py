@@ -102,6 +102,9 @@ class BlockCost(_Data, frozen=True, kw_only=True):
     """Serving: keys and values of one token, in layers that keep all of them."""
     cache_session_bytes: int = 0
     """Serving: rings of the layers that keep a window, for one session."""
+    attended_flops: float = 0.0
+    """Serving: of one position, for each position before it that layers without a window look at. It makes long prompts
+    slow; what a token costs is planned without it."""
 
 
 class ServingNeeds(_Data, frozen=True, kw_only=True):

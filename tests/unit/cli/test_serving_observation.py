@@ -268,6 +268,16 @@ def test_a_prompt_takes_a_trip_of_its_rows_with_one_row_for_the_head() -> None:
     assert first_token_s(PLAN.stages, costs, 10, 4) == pytest.approx(2 * chunk_s + last_s)
 
 
+def test_later_chunks_of_a_prompt_look_at_what_is_before_them() -> None:
+    layers = [msgspec.structs.replace(block, attended_flops=1e5) for block in PROBLEM.blocks[1:5]]
+    costs = StageCosts(msgspec.structs.replace(PROBLEM, blocks=(PROBLEM.blocks[0], *layers, PROBLEM.blocks[5])))
+    look_s = 1e5 / 1e10
+    # Each machine has two layers; positions 0 to 7 are computed side by side, 8 and 9 by one machine after the other.
+    pairs = 2 * (sum(range(8))) + 4 * (8 + 9)
+    longer_s = first_token_s(PLAN.stages, costs, 10, 4) - first_token_s(PLAN.stages, StageCosts(PROBLEM), 10, 4)
+    assert longer_s == pytest.approx(pairs * look_s)
+
+
 def test_a_head_in_the_pool_computes_one_row_too() -> None:
     whole = msgspec.structs.replace(PLAN.stages[1], blocks=(1, 6), roles=("stage", "loss"))
     costs = StageCosts(PROBLEM)

@@ -73,6 +73,14 @@ def test_keys_and_values_are_counted_by_token_and_windows_by_session(cache: str,
     assert (ring.cache_token_bytes, ring.cache_session_bytes) == (0, 2 * 2 * 8 * item * 132)
 
 
+def test_a_position_takes_more_for_each_that_it_looks_at_unless_a_window_ends_that() -> None:
+    table, layer = serving_costs(graph(), weights="fp32", cache="fp32", pass_tokens=32)
+    assert table.attended_flops == 0
+    # Two heads of 8: a product with a key, and with a value.
+    assert layer.attended_flops == pytest.approx(2 * 2 * (8 + 8))
+    assert serving_costs(graph(window=100), weights="fp32", cache="fp32", pass_tokens=32)[1].attended_flops == 0
+
+
 def test_formats_get_smaller() -> None:
     sizes = [matrix_bytes(64, 64, form) for form in ("fp32", "bf16", "fp16", "int8", "int4")]
     assert sizes == [64 * 64 * 4, 64 * 64 * 2, 64 * 64 * 2, 64 * 64 + 4 * 64, 64 * 64 // 2 + 4 * 64 * 64 // 32]
