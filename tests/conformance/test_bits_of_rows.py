@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from fusionai.backends.torch.operators import PLAIN
-from fusionai.backends.torch.packed_graph import _TAILED, one_by_one, whole_blocks  # pyright: ignore[reportPrivateUsage]
+from fusionai.backends.torch.packed_graph import (
+    _TAILED,  # pyright: ignore[reportPrivateUsage]
+    gated,
+    one_by_one,
+    whole_blocks,
+)
 from fusionai.ir.operators import OPERATORS
 
 ELEMENTS: Final = 1003
@@ -40,6 +45,16 @@ ARGUMENTS: Final[dict[str, Call]] = {
     "aten.div.Tensor_mode": lambda f, x: [f(x[0], x[1], rounding_mode="floor")],
     "aten.div.Scalar_mode": lambda f, x: [f(x[0], 1.7, rounding_mode="floor")],
     "aten.prelu.default": lambda f, x: [f(x[0], torch.tensor([0.3]))],
+    "aten.addcmul.default": lambda f, x: [f(x[0], x[1], x[2]), f(x[0], x[1], x[2], value=0.3)],
+    "aten.addcdiv.default": lambda f, x: [f(x[0], x[1], x[2]), f(x[0], x[1], x[2], value=0.3)],
+    "aten.lerp.Tensor": lambda f, x: [f(x[0], x[1], x[2])],
+    "aten.threshold.default": lambda f, x: [f(x[0], 0.1, 0.3)],
+    "aten.glu.default": lambda f, x: [f(torch.cat([x[0], x[1]]), 0), f(torch.stack([x[0], x[1]], 1))[:, 0]],
+    "aten.linalg_cross.default": lambda f, x: [f(torch.stack(x, 1), torch.stack([x[1], x[2], x[0]], 1))[:, 0]],
+    **{
+        f"aten.{name}.default": lambda f, x: [f(x[0], x[1])]
+        for name in ("atan2", "fmax", "fmin", "heaviside", "hypot", "logaddexp")
+    },
 }
 OF_WHOLE_NUMBERS: Final = ("aten.bitwise_", "aten.__", "aten.logical_")
 ELEMENTWISE: Final = sorted(
@@ -74,6 +89,7 @@ def call_of(name: str) -> Call:
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_element_has_the_same_bits_wherever_it_stands(name: str) -> None:
     compute = whole_blocks(PLAIN[name]) if name in _TAILED else PLAIN[name]
+    compute = gated(compute) if name == "aten.glu.default" else compute
     call, given = call_of(name), operands()
 
     def some(choose: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:

@@ -45,10 +45,13 @@ _NO_NUMBERS: Final = (
     *("aten.logical_", "aten.bitwise_"),
 )
 """How names of elementwise operators begin that answer yes or no."""
+_GATED: Final = "aten.glu.default"
+_TOGETHER: Final = frozenset({_GATED, "aten.linalg_cross.default"})
+"""Of one result several elements of an operand are read: what they have in a dimension belongs together."""
 _TAILED: Final = frozenset(
     name
     for name, operator in OPERATORS.items()
-    if operator.category == "elementwise" and name not in _EXACT and not name.startswith(_NO_NUMBERS)
+    if operator.category == "elementwise" and name not in _EXACT | _TOGETHER and not name.startswith(_NO_NUMBERS)
 )
 """Elementwise functions whose vectorised and scalar forms may round differently: all that are not known to be exact."""
 _BLOCK: Final = 64
@@ -131,6 +134,8 @@ def kernels(graph: Graph, uses: Mapping[int, Use], tables: frozenset[str]) -> di
             found[node.id] = _unwrapped(node)
         elif node.op in _BATCHED:
             found[node.id] = one_by_one(PLAIN[node.op])
+        elif node.op == _GATED:
+            found[node.id] = gated(PLAIN[node.op])
         elif node.op in _TAILED and not _whole_blocks(graph, node):
             found[node.id] = whole_blocks(PLAIN[node.op])
     return found
@@ -158,6 +163,12 @@ def whole_blocks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return result[: spread[0].numel()].reshape(spread[0].shape)
 
     return run
+
+
+def gated(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`glu`, whose halves are elementwise beside each other."""
+    in_blocks = whole_blocks(lambda values, gates: compute(torch.cat([values, gates]), 0))
+    return lambda x, dim=-1: in_blocks(*x.chunk(2, dim))
 
 
 def one_by_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
