@@ -14,7 +14,7 @@ import torch
 
 from fusionai.backends.torch.operators import PLAIN
 from fusionai.backends.torch.packed_graph import (
-    _TAILED,  # pyright: ignore[reportPrivateUsage]
+    _TAILED,
     gated,
     one_by_one,
     whole_blocks,
