@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import logging
 import operator
 import re
 import sys
@@ -71,7 +72,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         except ModelError:
             raise
         except Exception as error:
-            raise _explain(error) from error
+            raise _explain(error, inputs) from error
     if task.module.training:
         gradients.require_derived()
     return program
@@ -134,7 +135,7 @@ def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mappin
     except ModelError:
         raise
     except Exception as error:
-        raise _explain(error) from error
+        raise _explain(error, inputs) from error
     finally:
         task.train(was_training)
 
@@ -171,9 +172,15 @@ class _Silenced(io.TextIOBase):
 
 @contextmanager
 def _own_words() -> Iterator[None]:
-    """A failing export prints its half-made graph; the user is told the line of the model instead."""
-    with contextlib.redirect_stderr(_Silenced(sys.stderr)):
-        yield
+    """A failing export prints its half-made graph and logs a traceback; the user is told the line of the model
+    instead."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with contextlib.redirect_stderr(_Silenced(sys.stderr)):
+            yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager
@@ -243,7 +250,7 @@ def _example_size(name: str, bounds: tuple[int, int]) -> int:
 _SIZES: Final = {"b": "batch", "s": "sequence"}
 
 
-def _explain(error: Exception) -> ModelError:
+def _explain(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
     """What, where, and what to do, in the model's own terms."""
     text = str(error)
     where = code_lines.of_error(error)
@@ -267,10 +274,13 @@ def _explain(error: Exception) -> ModelError:
             hint="Take sizes from x.shape without looping or branching over them (a recurrence in Python can't be "
             "captured for every length), or fix that size to one value.",
         )
-    return ModelError(
-        f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.",
-        hint="Check that its forward runs on the example inputs in plain PyTorch.",
-    )
+    hint = "Check that its forward runs on the example inputs in plain PyTorch."
+    if inputs and inputs[0].example is None:
+        hint = (
+            "It came without example inputs and was given token ids [batch, sequence]. A function that returns "
+            "(module, example_inputs) says what it takes instead: a dictionary of one tensor per input."
+        )
+    return ModelError(f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.", hint=hint)
 
 
 def _first_line(text: str) -> str:

@@ -76,13 +76,13 @@ class TaskModule(nn.Module):
             chosen.mask = None
         match self.task:
             case "causal_lm" | "masked_lm" | "seq2seq_lm":
-                logits = _tensor(result, "logits").float()
+                logits = _scores(result, "batch, sequence, vocabulary", self.task)
                 loss = F.cross_entropy(
                     logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1), ignore_index=IGNORED_LABEL
                 )
                 return {"logits": logits, "loss": loss}
             case "counted_lm":
-                logits = _tensor(result, "logits").float()
+                logits = _scores(result, "batch, sequence, vocabulary", self.task)
                 total = F.cross_entropy(
                     logits.view(-1, logits.shape[-1]),
                     inputs["labels"].view(-1),
@@ -91,7 +91,7 @@ class TaskModule(nn.Module):
                 )
                 return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
             case "classification":
-                logits = _tensor(result, "logits").float()
+                logits = _scores(result, "batch, classes", self.task)
                 return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"])}
             case "regression":
                 output = _tensor(result, "logits")
@@ -261,6 +261,19 @@ def _tensor(result: Any, name: str) -> torch.Tensor:
                 f"the module returned {type(result).__name__} without a tensor {name!r}.",
                 hint=f"Return the {name} as a tensor, first in a tuple, or under the key {name!r}.",
             )
+
+
+def _scores(result: Any, wanted: str, task: Task) -> torch.Tensor:
+    """The module's scores in float32; `wanted`: names of their dimensions."""
+    logits = _tensor(result, "logits")
+    if logits.ndim < 2:
+        hint = f"Return scores [{wanted}], or choose another task."
+        if logits.ndim == 0:
+            hint = "A module that returns its loss is trained by the task module_loss."
+        raise ModelError(
+            f"the task {task} expects scores [{wanted}] from the module, got shape {list(logits.shape)}.", hint=hint
+        )
+    return logits.float()
 
 
 def _tensors(result: Any) -> dict[str, torch.Tensor]:

@@ -317,3 +317,33 @@ def test_a_length_that_the_model_treats_apart_is_named() -> None:
         capture(ConfigSource(config), batch=(1, 4), sequence=(1, 32))
     assert refused.value.hint == "Ask for at most 31."
     assert capture(ConfigSource(config), batch=(1, 4), sequence=(1, 31)).graph.nodes
+
+
+def test_what_is_no_score_names_the_task_for_a_module_that_returns_its_loss() -> None:
+    class OwnLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).pow(2).mean()
+
+    source = FactorySource(lambda: (OwnLoss(), {"x": torch.zeros(4, 8)}))
+    with pytest.raises(ModelError, match=r"expects scores \[batch, sequence, vocabulary\].* got shape \[\]") as error:
+        capture(source)
+    assert "module_loss" in (error.value.hint or "")
+
+
+def test_who_gives_no_examples_is_told_what_was_tried(capfd: pytest.CaptureFixture[str]) -> None:
+    class TakesRows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    with pytest.raises(ModelError, match="could not be traced") as error:
+        capture(FactorySource(TakesRows))
+    assert "given token ids" in (error.value.hint or "")
+    assert "Traceback" not in capfd.readouterr().err
