@@ -96,7 +96,7 @@ MODULES: dict[str, Ordinary] = {
     # Widths of whole vectors: PyTorch's own cells write in place, row by row, and take what is over singly.
     "LSTMCell": Ordinary(lambda: nn.LSTMCell(8, 64), FLAT, lambda inner, x: torch.cat(inner(x), -1)),
     "GRUCell": Ordinary(lambda: nn.GRUCell(8, 64), FLAT, lambda inner, x: inner(x, x.tanh().repeat(1, 8))),
-    "GRU": Ordinary(lambda: nn.GRU(8, 6, batch_first=True), ROWS, lambda inner, x: inner(x)[0], ),
+    "GRU": Ordinary(lambda: nn.GRU(8, 64, batch_first=True), ROWS, lambda inner, x: inner(x)[0]),
     "Conv1d, transposed": Ordinary(lambda: nn.ConvTranspose1d(5, 3, 3, stride=2), ROWS),
     "Conv3d": Ordinary(lambda: nn.Sequential(nn.Conv3d(4, 3, 3), nn.MaxPool3d(2), nn.AvgPool3d(2)), VOLUME),
     "ConvTranspose3d": Ordinary(lambda: nn.ConvTranspose3d(4, 2, 2, stride=2), VOLUME),
