@@ -35,7 +35,6 @@ from fusionai.backends.torch.row_vectors import (
     FLOATS,
     INT,
     LANES,
-    SHORT,
     WORDS,
     at_address,
     fused,
@@ -167,15 +166,7 @@ def _loaded(builder: Any, kind: Factor, address: Any) -> Any:
         return load_wide(builder, Form.FP32, address)
     if kind is Factor.INT8:
         return builder.sitofp(_bytes(builder, address, signed=True), FLOATS)
-    if not (_INTEL_LIKE and _LEVEL == "DEFAULT"):
-        return load_wide(builder, Form.FP16, address)
-    # No instruction: the exponent is moved, then mended by a product, which also makes numbers below the normal ones.
-    short = builder.load(at_address(builder, address, ir.VectorType(SHORT, LANES)), align=2)
-    bits = builder.zext(short, WORDS)
-    moved = builder.shl(builder.and_(bits, _all(0x7FFF)), _all(13))
-    sized = builder.fmul(builder.bitcast(moved, FLOATS), ir.Constant(FLOATS, [2.0**112] * LANES))
-    sign = builder.shl(builder.and_(bits, _all(0x8000)), _all(16))
-    return builder.bitcast(builder.or_(builder.bitcast(sized, WORDS), sign), FLOATS)
+    return load_wide(builder, Form.FP16, address)
 
 
 def _bytes(builder: Any, address: Any, *, signed: bool) -> Any:
