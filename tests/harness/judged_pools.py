@@ -42,29 +42,7 @@ def judged_pool(kind: str, seed: int, peers: int, layers: int) -> Problem:
     classes = [(exp(draw.gauss(0, tail)), exp(draw.gauss(0, 0.6))) for _ in range(2)]
     pool: list[PeerProfile] = []
     for number in range(peers):
-        fast = large = wide = 1.0
-        far = latency
-        match kind:
-            case "equal":
-                pass
-            case "two classes":
-                fast, large = classes[draw.randrange(2)]
-            case "unequal speeds":
-                fast = exp(draw.gauss(0, tail))
-            case "unequal memories":
-                large = exp(draw.gauss(0, tail))
-            case "slow links":
-                wide, fast = 0.05 * exp(draw.gauss(0, 0.3)), exp(draw.gauss(0, 0.5))
-            case "unequal links":
-                wide, far, fast = exp(draw.gauss(0, 1.5)), latency * exp(draw.gauss(0, 1)), exp(draw.gauss(0, 0.5))
-            case "latency":
-                far, fast = 10 ** draw.uniform(-2, 0), exp(draw.gauss(0, 0.5))
-            case "scarce memory":
-                large, fast = 0.6 * exp(draw.gauss(0, 0.4)) * 3 / peers, exp(draw.gauss(0, 0.5))
-            case "one giant":
-                fast, large = (30.0, 3.0) if number == 0 else (exp(draw.gauss(0, 0.7)), exp(draw.gauss(0, 0.5)))
-            case _:
-                fast, large, wide = exp(draw.gauss(0, 1)), exp(draw.gauss(0, 0.5)), exp(draw.gauss(0, 0.5))
+        fast, large, wide, far = factors(draw, kind, number, peers, latency, tail, classes, slow=0.05, scarce=0.6)
         pool.append(
             PeerProfile(
                 peer=f"p{number:04}",
@@ -117,6 +95,46 @@ def with_wishes(problem: Problem, seed: int) -> Problem:
     stages = draw.randint(1, len(problem.peers)) if draw.random() < 0.4 else None
     microbatches = draw.choice((1, 2, 8, 32, 128))
     return msgspec.structs.replace(problem, links=links, stages=stages, microbatches=microbatches)
+
+
+def factors(
+    draw: Random,
+    kind: str,
+    number: int,
+    peers: int,
+    latency: float,
+    tail: float,
+    classes: list[tuple[float, float]],
+    *,
+    slow: float,
+    scarce: float,
+) -> tuple[float, float, float, float]:
+    """Of machine `number` of a pool: speed, memory and bandwidth relative to the pool's, and latency. `slow`: relative
+    bandwidth of slow links, `scarce`: relative memory where that is scarce."""
+    fast = large = wide = 1.0
+    far = latency
+    match kind:
+        case "equal":
+            pass
+        case "two classes":
+            fast, large = classes[draw.randrange(2)]
+        case "unequal speeds":
+            fast = exp(draw.gauss(0, tail))
+        case "unequal memories":
+            large = exp(draw.gauss(0, tail))
+        case "slow links":
+            wide, fast = slow * exp(draw.gauss(0, 0.3)), exp(draw.gauss(0, 0.5))
+        case "unequal links":
+            wide, far, fast = exp(draw.gauss(0, 1.5)), latency * exp(draw.gauss(0, 1)), exp(draw.gauss(0, 0.5))
+        case "latency":
+            far, fast = 10 ** draw.uniform(-2, 0), exp(draw.gauss(0, 0.5))
+        case "scarce memory":
+            large, fast = scarce * exp(draw.gauss(0, 0.4)) * 3 / peers, exp(draw.gauss(0, 0.5))
+        case "one giant":
+            fast, large = (30.0, 3.0) if number == 0 else (exp(draw.gauss(0, 0.7)), exp(draw.gauss(0, 0.5)))
+        case _:
+            fast, large, wide = exp(draw.gauss(0, 1)), exp(draw.gauss(0, 0.5)), exp(draw.gauss(0, 0.5))
+    return fast, large, wide, far
 
 
 def _blocks(draw: Random, layers: int, width: int, tokens: int) -> tuple[BlockCost, ...]:

@@ -7,7 +7,7 @@ from random import Random
 from typing import Final, Literal
 
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
-from harness.judged_pools import KINDS
+from harness.judged_pools import KINDS, factors
 
 __all__ = ["KINDS", "judged_serving_pool"]
 
@@ -43,29 +43,7 @@ def judged_serving_pool(kind: str, seed: int, peers: int, layers: int) -> Proble
     classes = [(exp(draw.gauss(0, tail)), exp(draw.gauss(0, 0.6))) for _ in range(2)]
     pool: list[PeerProfile] = []
     for number in range(peers):
-        fast = large = wide = 1.0
-        far = latency
-        match kind:
-            case "equal":
-                pass
-            case "two classes":
-                fast, large = classes[draw.randrange(2)]
-            case "unequal speeds":
-                fast = exp(draw.gauss(0, tail))
-            case "unequal memories":
-                large = exp(draw.gauss(0, tail))
-            case "slow links":
-                wide, fast = 0.01 * exp(draw.gauss(0, 0.3)), exp(draw.gauss(0, 0.5))
-            case "unequal links":
-                wide, far, fast = exp(draw.gauss(0, 1.5)), latency * exp(draw.gauss(0, 1)), exp(draw.gauss(0, 0.5))
-            case "latency":
-                far, fast = 10 ** draw.uniform(-2, 0), exp(draw.gauss(0, 0.5))
-            case "scarce memory":
-                large, fast = 0.8 * exp(draw.gauss(0, 0.4)) * 3 / peers, exp(draw.gauss(0, 0.5))
-            case "one giant":
-                fast, large = (30.0, 3.0) if number == 0 else (exp(draw.gauss(0, 0.7)), exp(draw.gauss(0, 0.5)))
-            case _:
-                fast, large, wide = exp(draw.gauss(0, 1)), exp(draw.gauss(0, 0.5)), exp(draw.gauss(0, 0.5))
+        fast, large, wide, far = factors(draw, kind, number, peers, latency, tail, classes, slow=0.01, scarce=0.8)
         odd = kind != "equal" and draw.random() < 0.05
         pool.append(
             PeerProfile(

@@ -3,7 +3,7 @@
 A draw by torch depends on what was drawn before it in one process; a stage has no such past. Decides how each of
 torch's draws is made of uniform numbers: a comparison, an inverse distribution function, Box and Muller's method.
 
-Neighbours: `capture.export` decomposes by `draws`, `capture.same_dropout` answers the module's own draws by the same
+Neighbours: `capture.export` decomposes by `draws`, `capture.same_draws` answers the module's own draws by the same
 functions, `capture.by_mode` keeps what is drawn in training only out of evaluation, `capture.lowering` turns the
 operator into the IR's.
 """

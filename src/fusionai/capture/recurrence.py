@@ -1,9 +1,9 @@
 """State-space and linear-attention layers as semantic operators, put in the place of transformers' own loops.
 
-Transformers computes these layers by fused kernels, or without them by loops over positions, which a trace
-would unroll to one length. Its modules call them by a few names, alike in all models. Decides what stands there instead
-while a module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a call asks
-for beyond those is refused.
+Transformers computes these layers by fused kernels, or without them by loops over positions, which a trace would unroll
+to one length. Its modules call them by a few names, alike in all models. Decides what stands there instead while a
+module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a call asks for
+beyond those is refused.
 
 Neighbours: `capture.capture` traces within `semantic_recurrences`, `capture.lowering` turns the operators into the
 IR's, backends implement them.
@@ -12,7 +12,7 @@ IR's, backends implement them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -159,17 +159,11 @@ def semantic_recurrences(module: nn.Module) -> Iterator[None]:
 def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """While open, these stand for the functions of such names in transformers' files of `module`'s layers."""
     files = {name for child in module.modules() if (name := type(child).__module__).startswith("transformers.")}
-    places: list[tuple[Any, str]] = [(sys.modules[file], name) for file in sorted(files) for name in functions]
-    with _replaced([(place, name, functions[name]) for place, name in places if hasattr(place, name)]):
-        yield
-
-
-@contextmanager
-def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    originals = [(place, name, getattr(place, name)) for place, name, _ in attributes]
+    places = [(sys.modules[file], name) for file in sorted(files) for name in functions]
+    originals = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
     try:
-        for place, name, replacement in attributes:
-            setattr(place, name, replacement)
+        for place, name, _ in originals:
+            setattr(place, name, functions[name])
         yield
     finally:
         for place, name, original in originals:
