@@ -1,6 +1,6 @@
 """The one file that reads environment variables.
 
-FUSION_HOME    where this machine keeps its key, pool membership, runs and captured graphs (default: the platform's data directory)
+FUSION_HOME    this machine's key, pool membership, runs and captured graphs (default: the platform's data directory)
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
 TMPDIR         where large temporary files go (default: /var/tmp where there is one, else the system's)
 
