@@ -55,7 +55,8 @@ LEVELS: Final[dict[str, Level]] = {
             "OPENBLAS_CORETYPE": "Nehalem",
             "NUMBA_CPU_NAME": "nehalem",
             "NUMBA_CPU_FEATURES": "",
-            "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",
+            # jaxlib refuses to start below AVX.
+            "XLA_FLAGS": "--xla_cpu_max_isa=AVX",
         },
         (_NUMPY_BASELINE,),
     ),

@@ -83,7 +83,8 @@ def lacking(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def _importing(backend: str) -> Generator[None]:
-    """What fails in it for want of a package says what pip has to install."""
+    """What fails in it for want of a package says what pip has to install; a framework that was built for other
+    processors says so itself (JAX is for those with AVX)."""
     try:
         with loading():
             yield
@@ -91,4 +92,9 @@ def _importing(backend: str) -> Generator[None]:
         raise UsageError(
             f"backend {backend} needs the Python package {error.name}, which is not installed here.",
             hint=f"Install it: pip install {REQUIREMENTS[backend]}.",
+        ) from None
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UsageError(
+            f"backend {backend} can't be used on this machine: {error}",
+            hint="`fusion doctor` tries every backend and says which work here.",
         ) from None

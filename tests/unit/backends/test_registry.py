@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,19 @@ def test_a_package_that_is_not_installed_is_named_and_how_to_get_it(monkeypatch:
     with pytest.raises(UsageError, match="backend onnxruntime needs the Python package onnxruntime") as raised:
         open_backend("onnxruntime", device="cpu")
     assert raised.value.hint == "Install it: pip install 'fusionai[onnxruntime]'."
+
+
+def test_a_framework_built_for_other_processors_is_named_with_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """As jaxlib does it below AVX."""
+    (tmp_path / "jax.py").write_text("raise RuntimeError('This version of jaxlib was built using AVX instructions')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in [name for name in sys.modules if name.split(".")[0] == "jax" or ".backends.jax" in name]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(UsageError, match="backend jax can't be used on this machine: .* AVX instructions") as raised:
+        open_backend("jax", device="cpu")
+    assert "fusion doctor" in (raised.value.hint or "")
 
 
 def test_an_unknown_name_is_told_the_nearest():
