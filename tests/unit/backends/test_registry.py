@@ -33,7 +33,7 @@ def test_a_framework_built_for_other_processors_is_named_with_its_own_words(
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in [name for name in sys.modules if name.split(".")[0] == "jax" or ".backends.jax" in name]:
         monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(UsageError, match="backend jax can't be used on this machine: .* AVX instructions") as raised:
+    with pytest.raises(UsageError, match=r"backend jax can't be used on this machine: .* AVX instructions") as raised:
         open_backend("jax", device="cpu")
     assert "fusion doctor" in (raised.value.hint or "")
 
