@@ -22,8 +22,10 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.optimizers import make_optimizer
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
+from fusionai.execution.work import Bench
 from fusionai.training import progress
 from fusionai.wire import messages as wire
+from fusionai.wire.messages import CommitRecord
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 
 pytestmark = pytest.mark.slow
@@ -134,6 +136,31 @@ def test_the_bits_are_those_of_one_process_that_sums_in_the_same_order(
     weights = done.weights(STEPS)
     for key, value in model.state_dict().items():
         np.testing.assert_array_equal(weights[f"model/{key}"], value.numpy(), err_msg=key)
+
+
+def test_a_home_that_applies_late_keeps_what_another_replica_has_summed_of_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other replica waits for nothing of it, and sends its sums once."""
+    come = asyncio.Event()
+    apply = Bench._apply  # pyright: ignore[reportPrivateUsage]
+
+    async def late(self: Bench, record: CommitRecord | None) -> None:
+        if record is not None and record.step == 1 and self._boundary.stage == 0:  # pyright: ignore[reportPrivateUsage]
+            await come.wait()
+        await apply(self, record)
+
+    def watch(pool: MemoryPool, message: wire.Message) -> None:
+        if isinstance(message, wire.SharedGradient) and (message.receiver, message.step) == (0, 2):
+            come.set()
+
+    monkeypatch.setattr(Bench, "_apply", late)
+    captured = untied()
+    done = run(tmp_path, captured, watch)
+    assert come.is_set()
+    assert done.end is not None
+    assert done.end.failed is None
+    assert done.losses == plain(transformers_model(captured), done)
 
 
 def test_weights_tied_within_replicas_stay_one_weight(tmp_path: Path) -> None:

@@ -748,10 +748,26 @@ def test_whose_gradients_went_with_each_microbatch_waits_for_the_total_alone():
 
 def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
     machine = running(microbatches=1, sums_of=frozenset({3}), totals_to=frozenset({3}))
-    for event in (SharedArrived(1, 3, "partial"), SharedArrived(0, 2, "partial"), SharedArrived(0, 3, "total")):
+    for event in (SharedArrived(3, 3, "partial"), SharedArrived(0, 2, "partial"), SharedArrived(0, 3, "total")):
         assert machine.handle(event) == []
     assert machine.dropped == 3
     assert work_of(summed(machine)) is None
+
+
+def test_another_replica_may_have_summed_the_next_step_before_this_home_applied_the_last_one():
+    """Nothing of it waits for this stage; what comes is not sent again, and the home would wait for ever."""
+    machine = running(microbatches=1, sums_of=frozenset({3}), totals_to=frozenset({3}))
+    machine.handle(SharedArrived(0, 3, "partial"))
+    assert work_of(summed(machine)) == Work("total", 0)
+    done(machine, Work("total", 0))
+    done(machine, Work("norms", 0))
+    assert work_of(machine.handle(Committed(record(0), line=1))) == Work("apply", 0, record=record(0))
+    assert machine.handle(SharedArrived(1, 3, "partial")) == []
+    done(machine, Work("apply", 0, record=record(0)))
+    forward(machine, 0, step=1)
+    done(machine, Work("forward", 1, 0))
+    backward(machine, 0, step=1)
+    assert work_of(done(machine, Work("backward", 1, 0))) == Work("total", 1)
 
 
 def test_a_total_dies_with_the_sums_that_were_prepared():
