@@ -143,10 +143,10 @@ def test_a_home_that_applies_late_keeps_what_another_replica_has_summed_of_the_n
 ) -> None:
     """The other replica waits for nothing of it, and sends its sums once."""
     come = asyncio.Event()
-    apply = Bench._apply  # pyright: ignore[reportPrivateUsage]
+    apply = Bench._apply
 
     async def late(self: Bench, record: CommitRecord | None) -> None:
-        if record is not None and record.step == 1 and self._boundary.stage == 0:  # pyright: ignore[reportPrivateUsage]
+        if record is not None and record.step == 1 and self._boundary.stage == 0:
             await come.wait()
         await apply(self, record)
 

@@ -408,8 +408,8 @@ class StageMachine:
                 return due and not gone and consumer in self.shape.consumers and consumer not in known
             case SharedArrived(step, sender, phase):
                 totals = self._shared_totals.get(step, set())
-                # Who waits for nothing of this stage may have applied a commit, and run the next step, before it: another
-                # replica, or a home that has this stage's gradients already, with each microbatch.
+                # Who waits for nothing of this stage may have applied a commit, and run the next step, before this one
+                # did: another replica, or a home that has this stage's gradients already, with each microbatch.
                 ahead = phase == "partial" or sender not in self.shape.parts_to
                 if not (self._is_near(step) if ahead else self._is_now(step)):
                     return False
