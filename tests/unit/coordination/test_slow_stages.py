@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 
 import pytest
 
 from fusionai.coordination.patience import MARGIN, Patience
-from fusionai.coordination.piece_sizes import TARGET_S, PieceSizes
+from fusionai.coordination.piece_sizes import FILLING, FIXED_TIMES, TARGET_S, PieceSizes
 from fusionai.coordination.serving_roles import ServingRoles
 from fusionai.coordination.stage_times import FEW, StageTimes, Work
 from fusionai.wire.serving import Segment
@@ -168,3 +169,37 @@ def test_silence_is_borne_as_long_as_passes_like_these_took_and_predictions_do_n
     assert patience.silence_s([plain(100), plain(10)]) == pytest.approx(MARGIN * 150.0)
     assert patience.silence_s([plain(1)]) == 30.0
     assert patience.whole_s([plain(100)]) > patience.silence_s([plain(100)])
+
+
+def cut(pieces: PieceSizes, total: int) -> list[int]:
+    ends = [0]
+    while ends[-1] < total:
+        ends.append(pieces.end(ends[-1], total, others_wait=False))
+    return [end - start for start, end in pairwise(ends)]
+
+
+def test_a_prompt_is_cut_into_pieces_that_fill_the_pipeline() -> None:
+    """Three stages of 1,000 tokens a second, one token in 5 ms: a second's worth would be computed by one at a time."""
+    found = times()
+    for stage in (0, 1, 2):
+        found.measured(stage, plain(500), 0.5)
+        found.measured(stage, plain(1), 0.005)
+    lengths = cut(PieceSizes(TILE, 2048, found), 1024)
+    assert (len(found.stages) - 1) / len(lengths) <= FILLING
+    assert min(lengths) * 0.001 >= FIXED_TIMES * 0.005
+
+
+def test_no_piece_takes_little_more_than_reading_the_weights() -> None:
+    """One token in 50 ms: pieces of a tile would read the weights for nothing else."""
+    found = times()
+    for stage in (0, 1, 2):
+        found.measured(stage, plain(500), 0.5)
+        found.measured(stage, plain(1), 0.05)
+    assert cut(PieceSizes(TILE, 2048, found), 1024) == [416, 416, 192]
+
+
+def test_one_stage_has_no_pipeline_to_fill() -> None:
+    found = StageTimes()
+    found.begin(roles(places={0: "me"}))
+    found.measured(0, plain(500), 0.05)
+    assert cut(PieceSizes(TILE, 512, found), 1024) == [512, 512]
