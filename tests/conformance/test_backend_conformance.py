@@ -10,11 +10,13 @@ import pytest
 
 from fusionai.backends.counters import DropoutKey, folds
 from fusionai.backends.interface import Backend, Call, Speeds, StageProgram
+from fusionai.backends.registry import TRAINING, open_backend
+from fusionai.backends.tolerance import numbers
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.wire.messages import OptimizerSpec, Saving, StageOptions
 
 WIDTH, ROWS = 8, 5
@@ -487,25 +489,35 @@ def test_operators_it_lacks_are_named_and_refused(backend: Backend) -> None:
         backend.load(msgspec.structs.replace(graph, nodes=nodes), grad_inputs=("x",), options=OPTIONS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_random_numbers_are_the_documented_function_of_their_counters(backend: Backend, dtype: str) -> None:
+@pytest.fixture(
+    params=["torch", pytest.param("jax", marks=pytest.mark.slow), pytest.param("onnxruntime", marks=pytest.mark.slow)]
+)
+def computing(request: pytest.FixtureRequest) -> Backend:
+    """Backends that compute, those that only evaluate among them."""
+    if request.param != "torch":
+        pytest.importorskip(request.param, reason=f"the extra fusionai[{request.param}] is not installed")
+    return open_backend(request.param, device="cpu", threads=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_random_numbers_are_the_documented_function_of_their_counters(computing: Backend, dtype: str) -> None:
     """By Python's own integers, see `backends.counters`; in every mode."""
-    if backend.name == "null":
-        pytest.skip("it computes nothing")
     like = ValueSpec(("b", 3), dtype)
     node = Node(id=11, op="fusion.uniform", args=(Ref("x"),), outputs=("y",))
     graph = validate(
         Graph(name="drawn", symbols={"b": (1, 4)}, inputs=("x",), outputs={"y": "y"}, values={"x": like, "y": like},
               params={}, nodes=(node,))
     )  # fmt: skip
-    program = backend.load(graph, grad_inputs=(), options=msgspec.structs.replace(OPTIONS, seed=2**40 + 5))
-    x = host(np.full((2, 3), np.nan, dtype))
-    first, second = folds(DropoutKey(2**40 + 5, 3, 1), 11)
-    bits = {"float64": 32, "float32": 24, "float16": 11}[dtype]
-    words = [mixed(mixed(place ^ first) ^ second ^ mixed(0)) for place in range(6)]
-    expected = np.array([(word >> (32 - bits)) / 2**bits for word in words], dtype).reshape(2, 3)
-    for mode in ("train", "eval"):
-        np.testing.assert_array_equal(array_of(program.forward(Call(mode, 3, 1), {"x": x})["y"]), expected)
+    program = computing.load(graph, grad_inputs=(), options=StageOptions(seed=2**40 + 5, microbatches=2, in_flight=2))
+    x = host_tensor(dtype, (2, 3), b"\xff" * 6 * ITEMSIZE_BYTES[dtype])  # no numbers at all
+    bits = {"float64": 32, "float32": 24, "float16": 11, "bfloat16": 8}[dtype]
+    # Another call of the same program has numbers of its own.
+    calls = [Call("eval", 3, 1), Call("eval", 4, 1)]
+    for call in [*calls, Call("train", 5, 1)] if computing.name in TRAINING else calls:
+        first, second = folds(DropoutKey(2**40 + 5, call.step, 1), 11)
+        words = [mixed(mixed(place ^ first) ^ second ^ mixed(0)) for place in range(6)]
+        expected = [(word >> (32 - bits)) / 2**bits for word in words]
+        assert numbers(program.forward(call, {"x": x})["y"]).reshape(-1).tolist() == expected
         program.discard()
 
 

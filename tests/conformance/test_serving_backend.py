@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -519,6 +520,14 @@ def test_tokens_and_rows_outside_are_refused(served: Served) -> None:
     assert program.cached == {0: 0}
     with pytest.raises(ExecutionError, match="rows up to 4"):
         program.run([Segment(0, 0, 2, 0, (1,))], tokens([1, 2]), wanted=["logits"], rows=[4])
+
+
+def test_a_graph_that_draws_random_numbers_is_refused(kind: str) -> None:
+    draft = Draft()
+    draft.node("fusion.uniform", "v1")
+    graph = msgspec.structs.replace(draft.graph, nodes=tuple(draft.nodes), values=draft.values)
+    with pytest.raises(ExecutionError, match="draws no random numbers"):
+        opened(kind).serve(graph, options=OPTIONS)
 
 
 def test_sizes_are_refused_before_anything_is_allocated(kind: str) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.binding import bind_symbols, nearest
+from fusionai.backends.binding import bind_symbols, describe, nearest
 from fusionai.backends.layer_shapes import layer_shapes, ring_tokens
 from fusionai.backends.paged_table import SessionTable, Span
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, SEQUENCE
+from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
@@ -30,7 +30,11 @@ class ServingBase(ABC):
 
     def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
         """`whole`: the stage keeps its inputs, not what attention makes of them. Raises `ExecutionError` on an
-        attention that a cache does not suit."""
+        attention that a cache does not suit, and on an operator that draws random numbers: no two passes have the
+        same keys."""
+        for node in graph.nodes:
+            if node.op == RANDOM:
+                raise ExecutionError(f"{describe(node)}: a stage that serves draws no random numbers.")
         self._graph = graph
         self._options = options
         self._layers = () if whole else layer_shapes(graph, options)

@@ -34,7 +34,7 @@ _PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.ma
 _IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
 """Operators that give back their first operand outside training."""
 _BY_MODE: Final = "fusion.in_training"
-_RANDOM: Final = "fusion.uniform"
+RANDOM: Final = "fusion.uniform"
 _ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.max.default", "aten.min.default"})
 
 
@@ -48,7 +48,7 @@ def serving_graph(graph: Graph) -> Graph:
             hint="Serve a causal language model.",
         )
     plain = _without_identities(prune(graph, [LOGITS]))
-    drawing = next((node for node in plain.nodes if node.op == _RANDOM), None)
+    drawing = next((node for node in plain.nodes if node.op == RANDOM), None)
     if drawing is not None:
         raise GraphError(
             f"graph {graph.name!r} draws random numbers outside training, in {drawing.path or 'its forward'}.",

@@ -37,6 +37,7 @@ ONNX_TYPES: Final[dict[str, int]] = {
     "int16": TensorProto.INT16,
     "int8": TensorProto.INT8,
     "uint8": TensorProto.UINT8,
+    "uint32": TensorProto.UINT32,
     "bool": TensorProto.BOOL,
 }
 _TO_THE_END: Final = 2**62
@@ -96,12 +97,26 @@ class Builder:
         self._count = 0
         self.outs: list[Tensor] = []
         """What the node in work must make, as the graph declares it."""
+        self._node: Node | None = None
+        self._keys: list[Tensor] = []
 
     # ------------------------------------------------------------------------------------------------- for operators
 
     @property
     def out(self) -> Tensor:
         return self.outs[0]
+
+    @property
+    def declared_dtype(self) -> str:
+        """dtype of `out` in the graph: bfloat16 where `out` itself is float32."""
+        assert self._node is not None
+        return self._graph.values[self._node.outputs[0]].dtype
+
+    def key(self) -> Tensor:
+        """uint32 [2]: the two folds of the node in work, an input of the model that differs from call to call."""
+        assert self._node is not None
+        self._keys.append(Tensor(key_name(self._node.id), "uint32", (2,)))
+        return self._keys[-1]
 
     def op(
         self, kind: str, inputs: Sequence[Tensor | None], *, like: Tensor | None = None, count: int = 1, **options: Any
@@ -187,6 +202,7 @@ class Builder:
         if node.op in SIZES:
             self._known[node.outputs[0]] = self._size(node)
             return
+        self._node = node
         self.outs = [self._declared(name) for name in node.outputs]
         try:
             made = table[node.op](
@@ -216,7 +232,10 @@ class Builder:
         graph = helper.make_graph(
             self.nodes,
             "part",
-            [self._info(name, self._declared(name)) for name in inputs],
+            [
+                *(self._info(name, self._declared(name)) for name in inputs),
+                *(self._info(x.name, x) for x in self._keys),
+            ],
             finals,
             initializer=[*self.constants, *(_external(name, tensor) for name, tensor in weights.items())],
         )
@@ -298,6 +317,11 @@ class Builder:
     def _fresh(self) -> str:
         self._count += 1
         return f"t{self._count}"
+
+
+def key_name(node: int) -> str:
+    """Name of the input that gives a node's two folds. No value of a graph has a colon in its name."""
+    return f"key:{node}"
 
 
 def _external(name: str, tensor: Tensor) -> onnx.TensorProto:

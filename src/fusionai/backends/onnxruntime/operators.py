@@ -11,11 +11,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from fusionai.backends.onnxruntime.arithmetic import ARITHMETIC
+from fusionai.backends.onnxruntime.drawing import DRAWING
 from fusionai.backends.onnxruntime.products import PRODUCTS
 from fusionai.backends.onnxruntime.reductions import REDUCTIONS
 from fusionai.backends.onnxruntime.scans import SCANS
 from fusionai.backends.onnxruntime.shaping import SHAPING
 
 OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {**ARITHMETIC, **SHAPING, **REDUCTIONS, **PRODUCTS, **SCANS}
+    {**ARITHMETIC, **SHAPING, **REDUCTIONS, **PRODUCTS, **SCANS, **DRAWING}
 )

@@ -11,8 +11,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from fusionai.backends.binding import bind_symbols, largest
+from fusionai.backends.counters import DropoutKey
 from fusionai.backends.indices import check_indices
 from fusionai.backends.interface import NOTHING_BEGUN, Call
+from fusionai.backends.onnxruntime.drawing import drawing, keys
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
 from fusionai.backends.stage_base import StageBase
 from fusionai.backends.state import StateEntry, check_entry
@@ -63,7 +65,7 @@ class OnnxStageProgram(StageBase[None]):
         names = self._begin(call, wanted)
         if names not in self._needed:
             self._needed[names] = _needed_for(self._graph, names)
-        outputs, nodes, read, needed = self._needed[names]
+        outputs, nodes, read, needed, drawn = self._needed[names]
         symbols = {**largest(self._graph), **bind_symbols(self._graph, inputs, needed)}
         check_indices(self._graph, nodes, inputs)
         at = (names, tuple(sorted(symbols.items())))
@@ -81,7 +83,8 @@ class OnnxStageProgram(StageBase[None]):
                 device=self._device,
                 threads=self._threads,
             )
-        found = self._sessions[at]({name: np.array(numbers(inputs[name])) for name in needed})
+        given: dict[str, Array] = {name: np.array(numbers(inputs[name])) for name in needed}
+        found = self._sessions[at]({**given, **keys(drawn, DropoutKey(self._options.seed, call.step, call.microbatch))})
         return {name: _host(self._graph, self._graph.outputs[name], found) for name in names}
 
     def backward(
@@ -143,19 +146,21 @@ class OnnxStageProgram(StageBase[None]):
 
 
 class _Needed(NamedTuple):
-    """What some outputs follow from: graph values and nodes, all that those read, and which inputs are among it."""
+    """What some outputs follow from: graph values and nodes, all that those read, which inputs are among it, and which
+    nodes draw random numbers."""
 
     outputs: set[str]
     nodes: tuple[Node, ...]
     read: set[str]
     inputs: list[str]
+    drawing: tuple[int, ...]
 
 
 def _needed_for(graph: Graph, names: frozenset[str]) -> _Needed:
     outputs = {graph.outputs[name] for name in names}
     nodes = needed_nodes(graph, outputs)
     read = {value for node in nodes for value in reads(node)} | outputs
-    return _Needed(outputs, nodes, read, [name for name in graph.inputs if name in read])
+    return _Needed(outputs, nodes, read, [name for name in graph.inputs if name in read], drawing(nodes))
 
 
 def _host(graph: Graph, name: str, values: Mapping[str, Array]) -> HostTensor:

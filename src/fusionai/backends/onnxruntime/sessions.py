@@ -64,9 +64,11 @@ def session_of(
     device: str,
     threads: int | None,
 ) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
-    """`nodes` as a function of the values `given`. Raises `ExecutionError`."""
+    """`nodes` as a function of the values `given`, and of the keys of nodes that draw (`drawing.keys`). Raises
+    `ExecutionError`."""
     built = Builder(graph, symbols)
-    entering = [built.give(name) for name in given]
+    for name in given:
+        built.give(name)
     held: dict[str, Tensor] = {name: built.give(name) for name in params}
     for node in nodes:
         built.add(node, OPERATORS)
@@ -85,7 +87,7 @@ def session_of(
     names = [f"out:{name}" for name in makes]
 
     def run(values: Mapping[str, Array]) -> dict[str, Array]:
-        fed = {tensor.name: values[tensor.name] for tensor in entering if tensor.name in used}
+        fed = {name: values[name] for name in used}
         try:
             found = [np.asarray(one) for one in session.run(names, fed)]
         except Exception as error:  # as above
