@@ -191,6 +191,8 @@ def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
         allow_non_fake_inputs=True,
         export=True,
     )
+    # Sizes are symbols: describing an operation for the cache takes longer than computing its result's shape again.
+    mode.cache_enabled = False
     fakes: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in task.modules():
@@ -214,11 +216,11 @@ def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
 def _keep_gradient_stops(program: ExportedProgram) -> None:
     """Functionalisation inlines `torch.no_grad()` regions and forgets that no gradient passes them. Where one depends
     on something that learns, its results get an explicit detach."""
-    signature = program.graph_signature
+    parameters = program.graph_signature.inputs_to_parameters
     learning: set[fx.Node] = set()
     for node in list(program.graph.nodes):
         if node.op == "placeholder":
-            if node.name in signature.inputs_to_parameters:
+            if node.name in parameters:
                 learning.add(node)
             continue
         depends = any(source in learning for source in node.all_input_nodes)

@@ -131,6 +131,15 @@ class _Lowering:
         """Canonical name -> the one value of that parameter."""
         self.symbols: dict[str, str] = {}
         self.constant_values: set[str] = set()
+        signature = program.graph_signature
+        tables = (
+            (signature.inputs_to_parameters, self.result.parameters),
+            (signature.inputs_to_buffers, self.result.buffers),
+            (signature.inputs_to_lifted_tensor_constants, self.result.constants),
+        )
+        self.given = {name: (target, table) for targets, table in tables for name, target in targets.items()}
+        """What the module holds: placeholder -> its name there and the table it belongs in. The signature makes each
+        of its dictionaries anew whenever it is asked."""
         self.copies = Copies(self.result.nodes, self.result.values, self.tied, canonical, repetition)
 
     def run(self) -> None:
@@ -146,18 +155,12 @@ class _Lowering:
         self.rename()
 
     def visit(self, node: fx.Node, user_inputs: Iterator[InputSpec]) -> None:
-        signature = self.program.graph_signature
         refused = node.meta.get(REFUSED)
         if refused is not None:
             raise _Refusal(refused) if refused else _Consequence
         match node.op:
-            case "placeholder" if node.name in signature.inputs_to_parameters:
-                self.state(node, signature.inputs_to_parameters[node.name], self.result.parameters)
-            case "placeholder" if node.name in signature.inputs_to_buffers:
-                self.state(node, signature.inputs_to_buffers[node.name], self.result.buffers)
-            case "placeholder" if node.name in signature.inputs_to_lifted_tensor_constants:
-                key = signature.inputs_to_lifted_tensor_constants[node.name]
-                self.state(node, key, self.result.constants)
+            case "placeholder" if node.name in self.given:
+                self.state(node, *self.given[node.name])
             case "placeholder":
                 self.user_input(node, next(user_inputs))
             case "call_function":

@@ -129,14 +129,21 @@ def repeated_layers(module: nn.Module, *, whole: bool = False) -> Iterator[Repet
             skeleton = (_flat(args, inputs), tuple((name, _flat(kwargs[name], inputs)) for name in sorted(kwargs)))
         except _Opaque:
             return forward(layer, *args, **kwargs)
-        key = (id(kind), skeleton, tuple(_described_tensor(x) for x in inputs), _same_objects(inputs))
-        key = (*key, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        known = calls.setdefault(key, _Calls())
+
+        def key() -> Any:
+            found = (id(kind), skeleton, tuple(_described_tensor(x) for x in inputs), _same_objects(inputs))
+            return *found, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+        known = calls.setdefault(key(), _Calls())
         if known.unlike or any(_hooked(child) for child in layer.modules()):
             return forward(layer, *args, **kwargs)
         known.made += 1
         if known.made <= TRACED:
-            return _trace(found, known, kind, place, forward, layer, inputs, args, kwargs)
+            outputs = _trace(found, known, kind, place, forward, layer, inputs, args, kwargs)
+            # The layer may have found out that two sizes are one (tokens' and labels' batch), which have one name from
+            # here on: the next layer's arguments are alike all the same.
+            calls.setdefault(key(), known)
+            return outputs
         found.copies += 1
         results = repeated(inputs, known.number, place)
         found.results.extend((result, result._version) for result in results)

@@ -14,6 +14,7 @@ import msgspec
 
 from fusionai.capture.kept import kept
 from fusionai.capture.source import parse_source
+from fusionai.cli import console
 from fusionai.cli.pool_file import FIRST, LAST, PoolOnPaper
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions
@@ -141,6 +142,8 @@ def captured(model: str, asked: Asked, home: Path) -> Graph:
     options = {"batch": batch, "sequence": sequence, "task": asked.task, "lora": asked.lora}
 
     def anew() -> Graph:
+        # Before the framework is loaded, which takes seconds.
+        console.note(f"Capturing the graph of {model} with PyTorch, which takes some seconds.")
         with loading():
             from fusionai.capture.adapter import Lora
             from fusionai.capture.capture import capture

@@ -71,6 +71,39 @@ def test_equal_layers_are_traced_twice() -> None:
     assert whole - copied == LAYERS - 2
 
 
+class Joining(Layer):
+    def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        Layer.calls += 1
+        return self.plain(x) + others[0]
+
+
+class TwoBatches(nn.Module):
+    """Two inputs, of which only the first layer says that they have one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Joining(index, Layer.plain) for index in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, y)
+        return x
+
+
+@pytest.mark.slow
+def test_layers_are_equal_whose_sizes_the_first_finds_to_be_one() -> None:
+    example = {name: torch.zeros(3, 4) for name in ("x", "y")}
+    hashes: list[str] = []
+    counts: list[int] = []
+    for whole in (False, True):
+        Layer.calls = 0
+        made = capture(FactorySource(TwoBatches), task="none", batch=(1, 8), example_inputs=example, whole=whole)
+        hashes.append(content_hash(made.graph))
+        counts.append(Layer.calls)
+    assert hashes[0] == hashes[1]
+    assert counts == [2, LAYERS]
+
+
 def _by_scale(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return layer.plain(x) * layer.scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,21 +52,34 @@ MODEL = {
 KEYS = {"peer", "replica", "blocks", "roles", "compute_s", "send_s", "memory_bytes", "memory_limit_bytes"}
 
 
+ASKED = Asked(
+    task="train",
+    batch=2,
+    microbatches=1,
+    sequence=32,
+    constraints=ConstraintsTable(),
+    takeover="exact",
+    served=ServingOptions(weights="fp32", cache="fp32", context_tokens=None, sessions=1, ends="owner"),
+)
+
+
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """The model's graph; capturing takes seconds, so once for all."""
     path = tmp_path_factory.mktemp("model") / "model.json"
     path.write_text(json.dumps(MODEL))
-    asked = Asked(
-        task="train",
-        batch=2,
-        microbatches=1,
-        sequence=32,
-        constraints=ConstraintsTable(),
-        takeover="exact",
-        served=ServingOptions(weights="fp32", cache="fp32", context_tokens=None, sessions=1, ends="owner"),
-    )
-    return plan_command.captured(str(path), asked, path.parent / "home")
+    return plan_command.captured(str(path), ASKED, path.parent / "home")
+
+
+def test_the_command_says_what_takes_seconds_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    for name in ("adapter", "capture"):
+        monkeypatch.setitem(sys.modules, f"fusionai.capture.{name}", None)
+    with pytest.raises(ImportError):
+        plan_command.captured(str(tmp_path / "model.json"), ASKED, tmp_path)
+    assert "Capturing the graph of" in capsys.readouterr().err
 
 
 SLOW_LINKS = """
