@@ -2,8 +2,8 @@
 
 A graph that trains evaluates, too, and a trace in training holds what `if self.training` chose. Dropout and batch
 normalisation know their mode themselves. Leaf modules that draw (noise, dropped channels) and spectral norms are traced
-in both modes here, and `fusion::in_training` chooses where the graph runs. Other branches on the mode stay as in
-training.
+in both modes here, and `fusion::in_training` chooses where the graph runs. Where other code asks for its mode, the
+whole module is traced in both (`capture.evaluation`).
 
 Neighbours: `capture.export` opens `both_modes` around the trace, `capture.lowering` turns the operator into the IR's.
 """

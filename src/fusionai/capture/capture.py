@@ -23,9 +23,11 @@ from fusionai.capture.adapter_slots import Slots
 from fusionai.capture.build import Adapters, Built, build
 from fusionai.capture.conversion import left_out
 from fusionai.capture.copies import Unlike
+from fusionai.capture.evaluation import Apart, with_evaluation
 from fusionai.capture.experts import by_products
 from fusionai.capture.export import export, output_dims
 from fusionai.capture.lowering import PREFIX, Lowered, Unsupported, lower
+from fusionai.capture.mode_reads import mode_reads
 from fusionai.capture.model_inputs import model_inputs
 from fusionai.capture.recurrence import semantic_recurrences
 from fusionai.capture.repetition import repeated_layers
@@ -69,6 +71,8 @@ class Captured:
     source: StateSource
     task: Task
     train: bool
+    evaluates: bool
+    """Whether the graph computes outside training what the module does in evaluation; otherwise a note says why."""
 
     def state(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
         """Bytes of buffers, constants, pretrained weights and parameters that have no initialisation program, one at
@@ -178,14 +182,28 @@ def draft(
     built.module.train(train)
     if train:
         by_products(built.module)
-    program, lowered = _traced(built, TaskModule(built.module, task, names), specs, symbols, whole=whole)
-    constants: dict[str, torch.Tensor] = {
-        built.key(key): _tensor_constant(
-            program.constants[f"module.{key}" if f"module.{key}" in program.constants else key]
-        )
-        for key in lowered.constants.values()
-    }
-    return _assemble(built, lowered, specs, names, symbols, constants, checkpoint, task, train, notes)
+    task_module = TaskModule(built.module, task, names)
+    with mode_reads() as reads:
+        program, lowered = _traced(built, task_module, specs, symbols, whole=whole)
+    constants = _constants(program, lowered)
+    evaluates = True
+    if train and reads and not lowered.unsupported:
+        try:
+            built.module.eval()
+            other_program, other = _traced(built, task_module, specs, symbols, whole=whole)
+            if other.unsupported:
+                raise Apart(f"it uses {other.unsupported[0].op}: {other.unsupported[0].reason}")
+            constants |= with_evaluation(lowered, other, constants, _constants(other_program, other))
+        except (Apart, ModelError) as error:
+            evaluates = False
+            notes.append(
+                f"Evaluation computes as training does: {reads.first} asks for its mode, and what evaluation does "
+                f"otherwise can't be captured ({str(error).rstrip('.')})."
+            )
+        finally:
+            built.module.train(train)
+    constants = {built.key(key): tensor for key, tensor in constants.items()}
+    return _assemble(built, lowered, specs, names, symbols, constants, checkpoint, task, train, evaluates, notes)
 
 
 def _traced(
@@ -226,6 +244,7 @@ def _assemble(
     checkpoint: Checkpoint | None,
     task: Task,
     train: bool,
+    evaluates: bool,
     notes: list[str],
 ) -> Draft:
     parameters = built.parameters()
@@ -309,8 +328,17 @@ def _assemble(
         source=StateSource(built, constants, group(without_program, parameters), checkpoint),
         task=task,
         train=train,
+        evaluates=evaluates,
     )
     return Draft(captured, tuple(lowered.unsupported))
+
+
+def _constants(program: ExportedProgram, lowered: Lowered) -> dict[str, torch.Tensor]:
+    held = program.constants
+    return {
+        key: _tensor_constant(held[f"{PREFIX}{key}" if f"{PREFIX}{key}" in held else key])
+        for key in lowered.constants.values()
+    }
 
 
 def _tensor_constant(value: Any) -> torch.Tensor:

@@ -44,9 +44,14 @@ def of_recorded(stack: str | None) -> str:
     return _innermost([(path, int(line), function) for path, line, function in reversed(found)])
 
 
+def is_of_model(path: str) -> bool:
+    """Whether a file is outside torch and this package."""
+    return not path.startswith((*_LIBRARIES, "<"))
+
+
 def _innermost(frames: Iterable[_Frame]) -> str:
     """Of frames from the innermost outwards."""
     for path, line, function in frames:
-        if not path.startswith((*_LIBRARIES, "<")):
+        if is_of_model(path):
             return f" at {Path(path).name}:{line} in {function} (`{linecache.getline(path, line).strip()}`)"
     return ""

@@ -29,12 +29,12 @@ _MIDDLE: Final = 0.5
 
 
 class SameDraws(TorchDispatchMode):
-    """Answers the module's draws by those of `graph` at `key`. Without a key nothing is dropped, and every uniform
-    number is the middle one, as in `without_draws`."""
+    """Answers the module's draws, in training or in evaluation, by those of `graph` at `key`. Without a key nothing is
+    dropped, and every uniform number is the middle one, as in `without_draws`."""
 
-    def __init__(self, graph: Graph, key: DropoutKey | None) -> None:
+    def __init__(self, graph: Graph, key: DropoutKey | None, *, training: bool = True) -> None:
         super().__init__()
-        self._nodes = [node for node in _trained(graph) if node.op == _UNIFORM or _probability(node) > 0.0]
+        self._nodes = [node for node in _needed(in_mode(graph, training=training)) if _draws(node, training)]
         self._key = key
         self._drawn = 0
         self._fits = True
@@ -113,8 +113,8 @@ def drawn_in_evaluation(graph: Graph) -> tuple[Node, ...]:
     return tuple(node for node in _needed(in_mode(graph, training=False)) if node.op == _UNIFORM)
 
 
-def _trained(graph: Graph) -> tuple[Node, ...]:
-    return _needed(in_mode(graph, training=True))
+def _draws(node: Node, training: bool) -> bool:
+    return node.op == _UNIFORM or (training and _probability(node) > 0.0)
 
 
 def _needed(graph: Graph) -> tuple[Node, ...]:

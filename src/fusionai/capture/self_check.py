@@ -21,6 +21,7 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.build import construct_real
 from fusionai.capture.capture import Captured
+from fusionai.capture.checkpoints import without_checkpoints
 from fusionai.capture.same_draws import SameDraws, without_draws
 from fusionai.capture.shrinking import smaller
 from fusionai.capture.state import to_host
@@ -44,39 +45,64 @@ _SIZES: Final = {"b": 2, "s": 9}
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
     """`forward_diff` and `gradient_diff`: the worst difference, relative to the largest magnitude of its tensor;
-    `gradient_diff` is None for a graph that is not trained. `reduced`: a smaller model of the kind was compared."""
+    `gradient_diff` is None for a graph that is not trained, `evaluation_diff` for one that does only the one or the
+    other. `reduced`: a smaller model of the kind was compared."""
 
     forward_diff: float
     gradient_diff: float | None
+    evaluation_diff: float | None
     parameters: int
     reduced: bool
 
     @property
     def ok(self) -> bool:
-        return self.forward_diff <= TOLERANCE and (self.gradient_diff is None or self.gradient_diff <= 10 * TOLERANCE)
+        outputs = max(self.forward_diff, self.evaluation_diff or 0.0)
+        return outputs <= TOLERANCE and (self.gradient_diff is None or self.gradient_diff <= 10 * TOLERANCE)
 
 
 def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
     """Run graph and module on random inputs, in training mode with gradients and the same draws where the graph
-    trains. Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when the model does not
-    fit this machine's memory and no smaller model of its kind can be made."""
+    trains, and in evaluation. Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when
+    the model does not fit this machine's memory and no smaller model of its kind can be made."""
     reduced = captured.n_parameters > LARGEST_PARAMETERS and not _held_whole(captured)
     checked = smaller(captured, LARGEST_REDUCED_PARAMETERS) if reduced else captured
-    training = checked.train and "loss" in checked.graph.outputs
-    call = Call("train" if checked.train else "eval", step=0, microbatch=0)
     module = reference_module(checked, seed)
     ranges = checked.graph.symbols
     sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
     inputs = draw_inputs(checked.inputs, seed, sizes)
-    task = TaskModule(module, checked.task, checked.input_names).train(checked.train)
+    task = TaskModule(module, checked.task, checked.input_names)
+    evaluation_diff: float | None = None
+    if checked.train and checked.evaluates:
+        # Before training: evaluation moves no statistics.
+        evaluation_diff, _ = _difference(checked, task.eval(), inputs, Call("eval", step=0, microbatch=0), seed)
+    call = Call("train" if checked.train else "eval", step=0, microbatch=0)
+    forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed)
+    result = SelfCheck(forward_diff, gradient_diff, evaluation_diff, checked.n_parameters, reduced)
+    if not result.ok:
+        evaluation = "" if evaluation_diff is None else f", evaluation by {evaluation_diff:.1e}"
+        raise ModelError(
+            f"the captured graph of {captured.graph.name} differs from the module: outputs by {forward_diff:.1e}, "
+            f"gradients by {gradient_diff or 0.0:.1e}{evaluation} (relative), at most {TOLERANCE:.0e} expected.",
+            hint="The model does something at run time that tracing could not see; please report it.",
+        )
+    return result
+
+
+def _difference(
+    checked: Captured, task: TaskModule, inputs: Mapping[str, torch.Tensor], call: Call, seed: int
+) -> tuple[float, float | None]:
+    """Worst differences of the outputs and, in training with a loss, of the gradients."""
+    module, graph = task.module, checked.graph
+    trains = call.mode == "train"
+    training = trains and "loss" in graph.outputs
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    graph, replay = checked.graph, SameDraws(checked.graph, DropoutKey(seed, call.step, call.microbatch))
-    with torch.set_grad_enabled(training):
+    replay = SameDraws(graph, DropoutKey(seed, call.step, call.microbatch), training=trains)
+    with torch.set_grad_enabled(training), without_checkpoints():
         with replay:
             expected = task(dict(inputs))
         if not replay.all_replayed:
             # Module and graph draw in another order: without draws both must be the same.
-            graph, replay = without_draws(graph), SameDraws(graph, None)
+            graph, replay = without_draws(graph), SameDraws(graph, None, training=trains)
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
             with replay:
@@ -85,21 +111,13 @@ def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
     program.initialise()
     program.import_state((f"model/{key}", tensor) for key, tensor in checked.state(checked.owed))
     got = program.forward(call, {name: to_host(tensor) for name, tensor in inputs.items()})
-    forward_diff = max(relative_difference(got[name], value) for name, value in expected.items())
-    gradient_diff: float | None = None
-    if training:
-        if expected["loss"].requires_grad:
-            expected["loss"].backward()
-        program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
-        gradient_diff = _gradient_difference(captured.source.built.parameters(module), program, checked.graph)
-    result = SelfCheck(forward_diff, gradient_diff, checked.n_parameters, reduced)
-    if not result.ok:
-        raise ModelError(
-            f"the captured graph of {captured.graph.name} differs from the module: outputs by {forward_diff:.1e}, "
-            f"gradients by {gradient_diff or 0.0:.1e} (relative), at most {TOLERANCE:.0e} expected.",
-            hint="The model does something at run time that tracing could not see; please report it.",
-        )
-    return result
+    forward_diff = max(relative_difference(got[name], value) for name, value in expected.items() if name in got)
+    if not training:
+        return forward_diff, None
+    if expected["loss"].requires_grad:
+        expected["loss"].backward()
+    program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
+    return forward_diff, _gradient_difference(checked.source.built.parameters(module), program, checked.graph)
 
 
 def _held_whole(captured: Captured) -> bool:

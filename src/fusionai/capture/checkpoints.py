@@ -1,0 +1,39 @@
+"""Run `torch.utils.checkpoint` as a plain call while a module is compared with its graph.
+
+A checkpoint runs its function again in backward, and would draw again there: the comparison answers draws in forward
+only. Gradients are the same either way.
+
+Neighbours: `capture.self_check` opens it; `capture.custom_gradients` does the like while tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils import checkpoint
+
+
+class _Plain:
+    """Stands for the function that recomputes."""
+
+    @staticmethod
+    def apply(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return run(*args)
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """While open, checkpointed functions keep what they compute."""
+    module: Any = checkpoint
+    reentrant, frames = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+
+    def plainly(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Plain, plainly
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, frames

@@ -1,0 +1,67 @@
+"""Where a module's own code asks whether it trains: `self.training`, noted while it is traced.
+
+A trace in training holds what such code chose. PyTorch's layers that ask are understood by the graph (dropout, batch
+normalisation) or by `capture.by_mode`; any other code may branch, so that its evaluation must be traced, too.
+
+Neighbours: `capture.capture` watches the trace and has `capture.evaluation` add what evaluation computes otherwise.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from torch import nn
+
+from fusionai.capture import code_lines
+
+_LIBRARY: Final = "transformers"
+_DROPOUT: Final = re.compile(r"training=self\.training|0\.0 if not self\.training else|if self\.training else 0\.0,")
+"""How transformers' models hand the mode to dropout, which knows it in a graph. Nearly all of them do, and tracing each
+twice would take twice the time."""
+
+
+class ModeReads:
+    """`first`: the class of the first module whose mode was asked for, and the line; empty where none was."""
+
+    def __init__(self) -> None:
+        self.first = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.first)
+
+    def note(self, module: nn.Module, frame: FrameType) -> None:
+        """One read, by the code of `frame`."""
+        if self.first or not code_lines.is_of_model(frame.f_code.co_filename) or _is_dropout(frame):
+            return
+        self.first = f"{type(module).__name__}{code_lines.of_frame(frame)}"
+
+
+@contextmanager
+def mode_reads() -> Iterator[ModeReads]:
+    """While open, reads of `training` are noted."""
+    reads = ModeReads()
+
+    def read(module: nn.Module) -> Any:
+        reads.note(module, sys._getframe(1))
+        return module.__dict__["training"]
+
+    def write(module: nn.Module, mode: bool) -> None:
+        module.__dict__["training"] = mode
+
+    setattr(nn.Module, "training", property(read, write))  # noqa: B010 - otherwise an attribute of each module
+    try:
+        yield reads
+    finally:
+        delattr(nn.Module, "training")
+
+
+def _is_dropout(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return _LIBRARY in Path(path).parts and _DROPOUT.search(linecache.getline(path, frame.f_lineno)) is not None
