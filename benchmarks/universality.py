@@ -36,27 +36,32 @@ def main() -> int:
     arguments = _arguments()
     versions = {name: version(name) for name in PACKAGES}
     known = {} if arguments.again and not arguments.only else _known(arguments.json, versions)
-    rows: dict[str, Row] = {}
     for model in models():
+        if arguments.only and model.name not in arguments.only:
+            continue
         had = known.get(model.name)
         if had is not None:
             had = known[model.name] = msgspec.structs.replace(had, files=files_of(model))
-        if model.name in arguments.only and arguments.again:
+        if arguments.again:
             had = None
         lacking = [name for name in arguments.backends if had is None or not had.tried(name)]
-        if lacking and (not arguments.only or model.name in arguments.only):
+        if lacking:
             began_s = time.perf_counter()
             found = examine(model, lacking)
             known[model.name] = found if had is None else had.joined(found)
             print(f"{_shown(found)}  [{time.perf_counter() - began_s:.0f} s]", flush=True)
-        if model.name in known:
-            rows[model.name] = known[model.name]
-            shown = [{**msgspec.to_builtins(row), "passes": row.passes} for row in rows.values()]
-            document = {"schema": "fusionai.models/1", "versions": versions, "rows": shown}
-            write_atomic(arguments.json, json.dumps(document, indent=1).encode() + b"\n")
-    passed = sum(row.passes for row in rows.values())
-    print(f"{passed} of {len(rows)} rows pass ({passed / max(len(rows), 1):.1%})")
-    return int(passed < arguments.least * len(rows))
+        # After each model, with all rows that are known: a run that is stopped loses nothing.
+        _write(arguments.json, versions, known)
+    passed = sum(row.passes for row in known.values())
+    print(f"{passed} of {len(known)} rows pass ({passed / max(len(known), 1):.1%})")
+    return int(passed < arguments.least * len(known))
+
+
+def _write(file: Path, versions: dict[str, str], known: dict[str, Row]) -> None:
+    rows = [known[model.name] for model in models() if model.name in known]
+    shown = [{**msgspec.to_builtins(row), "passes": row.passes} for row in rows]
+    document = {"schema": "fusionai.models/1", "versions": versions, "rows": shown}
+    write_atomic(file, json.dumps(document, indent=1).encode() + b"\n")
 
 
 def _known(file: Path, versions: dict[str, str]) -> dict[str, Row]:

@@ -24,6 +24,9 @@ from fusionai.storage.weights import ModelDirectory
 SEED = 5
 WIDE = 0.25
 """Of the weights of a model that is to answer: as initialised it would repeat one token."""
+NARROW = 0.02
+"""Of matrices that begin as zeros. A router of zeros (afmoe) gives all experts one score, and torch leaves open which of
+equal scores `topk` takes: frameworks differ there, and so do torch's own devices."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Saved:
 def saved(
     source: ModelSource, directory: Path, *, wide: bool = False, dtype: torch.dtype | None = None
 ) -> Saved | None:
-    """Write a new model of `source`; None where it is no model of transformers. Statistics that training would have
-    moved are drawn too."""
+    """Write a new model of `source`; None where it is no model of transformers. What training would have moved is drawn
+    too: statistics, and matrices of zeros."""
     if not isinstance(source, ConfigSource):
         return None
     found = resolve(source)
@@ -62,9 +65,13 @@ def saved(
         with torch.no_grad():
             for parameter in module.parameters() if wide else ():
                 parameter.normal_(std=WIDE)
+            for parameter in module.parameters():
+                if parameter.ndim > 1 and not parameter.any():
+                    parameter.normal_(std=NARROW)
             kept = set(module.state_dict())
             for name, buffer in module.named_buffers():
-                if name in kept and buffer.is_floating_point():
+                # Any others than constants are computed from the configuration, such as decays.
+                if name in kept and buffer.is_floating_point() and (buffer == buffer.flatten()[:1]).all():
                     buffer.uniform_(0.5, 1.0)
     module.to(dtype).save_pretrained(directory)
     return Saved(directory, found)

@@ -13,7 +13,6 @@ SAMPLE = ("t5", "resnet", "three outputs")
 
 MISSED = {
     "mobilenet_v2": "thirty-five norms over a batch make 3e-5 of JAX's rounding",
-    "minimax": "its operations depend on the length of the example",
 }
 
 

@@ -1,7 +1,7 @@
 """State-space and linear-attention layers as semantic operators, put in the place of transformers' own loops.
 
-Transformers computes these layers by fused kernels, or without them by loops over positions, which a trace would unroll
-to one length. Its modules call them by a few names, alike in all models. Decides what stands there instead while a
+Transformers computes these layers by fused kernels, or without them by loops over positions or blocks of them, which a
+trace would unroll to one length. Its modules call them by a few names, alike in all models. Decides what stands there instead while a
 module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a call asks for
 beyond those is refused.
 
@@ -12,9 +12,9 @@ IR's, backends implement them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +128,43 @@ def _gated_delta_rule(
     return linear_attention(query * query.shape[-1] ** -0.5, key, value, g, beta).to(dtype), None
 
 
+def _lightning_attention(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],  # noqa: ARG001 - of the layers with softmax
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Lightning attention (arXiv 2401.04658), as the forward of `MiniMaxLightningAttention`: the sums of its loop over
+    blocks of the sequence, all blocks at once. Decays are the four buffers that the layer keeps in files: a rate of
+    its own would differ from those where they were rounded."""
+    _refuse(others | {"past_key_values": past_key_values})
+    layer = cast(Any, self)
+    batch, length, _ = hidden_states.shape
+    heads, width, size = layer.num_attention_heads, layer.head_dim, layer.block_size
+    joined = layer.act_fn(layer.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        joined = (joined * attention_mask[:, :, None]).to(hidden_states.dtype)
+    # Filled up to whole blocks by looking rows up: a trace can't tell how much a pad of unknown size would add. There is
+    # a block more than it takes, as a trace would treat a sequence of one block apart from all others.
+    blocks = (length + size - 1) // size + 1
+    ended = torch.cat((joined, joined.new_zeros(batch, 1, joined.shape[2])), dim=1)
+    rows = torch.arange(blocks, device=ended.device)[:, None] * size + torch.arange(size, device=ended.device)
+    joined = ended[:, rows.clamp(max=length)].reshape(batch, blocks, size, heads, 3 * width).permute(0, 3, 1, 2, 4)
+    query, key, value = torch.split(joined, width, dim=-1)  # [batch, heads, blocks, size, width]
+    inside = torch.matmul(torch.matmul(query, key.transpose(-1, -2)) * layer.diagonal_decay[0, :, None], value)
+    left = torch.matmul((key * layer.key_decay[:, None]).transpose(-1, -2), value).transpose(1, 2)
+    # A block reads the state that the blocks before it left: from a first one of zeros on.
+    left = torch.cat((torch.zeros_like(left[:, :1]), left), dim=1)
+    states = linear_scan(torch.exp(-layer.slope_rate * size).expand_as(left), left)[:, :blocks]
+    read = torch.matmul(query * layer.query_decay[:, None], states.transpose(1, 2)) + inside
+    at = torch.arange(length, device=read.device)
+    read = read.permute(0, 2, 3, 1, 4)[:, at // size, at % size].reshape(batch, length, heads * width)
+    gate = F.sigmoid(layer.output_gate(hidden_states))
+    return layer.out_proj(gate * layer.norm(read)), None
+
+
 def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
     """What stands for a flag that is off, and what only chooses a kernel, changes nothing."""
     unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
@@ -148,10 +185,14 @@ _NAMES: Final[Mapping[str, Callable[..., Any]]] = {
 }
 
 
+_FORWARDS: Final[Mapping[str, Callable[..., Any]]] = {"MiniMaxLightningAttention": _lightning_attention}
+"""Classes whose whole forward is replaced."""
+
+
 @contextmanager
 def semantic_recurrences(module: nn.Module) -> Iterator[None]:
     """While open, the files of transformers that `module`'s layers come from call the semantic operators."""
-    with replaced_functions(module, _NAMES):
+    with replaced_functions(module, _NAMES), replaced_forwards(module, _FORWARDS):
         yield
 
 
@@ -160,10 +201,25 @@ def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., 
     """While open, these stand for the functions of such names in transformers' files of `module`'s layers."""
     files = {name for child in module.modules() if (name := type(child).__module__).startswith("transformers.")}
     places = [(sys.modules[file], name) for file in sorted(files) for name in functions]
-    originals = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
+    with _replaced([(place, name, functions[name]) for place, name in places if hasattr(place, name)]):
+        yield
+
+
+@contextmanager
+def replaced_forwards(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While open, these are the forwards of transformers' classes of such names among `module`'s layers."""
+    classes = {type(child) for child in module.modules() if type(child).__module__.startswith("transformers.")}
+    known = [cls for cls in classes if cls.__name__ in forwards]
+    with _replaced([(cls, "forward", forwards[cls.__name__]) for cls in known]):
+        yield
+
+
+@contextmanager
+def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    originals = [(place, name, getattr(place, name)) for place, name, _ in attributes]
     try:
-        for place, name, _ in originals:
-            setattr(place, name, functions[name])
+        for place, name, replacement in attributes:
+            setattr(place, name, replacement)
         yield
     finally:
         for place, name, original in originals:
