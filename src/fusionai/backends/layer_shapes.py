@@ -24,9 +24,11 @@ CACHE_NAMES: Final[Mapping[CacheFormat, str]] = {"fp32": "float32", "bf16": "bfl
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One attention node's cache. `window` is None where all positions are kept, in pages."""
+    """One attention node's cache. `window` is None where all positions are kept, in pages. `heads`: of keys and values,
+    `query_heads` of what reads them."""
 
     node: int
+    query_heads: int
     heads: int
     key_width: int
     value_width: int
@@ -48,13 +50,13 @@ def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
     for node in graph.nodes:
         if node.op != "fusion.attention":
             continue
-        key, value = _sizes(graph, node, 1), _sizes(graph, node, 2)
+        query, key, value = (_sizes(graph, node, number) for number in range(3))
         if node.kwargs.get("causal") is not True or node.kwargs.get("key_mask") is not None:
             raise ExecutionError(f"node {node.id}: attention with a cache must be causal and without a padding mask.")
         window = node.kwargs.get("window")
         longest = options.pages * options.page_tokens
         ringed = window if isinstance(window, int) and window < longest else None
-        found.append(LayerShape(node.id, key[0], key[1], value[1], ringed))
+        found.append(LayerShape(node.id, query[0], key[0], key[1], value[1], ringed))
     return tuple(found)
 
 
@@ -74,7 +76,7 @@ def one_by_one(span: Span) -> bool:
 
 
 def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:
-    """(heads, width) of the node's keys or values."""
+    """(heads, width) of the node's queries, keys or values."""
     arg = node.args[position] if position < len(node.args) else None
     shape = graph.values[arg.name].shape if isinstance(arg, Ref) else ()
     match shape:
@@ -82,5 +84,5 @@ def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:
             return heads, width
         case _:
             raise ExecutionError(
-                f"node {node.id}: its keys and values must have fixed heads and widths, got {shape!r}."
+                f"node {node.id}: its queries, keys and values must have fixed heads and widths, got {shape!r}."
             )

@@ -90,19 +90,24 @@ def blocked_product(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
                 scratch = torch.empty(known.scratch_bytes, dtype=torch.uint8)
                 multiply_many(*given, scratch.data_ptr())
 
-        threads = min(torch.get_num_threads(), many)
-        if threads == 1 or rows * padded * count < _SHARED_WORK:
+        if rows * padded * count < _SHARED_WORK:
             share(0, many)
         else:
-            ends = [many * number // threads for number in range(threads + 1)]
-            others = [_threads(threads - 1).submit(share, ends[n], ends[n + 1]) for n in range(1, threads)]
-            share(ends[0], ends[1])
-            wait(others)
-            for other in others:
-                other.result()
+            in_threads(share, many)
         return y[:, :columns]
 
     return product
+
+
+def in_threads(share: Callable[[int, int], None], count: int) -> None:
+    """`share(first, end)` of `count` parts, on as many threads as torch has; each takes some that follow each other."""
+    threads = min(torch.get_num_threads(), count)
+    ends = [count * number // threads for number in range(threads + 1)]
+    others = [_threads(threads - 1).submit(share, ends[n], ends[n + 1]) for n in range(1, threads)]
+    share(ends[0], ends[1])
+    wait(others)
+    for other in others:
+        other.result()
 
 
 @cache

@@ -2,9 +2,10 @@
 
 Sessions are computed one after the other, in shapes that depend on nothing but the session, so their bits do not depend
 on who else is in the pass. Kernels round differently for one query and for several: a few positions that follow others
-are computed as if they had come one by one, which guesses that turn out right rely on; prompts go by tiles, which
-pieces of any length rely on. Arithmetic is float32 whatever the cache's format. Neighbours: `paged_cache` keeps keys
-and values, `tiled_attention` has the tiles, `attention` is the same operator on dense tensors.
+are computed as if they had come one by one, which guesses that turn out right rely on; prompts go through a kernel of
+our own on CPUs, else by tiles, which pieces of any length rely on. Arithmetic is float32 whatever the cache's format.
+Neighbours: `paged_cache` keeps keys and values, `compiled_attention` has the kernel, `tiled_attention` the tiles,
+`attention` is the same operator on dense tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusionai.backends.layer_shapes import first_key, one_by_one
+from fusionai.backends.torch.compiled_attention import attention_kernels, compiled_attention
 from fusionai.backends.torch.paged_cache import ALIGNMENT_BYTES, LayerCache, PassLayout, cut
 from fusionai.backends.torch.tiled_attention import tiled_attention
 from fusionai.primitives.errors import ExecutionError
@@ -35,8 +37,13 @@ def cached_attention(
     cache.write(layout, k, v)
     wanted, q = q.dtype, q if q.dtype == torch.float32 else q.float()
     singles = _singles(q, k.shape[1]) if any(one_by_one(span) for span in layout.spans) else ()
+    compiled = q.device.type == "cpu" and attention_kernels() is not None
     parts: list[torch.Tensor] = []
     for number, span in enumerate(layout.spans):
+        if compiled and not one_by_one(span):
+            queries = q[:, :, span.first : span.first + span.length]
+            parts.append(compiled_attention(span, cache, queries, scale=scale, softcap=softcap, sinks=sinks))
+            continue
         keys, values = cache.read(layout, number)
         if one_by_one(span):
             offset = first_key(span.start, cache.window)

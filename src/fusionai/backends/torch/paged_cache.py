@@ -59,15 +59,17 @@ class LayerCache:
     """Keys and values of one attention node."""
 
     def __init__(self, shape: LayerShape, options: ServeOptions, device: torch.device) -> None:
+        self.shape = shape
+        self.page_tokens = options.page_tokens
+        self.dtype = DTYPES[CACHE_NAMES[options.cache]]
         self.window = shape.window
         self.capacity = 0 if shape.window is None else ring_tokens(shape.window, options)
         blocks = options.pages if shape.window is None else options.sessions
         per_block = options.page_tokens if shape.window is None else self.capacity
-        dtype = DTYPES[CACHE_NAMES[options.cache]]
         widths = (shape.key_width, shape.value_width)
         # Zeros, not what the process held before: a page may be read before a hostile caller had it written.
         self._blocks = [
-            torch.zeros((blocks, per_block, shape.heads, width), dtype=dtype, device=device) for width in widths
+            torch.zeros((blocks, per_block, shape.heads, width), dtype=self.dtype, device=device) for width in widths
         ]
         self._rows = [block.view(blocks * per_block, shape.heads, -1) for block in self._blocks]
         self._heads_first = [rows.transpose(0, 1)[None] for rows in self._rows]

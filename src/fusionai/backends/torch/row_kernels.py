@@ -37,6 +37,7 @@ from fusionai.backends.torch.row_vectors import (
     load_one,
     load_wide,
     prefetch,
+    spread,
     stamp_of,
 )
 
@@ -107,7 +108,6 @@ def _mix(form: Form) -> Any:
     def codegen(builder: Any, args: Any) -> None:
         v, v_step, weights, y, count, width, _ = args
         fma, fma_one = fused(builder, FLOATS, "v16f32"), fused(builder, FLOAT, "f32")
-        places = ir.VectorType(INT, LANES)
 
         def blocks(first: Any, many: int) -> None:
             """`many` vectors from `first` on."""
@@ -117,12 +117,11 @@ def _mix(form: Form) -> Any:
                 builder.store(builder.load(at_address(builder, out, FLOATS), align=4), place)
             with cgutils.for_range(builder, count) as loop:
                 weight = load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, int64(4))))
-                lone = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), weight, ir.Constant(INT, 0))
-                spread = builder.shuffle_vector(lone, lone, ir.Constant(places, [0] * LANES))
+                same = spread(builder, weight)
                 line = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, int64(size)))
                 for number, place in enumerate(sums):
                     values = load_wide(builder, form, builder.add(line, int64(number * LANES * size)))
-                    builder.store(builder.call(fma, [spread, values, builder.load(place)]), place)
+                    builder.store(builder.call(fma, [same, values, builder.load(place)]), place)
             for out, place in zip(outs, sums, strict=True):
                 builder.store(builder.load(place), at_address(builder, out, FLOATS), align=4)
 

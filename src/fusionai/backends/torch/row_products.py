@@ -14,13 +14,11 @@ instructions.
 # pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, njit
@@ -35,8 +33,10 @@ from fusionai.backends.torch.row_vectors import (
     FLOATS,
     INT,
     LANES,
+    LEVEL,
     WORDS,
     at_address,
+    by_registers,
     fused,
     int64,
     intrinsic_of,
@@ -44,15 +44,12 @@ from fusionai.backends.torch.row_vectors import (
     load_wide,
     named,
     prefetch,
+    spread,
     stamp_of,
 )
 
-_LEVEL: Final = torch.backends.cpu.get_cpu_capability()
-"""Of the instructions that torch uses, which a user can lower."""
-_INTEL_LIKE: Final = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
-_WIDE: Final = _LEVEL.startswith("AVX512")
 HALVES: Final[bool] = (
-    _WIDE
+    LEVEL.startswith("AVX512")
     and config.CPU_NAME is None
     and get_host_cpu_features().get("avx512bf16", False)
     and get_host_cpu_name().startswith("znver")
@@ -71,19 +68,10 @@ _PADDING: Final = 16
 """Floats between copied rows, lest they all fall into the same lines of the cache."""
 
 
-_Tiles = tuple[tuple[int, int], ...]
-
-
-def _shapes(wide: _Tiles, avx2: _Tiles, other: _Tiles) -> _Tiles:
-    if _WIDE:
-        return wide
-    return other if _INTEL_LIKE and _LEVEL == "DEFAULT" else avx2
-
-
 # (blocks, rows) by falling rows, the last of one row. As many sums as there are vectors, less those for factors: 32 of
 # 16 numbers, 16 of 8, 16 of 4. Processors of other kinds have 32 of 4, as much as the second.
-_TILES: Final = _shapes(((3, 8), (4, 4), (4, 2), (4, 1)), ((1, 6), (1, 4), (2, 2), (4, 1)), ((1, 2), (2, 1)))
-_FOUR_BIT_TILES: Final = _shapes(((2, 8), (2, 4), (2, 2), (2, 1)), ((1, 4), (1, 2), (1, 1)), ((1, 2), (1, 1)))
+_TILES: Final = by_registers(((3, 8), (4, 4), (4, 2), (4, 1)), ((1, 6), (1, 4), (2, 2), (4, 1)), ((1, 2), (2, 1)))
+_FOUR_BIT_TILES: Final = by_registers(((2, 8), (2, 4), (2, 2), (2, 1)), ((1, 4), (1, 2), (1, 1)), ((1, 2), (1, 1)))
 
 
 def factor_of(blocks: row_blocks.Blocks) -> Factor:
@@ -178,12 +166,6 @@ def _all(value: int) -> Any:
     return ir.Constant(WORDS, [value] * LANES)
 
 
-def _spread(builder: Any, value: Any) -> Any:
-    kind = ir.VectorType(value.type, LANES)
-    lone = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(INT, 0))
-    return builder.shuffle_vector(lone, lone, ir.Constant(ir.VectorType(INT, LANES), [0] * LANES))
-
-
 def _first(builder: Any, words: Any) -> Any:
     """A bfloat16 is the upper half of its float32."""
     return builder.bitcast(builder.shl(words, _all(16)), FLOATS)
@@ -225,9 +207,9 @@ def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any
             def add(weights: list[Any], index: Any) -> None:
                 for row, at in enumerate(x_at):
                     value = load_one(builder, Form.FP32, builder.add(at, builder.mul(index, int64(4))))
-                    spread = _spread(builder, value)
+                    same = spread(builder, value)
                     for values, line in zip(weights, sums, strict=True):
-                        builder.store(builder.call(fma, [values, spread, builder.load(line[row])]), line[row])
+                        builder.store(builder.call(fma, [values, same, builder.load(line[row])]), line[row])
 
             _each_summand(builder, kind, w_at, count, add, ahead)
         for block, line in enumerate(sums):
@@ -254,10 +236,10 @@ def _add_pairs(builder: Any, w_at: list[Any], x_at: list[Any], sums: Any, count:
         words = [builder.load(at_address(builder, builder.add(at, off), WORDS), align=4) for at in w_at]
         for row, at in enumerate(x_at):
             pair = builder.load(at_address(builder, builder.add(at, x_off), INT), align=2)
-            spread = builder.bitcast(_spread(builder, pair), pairs)
+            same = builder.bitcast(spread(builder, pair), pairs)
             for word, line in zip(words, sums, strict=True):
                 values = builder.bitcast(word, pairs)
-                builder.store(builder.call(dot, [builder.load(line[row]), values, spread]), line[row])
+                builder.store(builder.call(dot, [builder.load(line[row]), values, same]), line[row])
 
 
 def _widened(kind: Factor) -> Any:
@@ -480,4 +462,4 @@ _widen_bf16, _widen_fp16, _widen_int8, _widen_int4_32, _widen_int4_64, _widen_in
     _widened(factor) for factor in Factor if factor not in (Factor.FP32, Factor.HALVES)
 )
 _copy, _scale = _copied(), _scaled()
-_STAMP: Final = stamp_of(__file__, row_code.__file__, row_blocks.__file__, about=f"{_LEVEL} {HALVES}")
+_STAMP: Final = stamp_of(__file__, row_code.__file__, row_blocks.__file__, about=f"{LEVEL} {HALVES}")

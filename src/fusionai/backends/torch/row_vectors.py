@@ -11,8 +11,9 @@ import hashlib
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import types
@@ -39,11 +40,23 @@ FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), i
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 SIZE: Final = {Form.FP32: 4, Form.BF16: 2, Form.FP16: 2}
 _ADDRESSES: Final = 7
-HALF_INSTRUCTIONS: Final[bool] = platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86") or (
+_T = TypeVar("_T")
+LEVEL: Final = torch.backends.cpu.get_cpu_capability()
+"""Of the instructions that torch uses, which a user can lower."""
+_INTEL_LIKE: Final = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
+HALF_INSTRUCTIONS: Final[bool] = not _INTEL_LIKE or (
     get_host_cpu_features().get("f16c", False) if config.CPU_NAME is None else "+f16c" in (config.CPU_FEATURES or "")
 )
 """Whether the processor that code is made for turns float16 into float32. Else LLVM calls a function that is not
 there, and ends the process."""
+
+
+def by_registers(wide: _T, avx2: _T, other: _T) -> _T:
+    """One of three values for this processor: for 32 vectors of 16 numbers, for 16 of 8, for 16 of 4. Processors of
+    other kinds than x86 have 32 of 4, as much as the second."""
+    if LEVEL.startswith("AVX512"):
+        return wide
+    return other if _INTEL_LIKE and LEVEL == "DEFAULT" else avx2
 
 
 def at_address(builder: Any, address: Any, kind: Any) -> Any:
@@ -96,6 +109,13 @@ def _of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
     whole = builder.select(beyond, builder.or_(size, number(0x7F800000)), finite)
     sign = builder.shl(builder.and_(bits, number(0x8000)), number(16))
     return builder.bitcast(builder.or_(whole, sign), kind)
+
+
+def spread(builder: Any, value: Any) -> Any:
+    """One number in all lanes."""
+    kind = ir.VectorType(value.type, LANES)
+    lone = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(INT, 0))
+    return builder.shuffle_vector(lone, lone, ir.Constant(WORDS, [0] * LANES))
 
 
 def fused(builder: Any, kind: Any, name: str) -> Any:

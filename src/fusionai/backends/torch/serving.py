@@ -21,6 +21,7 @@ from fusionai.backends.paged_table import Span
 from fusionai.backends.serving_base import ServingBase, array_of
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
+from fusionai.backends.torch.compiled_attention import attention_scratch_bytes
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
@@ -57,6 +58,8 @@ class TorchServingProgram(ServingBase):
         in_blocks = device.type == "cpu" and row_kernels() is not None
         if in_blocks:
             rows_bytes += scratch_bytes()
+        if device.type == "cpu":
+            rows_bytes += attention_scratch_bytes(self._layers, options.pass_tokens)
         check_sizes(graph, joined, options, self._layers, rows_bytes, memory_limit_bytes, in_blocks=in_blocks)
         self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=in_blocks)
         self._caches: dict[int, LayerCache] | None = None

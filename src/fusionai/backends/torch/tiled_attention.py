@@ -3,10 +3,9 @@
 A tile is `TILE_POSITIONS` positions that end at a multiple of that, or where the text ends so far. Its queries meet the
 keys in blocks from the first that it sees on, with a running maximum and sum (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). So every product has a shape that
-follows from the tile alone. On processors this is also several times as fast as the framework's own kernel where texts
-are long.
+follows from the tile alone.
 
-Neighbours: `paged_attention` calls it for whatever is not computed one by one.
+Neighbours: `paged_attention` calls it for prompts on accelerators, and where `compiled_attention` has no kernel.
 """
 
 from __future__ import annotations
