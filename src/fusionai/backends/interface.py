@@ -45,6 +45,8 @@ class Speeds:
     """In training (`backends.pace`); None: not measured."""
     serving: tuple[ServingPace, ...] = ()
     """By weight format; none: not measured."""
+    attention_flops_per_s: float = 0.0
+    """Of a piece of a prompt, against keys and values in a cache; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class DeviceReport:
     scratch_bytes_per_s: float = 0.0
     pace: Pace | None = None
     serving: tuple[ServingPace, ...] = ()
+    attention_flops_per_s: float = 0.0
     unsupported_ops: tuple[str, ...] = ()
     """Of the allow-list."""
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
@@ -81,6 +84,7 @@ class DeviceReport:
             scratch_bytes_per_s=self.scratch_bytes_per_s,
             pace=self.pace,
             serving=self.serving,
+            attention_flops_per_s=self.attention_flops_per_s,
         )
 
 

@@ -197,7 +197,9 @@ def _serving(report: DeviceReport) -> str:
         f"{pace.form} {pace.flops_per_s / 1e9:.3g} GFLOP/s of prompts and {format_bytes(pace.bytes_per_s)}/s of weights"
         for pace in report.serving
     )
-    return f"; in serving {formats} a token"
+    attention = report.attention_flops_per_s
+    attended = f"; attention {attention / 1e9:.3g} GFLOP/s" if attention > 0 else ""
+    return f"; in serving {formats} a token{attended}"
 
 
 def _pace(report: DeviceReport) -> str:

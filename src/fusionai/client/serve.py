@@ -385,9 +385,14 @@ def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
     flops_per_s = median(profile.flops_per_s for profile in profiles)
     bandwidth = median(profile.memory_bandwidth_bytes_per_s for profile in profiles)
     serving = typical_serving(profiles)
+    attention_flops_per_s = median(profile.attention_flops_per_s for profile in profiles)
     return tuple(
         msgspec.structs.replace(
-            profile, flops_per_s=flops_per_s, memory_bandwidth_bytes_per_s=bandwidth, serving=serving
+            profile,
+            flops_per_s=flops_per_s,
+            memory_bandwidth_bytes_per_s=bandwidth,
+            serving=serving,
+            attention_flops_per_s=attention_flops_per_s,
         )
         for profile in profiles
     )
@@ -546,6 +551,7 @@ def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, ta
         flops_per_s=report.flops_per_s,
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
         serving=report.serving,
+        attention_flops_per_s=report.attention_flops_per_s,
         memory_bytes=max(0, memory_bytes - taken_bytes),
         threads=report.threads,
         fingerprint=report.fingerprint,

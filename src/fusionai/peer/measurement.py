@@ -29,7 +29,7 @@ LONGEST_AGE_S: Final = 7 * 86_400.0
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads."""
 
-    schema: Literal["fusionai.measurement/4"] = "fusionai.measurement/4"
+    schema: Literal["fusionai.measurement/5"] = "fusionai.measurement/5"
     measured_at_s: float
     version: str
     backend: str

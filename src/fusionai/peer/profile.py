@@ -79,6 +79,7 @@ def make_profile(
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
         pace=report.pace,
         serving=report.serving,
+        attention_flops_per_s=report.attention_flops_per_s,
         scratch_bytes_per_s=report.scratch_bytes_per_s,
         unsupported_ops=report.unsupported_ops,
         tasks=report.tasks,

@@ -3,7 +3,8 @@ counted.
 
 An operator takes some time whatever its size, its operations at the speed of a training block, and the bytes it reads
 and writes (`primitives.pace`); in a small model the first is most of it, in a narrow one the last is a good part.
-Serving: a machine has the two speeds that were measured for the weight format that is wanted, where they were.
+Serving: a machine has the two speeds that were measured for the weight format that is wanted, where they were;
+attention has its own (`StageCosts.attention_s`).
 
 Everything that plans knows operations over speed, one number per block and one per machine. So calls and bytes are
 turned into operations, as many as a typical machine of the pool computes meanwhile, and every machine gets the speed at

@@ -147,7 +147,8 @@ class StageCosts:
             return 0.0
         start, end = self._positions(stage)
         attended_flops = sum(block.attended_flops for block in self._chain.blocks[start:end])
-        return attended_flops * rows * (before + (rows - 1) / 2) / profile.effective_flops_per_s
+        speed = profile.attention_flops_per_s * profile.share or profile.effective_flops_per_s
+        return attended_flops * rows * (before + (rows - 1) / 2) / speed
 
     def recompute_s(self, stage: StagePlacement, peer: str) -> float:
         """Of `compute_s`, what making activations again takes, and the sparing that goes with it."""

@@ -163,5 +163,6 @@ def slowed(peer: PeerProfile, factor: float) -> PeerProfile:
         flops_per_s=peer.flops_per_s / factor,
         pace=None if peer.pace is None else peer.pace.slowed(factor),
         serving=tuple(pace.slowed(factor) for pace in peer.serving),
+        attention_flops_per_s=peer.attention_flops_per_s / factor,
         memory_bandwidth_bytes_per_s=peer.memory_bandwidth_bytes_per_s / factor,
     )

@@ -47,6 +47,9 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     serving: Annotated[tuple[ServingPace, ...], Meta(max_length=8)] = ()
     """By weight format; where the one that is wanted is not measured, serving goes by `flops_per_s` and
     `memory_bandwidth_bytes_per_s`."""
+    attention_flops_per_s: float = 0.0
+    """In serving: of attention to what is before, whose operations `BlockCost.attended_flops` counts; 0: not measured,
+    it goes by `flops_per_s` then."""
     scratch_bytes_per_s: float = 0.0
     """Of a file that optimizer state may lie in, read and written; 0: not measured."""
     memory_bytes: int

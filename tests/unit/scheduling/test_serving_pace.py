@@ -54,6 +54,26 @@ def test_tokens_and_prompts_are_priced_by_the_format(weights: str, token_s: floa
     assert 2048 / found.serving.prompt_tokens_per_s == pytest.approx(prompt_s, rel=0.05)
 
 
+def prompt_s(attended_flops: float, attention_flops_per_s: float, share: float = 1.0) -> float:
+    """Of 2,048 tokens. Each of three blocks takes `attended_flops` for a position and one before it."""
+    one = msgspec.structs.replace(machine(), attention_flops_per_s=attention_flops_per_s, share=share)
+    asked = problem("fp32", one)
+    blocks = tuple(msgspec.structs.replace(block, attended_flops=attended_flops) for block in asked.blocks)
+    found = plan(msgspec.structs.replace(asked, blocks=blocks)).serving
+    assert found is not None
+    return 2048 / found.prompt_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("speed", "share", "priced"), [(1e9, 1.0, 1e9), (2e9, 1.0, 2e9), (2e9, 0.5, 1e9), (0.0, 1.0, 4e9)]
+)
+def test_attention_of_a_prompt_is_priced_by_its_own_speed(speed: float, share: float, priced: float) -> None:
+    """Where it was not measured, by that of products."""
+    pairs = 2048 * 2047 / 2
+    added_s = prompt_s(1e3, speed, share) - prompt_s(0.0, speed, share)
+    assert added_s == pytest.approx(3 * 1e3 * pairs / priced, rel=1e-6)
+
+
 def test_a_format_that_was_not_measured_goes_by_the_general_figures() -> None:
     of = paced(problem("int4", machine())).peers[0]
     assert (of.flops_per_s, of.memory_bandwidth_bytes_per_s) == (1e12, 1e12)
@@ -77,3 +97,5 @@ def test_processes_of_one_machine_have_the_median_of_what_all_measured() -> None
 def test_a_straggler_serves_slower_too() -> None:
     of = slowed(machine(), 2.0)
     assert of.serving == tuple(pace.slowed(2.0) for pace in PACES)
+    attending = msgspec.structs.replace(machine(), attention_flops_per_s=6e9)
+    assert slowed(attending, 2.0).attention_flops_per_s == 3e9

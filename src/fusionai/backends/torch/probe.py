@@ -19,7 +19,7 @@ from fusionai.backends.arithmetic import arithmetic
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.scratch import scratch_bytes_per_s
 from fusionai.backends.torch.host import to_host
-from fusionai.backends.torch.serving_pace import measured_serving
+from fusionai.backends.torch.serving_pace import measured_attention, measured_serving
 from fusionai.backends.torch.weights_away import EMPTIED
 
 MEASURE_S: Final = 0.2
@@ -45,6 +45,7 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         scratch_bytes_per_s=speeds.scratch_bytes_per_s,
         pace=speeds.pace,
         serving=speeds.serving,
+        attention_flops_per_s=speeds.attention_flops_per_s,
         savings=("recompute", "offload", *(("offload_weights",) if device.type in EMPTIED else ())),
     )
 
@@ -60,8 +61,13 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
     target = torch.zeros_like(source)
     # A copy reads and writes every byte.
     bandwidth_bytes_per_s = 2.0 * source.nbytes * calls_per_s(lambda: target.copy_(source), device)
-    serving = measured_serving(device, calls_per_s)
-    return Speeds(flops_per_s, bandwidth_bytes_per_s, scratch_bytes_per_s(scratch), serving=serving)
+    return Speeds(
+        flops_per_s,
+        bandwidth_bytes_per_s,
+        scratch_bytes_per_s(scratch),
+        serving=measured_serving(device, calls_per_s),
+        attention_flops_per_s=measured_attention(device, calls_per_s),
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -1,8 +1,9 @@
-"""How fast this device multiplies in serving, by weight format. Decides what is run to find that out.
+"""How fast this device multiplies in serving, by weight format, and attends. Decides what is run to find that out.
 
 Of each format two figures: operations per second of a piece of a prompt, and bytes of weights per second that a single
 row reads. On a CPU one row multiplies by the same small matrix laid out many times, more than a processor's own caches
-hold. Takes some 0.3 s. Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with
+hold. Attention is that of a piece of a prompt to what is before it, which long prompts mostly take. Takes some 0.3 s.
+Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with
 the figures.
 """
 
@@ -14,16 +15,26 @@ from typing import Final, Protocol, get_args
 
 import torch
 
+from fusionai.backends.layer_shapes import LayerShape
+from fusionai.backends.paged_table import Span
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
 from fusionai.backends.torch.packed_linear import PackedLinear, pack
+from fusionai.backends.torch.paged_attention import cached_attention
+from fusionai.backends.torch.paged_cache import LayerCache, lay_out
 from fusionai.primitives.pace import ServingPace
-from fusionai.wire.serving import WeightFormat
+from fusionai.wire.serving import ServeOptions, WeightFormat
 
 MEASURE_S: Final = 0.02
 PROMPT_ROWS: Final = 256
 """Of a piece of a prompt."""
 READ_BYTES: Final = 2**25
+_PAGE_TOKENS: Final = 16
 _SIDE: Final = {"cpu": 1024, "cuda": 8192, "mps": 4096}
+HEAD_WIDTH: Final = 64
+GROUPS: Final = 4
+"""Queries that share a key head."""
+ATTENDED: Final = {"cpu": (1, 1024), "cuda": (8, 8192), "mps": (8, 4096)}
+"""Key heads, and positions of the text with the piece."""
 
 
 class _CallsPerS(Protocol):
@@ -48,6 +59,28 @@ def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[Ser
             bytes_per_s = long.nbytes * calls_per_s(lambda long=long: long(one), device, MEASURE_S)
             found.append(ServingPace(form=form, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s))
     return tuple(found)
+
+
+def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
+    """Operations per second: two products of each query with each key that it sees and its value."""
+    shared, positions = ATTENDED[device.type]
+    start = positions - PROMPT_ROWS
+    pages = positions // _PAGE_TOKENS
+    options = ServeOptions(page_tokens=_PAGE_TOKENS, pages=pages, sessions=1, pass_tokens=PROMPT_ROWS)
+    cache = LayerCache(LayerShape(0, GROUPS * shared, shared, HEAD_WIDTH, HEAD_WIDTH, None), options, device)
+    span = Span(0, 0, start, PROMPT_ROWS, tuple(range(pages)), -1)
+    layout = lay_out((span,), options, paged=True, windows={}, device=device)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, GROUPS * shared, PROMPT_ROWS, HEAD_WIDTH)
+    q = torch.randn(shape, generator=generator).to(device)
+    k, v = q[:, :shared].clone(), q[:, -shared:].clone()
+
+    def attend() -> torch.Tensor:
+        return cached_attention(layout, cache, q, k, v, scale=HEAD_WIDTH**-0.5, softcap=None, sinks=None)
+
+    seen = PROMPT_ROWS * (start + (PROMPT_ROWS + 1) / 2)
+    with torch.inference_mode():
+        return 4.0 * HEAD_WIDTH * GROUPS * shared * seen * calls_per_s(attend, device, MEASURE_S)
 
 
 def _repeated(packed: PackedLinear) -> PackedLinear:
