@@ -82,10 +82,10 @@ def beat(turn: Turn, request: Beat) -> None:
         raise Refusal("stale_fence", f"{member.entity} is {member.phase}; clear your stages and register again.")
     else:
         renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
-        turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, request.peer, renewed))
+        turn.keep(leases=with_entry(turn.desk.leases, request.peer, renewed))
     _check_leftovers(turn, member, request.jobs)
     _check_dismissed(turn, turn.member(request.peer), request.jobs)
-    turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
+    turn.keep(links=with_entry(turn.desk.links, request.peer, request.connection))
     turn.commands.append(Answer(HeartbeatAck(lease_s=turn.rules.lease_s, wall_s=turn.wall_s)))
 
 
@@ -119,7 +119,7 @@ def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
                 "and register again.",
             )
         leftovers = with_entry(leftovers, member.peer, known)
-    turn.desk = replace(turn.desk, leftovers=leftovers)
+    turn.keep(leftovers=leftovers)
 
 
 def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
@@ -129,10 +129,10 @@ def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
     that crashed lets nobody go: its members hold their stages for its return.
     """
     if member.job is None or member.job in jobs:
-        turn.desk = replace(turn.desk, dismissed=without_entry(turn.desk.dismissed, member.peer))
+        turn.keep(dismissed=without_entry(turn.desk.dismissed, member.peer))
         return
     since_s = turn.desk.dismissed.get(member.peer, turn.now_s)
-    turn.desk = replace(turn.desk, dismissed=with_entry(turn.desk.dismissed, member.peer, since_s))
+    turn.keep(dismissed=with_entry(turn.desk.dismissed, member.peer, since_s))
     job = turn.pool.jobs[member.job]
     if job.job not in turn.desk.waits or turn.now_s - since_s < turn.rules.clear_s:
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fusionai.coordination import events
 from fusionai.coordination.desk import PRESENT, Desk, DeskRules
@@ -48,6 +48,12 @@ class Turn:
     def record(self, fact: Fact) -> None:
         self.desk = replace(self.desk, pool=advance(self.pool, fact))
         self.facts.append(fact)
+
+    def keep(self, **tables: Any) -> None:
+        """Put these tables into the desk. Copies nothing where they are the desk's own: most heartbeats change one."""
+        changed = {name: table for name, table in tables.items() if getattr(self.desk, name) is not table}
+        if changed:
+            self.desk = replace(self.desk, **changed)
 
     def member(self, peer: PeerId) -> Member:
         member = self.pool.members.get(peer)

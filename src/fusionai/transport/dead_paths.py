@@ -4,7 +4,7 @@ TCP_USER_TIMEOUT would seem made for this, but Linux also applies it to a receiv
 reading (a closed window): a stage that computes for longer than the timeout would lose its connections. So the kernel's
 own account is read instead: something unacknowledged, sent again at least once, and no acknowledgement since.
 An idle connection is probed by keep-alive, which a closed window does not disturb.
-Neighbours: `tcp_channel` asks once a second.
+Neighbours: `tcp_channel` asks once a second while something it sent is not acknowledged.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DEAD_AFTER_S: Final = 3.0
 CHECK_EVERY_S: Final = 1.0
 _KEEPALIVE_OPTIONS: Final = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 """Idle for a second, then a probe a second; three unanswered ones end the connection."""
-_TCP_INFO: Final = struct.Struct("=8B13I")
-"""The beginning of Linux's `struct tcp_info` (linux/tcp.h): two of the bytes and two of the words are of interest."""
-_RETRANSMITS, _UNACKED, _LAST_ACK_RECEIVED_MS = 2, 8 + 4, 8 + 12
+_TCP_INFO: Final = struct.Struct("=8B13I84xI")
+"""The beginning of Linux's `struct tcp_info` (linux/tcp.h): one of the bytes and three of the words are of interest."""
+_RETRANSMITS, _UNACKED, _LAST_ACK_RECEIVED_MS, _NOT_SENT = 2, 8 + 4, 8 + 12, 8 + 13
 
 
 def set_options(sock: socket.socket) -> None:
@@ -34,8 +34,15 @@ def set_options(sock: socket.socket) -> None:
 
 def silent_s(sock: socket.socket) -> float:
     """Seconds for which the other side has owed an acknowledgement; 0 when it owes none or nobody can say."""
+    return unacknowledged_s(sock) or 0.0
+
+
+def unacknowledged_s(sock: socket.socket) -> float | None:
+    """The same, but None when the kernel holds nothing that is still to be acknowledged, and where nobody can say."""
     fields = _account(sock)
-    return fields[_LAST_ACK_RECEIVED_MS] / 1000 if fields is not None and _owes(fields) else 0.0
+    if fields is None or not (fields[_UNACKED] or fields[_NOT_SENT]):
+        return None
+    return fields[_LAST_ACK_RECEIVED_MS] / 1000 if _owes(fields) else 0.0
 
 
 def acknowledges(sock: socket.socket) -> bool | None:
@@ -53,6 +60,8 @@ def _account(sock: socket.socket) -> tuple[int, ...] | None:
     if sys.platform != "linux":
         return None
     try:
-        return _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        account = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except (OSError, ValueError):  # a socket that the event loop has closed: uvloop raises either
         return None
+    # A kernel before 4.6 does not count what it has not sent yet: taken for none.
+    return _TCP_INFO.unpack(account.ljust(_TCP_INFO.size, b"\0"))

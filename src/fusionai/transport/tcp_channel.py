@@ -21,7 +21,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.addresses import way_to
 from fusionai.transport.bulk import Bulk
 from fusionai.transport.credentials import Credentials
-from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, acknowledges, set_options, silent_s
+from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, acknowledges, set_options, unacknowledged_s
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Role
 from fusionai.transport.link_figures import UNKNOWN, LinkFigures, tcp_figures
@@ -100,6 +100,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             if body_bytes <= SMALL_BODY_BYTES:
                 await self._small_turn(len(head) + body_bytes)
                 transport.write(_joined(head, tensors))
+                self._watch_over()
             else:
                 await self._send_large(transport, head, tensors)
             self.stats.sent_frames += 1
@@ -120,6 +121,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 return False
             upload.take(len(head) + body_bytes, now_s)
         transport.write(_joined(head, tensors))
+        self._watch_over()
         self.stats.sent_frames += 1
         self.stats.sent_bytes += len(head) + body_bytes
         return True
@@ -155,7 +157,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
         if self.way != "relay":
             self.way = way_to(host)
-        self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
+        self._watch_over()
         tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
         try:
             remote = self._credentials.remote(tls.getpeercert(binary_form=True))
@@ -215,17 +217,25 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
 
     # The rest.
 
+    def _watch_over(self) -> None:
+        """Look for life until all that has been written is acknowledged. Keep-alive probes watch an idle connection."""
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
+
     def _look_for_life(self) -> None:
         """Once a second: drop the connection when the other side has gone without a word."""
+        self._watch = None
         if self._transport is None or self._gone.is_set():
             return
         sock = self._transport.get_extra_info("socket")
         if sock is None:  # asyncio has lost it in this very turn of the loop; `connection_lost` comes next
             return
-        if silent_s(sock) > DEAD_AFTER_S:
+        owed_s = unacknowledged_s(sock)
+        if owed_s is not None and owed_s > DEAD_AFTER_S:
             self._fail(ChannelClosed(f"the other side has acknowledged nothing for {DEAD_AFTER_S:g} s."))
             return
-        self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
+        if owed_s is not None or self._transport.get_write_buffer_size() or not self._writable.is_set():
+            self._watch_over()
 
     async def _small_turn(self, nbytes: int) -> None:
         """Until a small frame may go."""
@@ -254,6 +264,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                     if upload is not None:
                         await self._wait(upload.take(piece.nbytes, asyncio.get_running_loop().time()))
                     transport.write(piece)
+                    self._watch_over()
                     self._slices += 1
                     if not self._writable.is_set():
                         await self._until_writable()
@@ -299,6 +310,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
+            self._watch_over()
 
     def _abort(self) -> None:
         if self._transport is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from typing import cast
 
 import pytest
 
-from fusionai.transport.dead_paths import acknowledges, silent_s
+from fusionai.transport.dead_paths import acknowledges, silent_s, unacknowledged_s
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other platforms give no account of a connection")
 
@@ -31,3 +32,15 @@ def test_nobody_can_say_anything_of_a_closed_socket():
     sock.close()
     for closed in (sock, cast("socket.socket", ClosedByUvloop())):
         assert (acknowledges(closed), silent_s(closed)) == (None, 0.0)
+
+
+def test_what_a_full_reader_leaves_unsent_is_still_to_be_acknowledged():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        accepted, _ = server.accept()
+        with accepted:
+            assert unacknowledged_s(near) is None
+            near.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    near.send(b"x" * 65_536)
+            assert unacknowledged_s(near) == 0.0
