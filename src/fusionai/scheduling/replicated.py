@@ -20,6 +20,7 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
+from fusionai.scheduling.cut_bits import dependence
 from fusionai.scheduling.guards import with_guards
 from fusionai.scheduling.pace import paced
 from fusionai.scheduling.planner import plan as one_chain
@@ -94,6 +95,7 @@ def _of(problem: Problem, count: int, chained: Plan | None) -> Plan:
         )
     found = _joined(whole, groups)
     _check_owner(whole, found)
+    found = msgspec.structs.replace(found, warnings=dependence(found, whole))
     return with_guards(_against(found, chained), whole)
 
 
@@ -191,4 +193,4 @@ def _against(found: Plan, chained: Plan | None) -> Plan:
             f"One chain of stages would be faster than {found.replicas} replicas: "
             f"{format_speed(chained.tokens_per_s)} tokens/s instead of {format_speed(speed)}."
         )
-    return msgspec.structs.replace(found, single_peer_tokens_per_s=alone, warnings=tuple(warnings))
+    return msgspec.structs.replace(found, single_peer_tokens_per_s=alone, warnings=(*warnings, *found.warnings))

@@ -11,10 +11,10 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as one_chain
 from fusionai.scheduling.prediction import predict
 from fusionai.scheduling.reduction import reduction_s
-from fusionai.scheduling.replicated import plan, with_replicas
+from fusionai.scheduling.replicated import _chained, _of, plan, with_replicas
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.takeover import Waiting, replaced
-from fusionai.scheduling.types import Link, Plan, Problem
+from fusionai.scheduling.types import Link, Plan, Problem, SharedWeight
 from harness.examples import examples
 from harness.told_pool import problem, profile
 
@@ -93,6 +93,15 @@ def test_where_fewer_would_be_faster_it_says_so() -> None:
     blocks = tuple(msgspec.structs.replace(block, trainable_bytes=10**7) for block in made.blocks)
     warnings = plan(msgspec.structs.replace(made, blocks=blocks)).warnings
     assert any("One chain of stages would be faster than 2 replicas" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_replicas_whose_stages_share_a_weight_say_that_bits_depend_on_the_cut(chained: bool) -> None:
+    """Whether or not one chain would fit, which the plan is held against otherwise."""
+    shared = SharedWeight(key="embed.weight", nbytes=4000, blocks=(0, 3))
+    made = msgspec.structs.replace(pool(1, 1, 1, 1, stages=2), shared_weights=(shared,))
+    found = _of(made, 2, _chained(made) if chained else None)
+    assert len([warning for warning in found.warnings if "bits depend on the cut" in warning]) == 1
 
 
 @pytest.mark.parametrize(
