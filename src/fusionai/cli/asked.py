@@ -49,6 +49,8 @@ class Asked:
     recompute: Lever = "auto"
     offload: Lever = "auto"
     offload_weights: Lever = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """What a training job computes products in. In bf16 more of a model's bits depend on the cut."""
     replicas: int | Literal["auto"] = 1
     """Of a training job, whose gradients are summed at every step."""
     privacy: PrivacyLevel = "open"
@@ -99,7 +101,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             offload=asked.offload,
             offload_weights=asked.offload_weights,
             replicas=asked.replicas,
-            shared_weights=shared_weights(graph, asked.microbatches, half_floats=False),
+            shared_weights=shared_weights(graph, asked.microbatches, half_floats=asked.precision == "bf16"),
         )
     problem = msgspec.structs.replace(problem, roles=roles)
     pools = middle(problem)

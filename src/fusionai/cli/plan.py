@@ -73,6 +73,13 @@ FASTER: Final = 1.01
     show_default=True,
     help="How activations and gradients of a training job travel between stages.",
 )
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="What a training job computes products in: in bf16 more results depend on the cut, and the plan says which.",
+)
 @lora_option
 @click.option(
     "--recompute",
@@ -143,6 +150,7 @@ def plan(
     microbatches: int,
     sequence: int,
     compression: Compression,
+    precision: Literal["fp32", "bf16"],
     lora: int | None,
     recompute: Lever,
     offload: Lever,
@@ -180,6 +188,8 @@ def plan(
         raise UsageError(
             "--offload-weights always asks for activations made again.", hint="Take --recompute auto or always."
         )
+    if task == "serve" and precision != "fp32":
+        raise UsageError("--precision is for --task train.", hint="Take --weights for a served model's precision.")
     if task == "serve" and lora is not None:
         raise UsageError("--lora is for --task train.")
     if task == "serve" and replicas != 1:
@@ -199,6 +209,7 @@ def plan(
         takeover=numerics(takeover),
         served=served,
         compression=compression,
+        precision=precision,
         recompute=recompute,
         offload=offload,
         offload_weights=offload_weights,

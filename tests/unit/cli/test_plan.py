@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from fusionai.cli import asked as asked_module
 from fusionai.cli import plan as plan_command
-from fusionai.cli.asked import Asked
+from fusionai.cli.asked import Asked, problem_of
 from fusionai.cli.main import main
+from fusionai.cli.pool_file import read_pool
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions
 from fusionai.ir.schema import Graph
+from fusionai.scheduling.types import SharedWeight
+from harness.stand import layers
 
 POOL = """
 [[peers]]
@@ -403,6 +408,25 @@ def test_where_computing_holds_it_up_none_is(graph: None, files: Path, capsys: p
 def test_serving_has_no_compression(files: Path, capsys: pytest.CaptureFixture[str]):
     assert planned(files, "--task", "serve", "--compression", "int8") == 2
     assert "--compression is for --task train" in capsys.readouterr().err
+
+
+def test_serving_has_no_precision_of_training(files: Path, capsys: pytest.CaptureFixture[str]):
+    assert planned(files, "--task", "serve", "--precision", "bf16") == 2
+    assert "--precision is for --task train" in capsys.readouterr().err
+
+
+def test_in_bf16_more_of_the_bits_depend_on_the_cut(monkeypatch: pytest.MonkeyPatch, files: Path):
+    halved: list[bool] = []
+
+    def noted(graph: Graph, microbatches: int, *, half_floats: bool) -> tuple[SharedWeight, ...]:
+        halved.append(half_floats)
+        return ()
+
+    monkeypatch.setattr(asked_module, "shared_weights", noted)
+    pool = read_pool(files / "ownerless.toml")
+    for precision in ("fp32", "bf16"):
+        problem_of(layers(), pool, replace(ASKED, precision=precision))
+    assert halved == [False, True]
 
 
 def test_weights_away_are_for_training_and_ask_for_activations_made_again(
