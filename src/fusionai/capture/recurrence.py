@@ -1,9 +1,9 @@
 """State-space and linear-attention layers as semantic operators, put in the place of transformers' own loops.
 
 Transformers computes these layers by fused kernels, or without them by loops over positions or blocks of them, which a
-trace would unroll to one length. Its modules call them by a few names, alike in all models. Decides what stands there instead while a
-module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a call asks for
-beyond those is refused.
+trace would unroll to one length. Its modules call them by a few names, alike in all models. Decides what stands there
+instead while a module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a
+call asks for beyond those is refused.
 
 Neighbours: `capture.capture` traces within `semantic_recurrences`, `capture.lowering` turns the operators into the
 IR's, backends implement them.
@@ -146,8 +146,8 @@ def _lightning_attention(
     joined = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
         joined = (joined * attention_mask[:, :, None]).to(hidden_states.dtype)
-    # Filled up to whole blocks by looking rows up: a trace can't tell how much a pad of unknown size would add. There is
-    # a block more than it takes, as a trace would treat a sequence of one block apart from all others.
+    # Filled up to whole blocks by looking rows up: a trace can't tell how much a pad of unknown size would add. There
+    # is a block more than it takes, as a trace would treat a sequence of one block apart from all others.
     blocks = (length + size - 1) // size + 1
     ended = torch.cat((joined, joined.new_zeros(batch, 1, joined.shape[2])), dim=1)
     rows = torch.arange(blocks, device=ended.device)[:, None] * size + torch.arange(size, device=ended.device)
