@@ -48,7 +48,7 @@ from fusionai.storage.atomic import write_atomic
 from fusionai.training.outer import RoundDone
 from fusionai.training.progress import StepDone
 from fusionai.wire.codecs import Compression, Exchanged, bytes_on_link
-from planner_pools import BYTES_PER_PARAMETER, DEVICES, GB, MODELS, POOL_ROLES, REACHED, TOKENS
+from random_pools import BYTES_PER_PARAMETER, DEVICES, GB, MODELS, POOL_ROLES, REACHED, TOKENS
 
 CODECS: Final[tuple[Compression, ...]] = ("none", "int8", "adaptive")
 LOCAL: Final = "local updates"
@@ -192,7 +192,7 @@ def simulated() -> list[dict[str, Any]]:
 
 
 def homes(model: str, bytes_per_s: float, latency_s: float, codec: Compression) -> Problem:
-    """Blocks as in `planner_pools`, with float32 across cuts."""
+    """Blocks as in `random_pools`, with float32 across cuts."""
     layers, width, squares = MODELS[model]
     parameters = squares * width**2
     crossing_bytes = 4 * TOKENS * width

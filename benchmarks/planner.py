@@ -13,7 +13,7 @@
     lines      several serving lines side by side, 64 and 500 peers: gain over one, gap to the bound
     churn      peers come and go: gap, movement, time per event
 
-Pools mix consumer devices (`planner_pools`), uplinks from 50 to 1000 Mbit/s. Times are CPU seconds of this process, one
+Pools mix consumer devices (`random_pools`), uplinks from 50 to 1000 Mbit/s. Times are CPU seconds of this process, one
 thread; what compiling or loading compiled loops took is told apart (`first`).
 """
 
@@ -43,7 +43,7 @@ from fusionai.scheduling.planner import plan
 from fusionai.scheduling.replanning import Keeper
 from fusionai.scheduling.swarm import swarm_of
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
-from planner_pools import MODELS, alike_pool, serving_pool, training_pool
+from random_pools import MODELS, alike_pool, serving_pool, training_pool
 
 Result = dict[str, Any]
 Value = TypeVar("Value")

@@ -1,4 +1,4 @@
-"""Random pools and models for `planner.py`: mixed consumer devices, homes' uplinks, language models of three sizes."""
+"""Random pools and models for `planner.py`, `homes.py`: consumer devices, uplinks of homes, three language models."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.relaxation_kernels import Floats, Ground, Integers, arcs, before, priced, through
 
 PAIRED: Final = 72
-"""Kinds up to which each pair's hop counts as it is; of more kinds as access links say."""
+"""Kinds up to which each pair's hop counts as it is; of more kinds as access links say at least."""
 HALVINGS: Final = 8
 """Of the largest period: boxes to begin with."""
 ROUNDS: Final = 40
@@ -276,7 +276,7 @@ class Relaxation:
 
     def _spend(self, kinds: int, rounds: int) -> None:
         length, ways = self._pipeline.chain.length, len(self._pipeline.ways)
-        paired = kinds * kinds if kinds <= PAIRED else 16 * kinds
+        paired = kinds * kinds if kinds <= PAIRED else 4 * kinds
         stages = kinds * length * length / 2
         self.effort += stages * (2 + ways) + (rounds + 2) * (stages + length * paired)
 

@@ -52,7 +52,7 @@ class Ground(NamedTuple):
     room: Integers
     """[N]: machines of the kind."""
     bandwidth: Floats
-    """[N, N], or empty: then hops cost what access links say."""
+    """[N, N], or empty: then hops cost what access links say at least."""
     hop_latency_s: Floats
     """[N, N]: there and back, or empty."""
     last_there_s: Floats
@@ -175,9 +175,22 @@ def after(ground: Ground, cut: int, limit_s: float, first_s: Floats, behind_s: F
                     best_s = min(best_s, there_s + back_s + ground.hop_latency_s[kind, other] + first_s[other])
             behind_s[kind, cut] = best_s
         return
-    found_s = crossed(ground, first_s, there, back, limit_s)
+    # Each transfer takes at least what either end's line takes: the best of each choice of ends.
+    neither = up = down = both = np.inf
+    for other in range(kinds):
+        if first_s[other] == np.inf:
+            continue
+        far_s = first_s[other] + ground.latency_s[other]
+        up_s, down_s = back / ground.up[other], there / ground.down[other]
+        if max(up_s, down_s) > limit_s:
+            continue
+        neither, up = min(neither, far_s), min(up, far_s + up_s)
+        down, both = min(down, far_s + down_s), min(both, far_s + up_s + down_s)
     for kind in range(kinds):
-        behind_s[kind, cut] = found_s[kind]
+        up_s, down_s = there / ground.up[kind], back / ground.down[kind]
+        if max(up_s, down_s) <= limit_s:
+            least_s = max(max(neither + up_s + down_s, up + up_s), max(down + down_s, both))
+            behind_s[kind, cut] = least_s + ground.latency_s[kind]
 
 
 def ahead(ground: Ground, cut: int, limit_s: float, ending_s: Floats, before_s: Floats) -> None:
@@ -198,65 +211,21 @@ def ahead(ground: Ground, cut: int, limit_s: float, ending_s: Floats, before_s: 
                     best_s = min(best_s, there_s + back_s + ground.hop_latency_s[kind, other] + ending_s[other])
             before_s[kind, cut] = best_s
         return
-    found_s = crossed(ground, ending_s, back, there, limit_s)
-    for kind in range(kinds):
-        before_s[kind, cut] = found_s[kind]
-
-
-def crossed(ground: Ground, other_s: Floats, up_bytes: float, down_bytes: float, limit_s: float) -> Floats:
-    """[N]: least of a hop to another kind and what that one takes, `other_s`; `up_bytes` leave over the kind's uplink,
-    `down_bytes` come over its downlink. A transfer takes as long as the slower of both ends' lines, so that of all
-    others only those count that no other one beats in what it takes, its downlink and its uplink."""
-    kinds = ground.speed.shape[0]
-    far_s = np.empty(kinds)
-    front = np.empty(kinds, dtype=np.int64)
-    count = 0
+    neither = up = down = both = np.inf
     for other in range(kinds):
-        far_s[other] = other_s[other] + ground.latency_s[other]
-        if far_s[other] == np.inf or max(up_bytes / ground.down[other], down_bytes / ground.up[other]) > limit_s:
-            far_s[other] = np.inf
+        if ending_s[other] == np.inf:
             continue
-        beaten = False
-        for place in range(count):
-            one = front[place]
-            if no_worse(ground, far_s, one, other):
-                # What beats one beats the next as a rule.
-                front[place], front[0] = front[0], one
-                beaten = True
-                break
-        if beaten:
-            continue
-        stay = 0
-        for place in range(count):
-            if not no_worse(ground, far_s, other, front[place]):
-                front[stay] = front[place]
-                stay += 1
-        front[stay] = other
-        count = stay + 1
-    in_front = np.zeros(kinds, dtype=np.bool_)
-    for place in range(count):
-        in_front[front[place]] = True
-    found_s = np.full(kinds, np.inf)
-    for kind in range(kinds):
-        up_s, down_s = up_bytes / ground.up[kind], down_bytes / ground.down[kind]
+        far_s = ending_s[other] + ground.latency_s[other]
+        up_s, down_s = there / ground.up[other], back / ground.down[other]
         if max(up_s, down_s) > limit_s:
             continue
-        # One that is alone of its kind needs another, whom it may have beaten.
-        alone = in_front[kind] and ground.room[kind] < 2
-        best_s = np.inf
-        for place in range(kinds if alone else count):
-            other = place if alone else front[place]
-            if far_s[other] + up_s + down_s >= best_s or (alone and other == kind):
-                continue
-            there_s = max(up_s, up_bytes / ground.down[other])
-            back_s = max(down_s, down_bytes / ground.up[other])
-            best_s = min(best_s, far_s[other] + there_s + back_s)
-        found_s[kind] = best_s + ground.latency_s[kind]
-    return found_s
-
-
-def no_worse(ground: Ground, far_s: Floats, one: int, other: int) -> bool:
-    return far_s[one] <= far_s[other] and ground.down[one] >= ground.down[other] and ground.up[one] >= ground.up[other]
+        neither, up = min(neither, far_s), min(up, far_s + up_s)
+        down, both = min(down, far_s + down_s), min(both, far_s + up_s + down_s)
+    for kind in range(kinds):
+        up_s, down_s = back / ground.up[kind], there / ground.down[kind]
+        if max(up_s, down_s) <= limit_s:
+            least_s = max(max(neither + up_s + down_s, up + up_s), max(down + down_s, both))
+            before_s[kind, cut] = least_s + ground.latency_s[kind]
 
 
 def suffixes(ground: Ground, cost: Floats, limit_s: float, prices_s: Floats) -> tuple[Floats, Floats]:
@@ -319,7 +288,8 @@ def traced(
     path: Integers,
     starts: Integers,
 ) -> int:
-    """The cheapest chain itself into `path` and `starts`, by the sums that made it; returns its stages."""
+    """The cheapest chain itself into `path` and `starts`, by the sums that made it; returns its stages. Where hops are
+    only bounded, the next kind is one of those with the least."""
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
     count = 0
@@ -346,9 +316,11 @@ def traced(
             best_s = np.inf
             following = kind
             for other in range(kinds):
-                if begun_s[other, end] >= best_s or (kind == other and ground.room[kind] < 2):
+                if begun_s[other, end] >= best_s:
                     continue
                 if ground.bandwidth.shape[0] > 0:
+                    if kind == other and ground.room[kind] < 2:
+                        continue
                     there_s, back_s = there / ground.bandwidth[kind, other], back / ground.bandwidth[other, kind]
                     latency_s = ground.hop_latency_s[kind, other]
                 else:
