@@ -1,7 +1,8 @@
 """Writes the generated pages of this folder: `wire.md` (every message), `machines.md` (every state machine),
 `recipes.md` (every key of a recipe), `analysis.md` (many small machines against a few big ones) and `models.md` (which
-models and operators run; from what `benchmarks/universality.py` found, `models.json`) and `privacy.md` (what peers
-could reconstruct; from the audit that ships).
+models and operators run; from what `benchmarks/universality.py` found, `models.json`), `planning.md` (how good plans
+are; from what `benchmarks/planner_pools.py` found, `planning.json`) and `privacy.md` (what peers could reconstruct;
+from the audit that ships).
 
 `python docs/generate.py` writes them, `--check` says whether they are what the code says and writes nothing. Text
 above the marker of a page is written by hand and kept. Neighbours: `wire.messages`, `coordination`, `corpus.tables` and
@@ -487,7 +488,34 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
         yield "| " + " | ".join(row) + " |"
 
 
+def planning_page() -> str:
+    """What `benchmarks/planner_pools.py` found, a row per kind of pool and a column per number of machines."""
+    found = json.loads((DOCS / "planning.json").read_text(encoding="utf-8"))
+    cells = {(row["kind"], row["peers"]): row["pools"] for row in found["rows"]}
+    kinds, sizes = dict.fromkeys(kind for kind, _ in cells), sorted({peers for _, peers in cells})
+    lines = ["| kind | " + " | ".join(f"{peers:,} machines" for peers in sizes) + " |", "|---|" + "---|" * len(sizes)]
+    for kind in kinds:
+        columns = (_pools_cell(cells[kind, peers]) if (kind, peers) in cells else "not tried" for peers in sizes)
+        lines.append(f"| {kind} | {' | '.join(columns)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _pools_cell(pools: Sequence[Mapping[str, Any]]) -> str:
+    gaps = sorted(100 * pool["gap"] for pool in pools if pool["gap"] is not None)
+    proven = sum(pool["exact"] for pool in pools)
+    without = len(pools) - len(gaps)
+    parts = ["proven" if proven == len(pools) else f"{proven} of {len(pools)} proven"]
+    if gaps and proven < len(gaps):
+        parts.append(f"gap up to {gaps[-1]:.2g} %" if gaps[-1] >= 0.01 else "gap below 0.01 %")
+    if without:
+        parts.append(f"{without} without a plan")
+    seconds = sorted(pool["seconds"] for pool in pools)
+    parts.append(f"{seconds[0]:.1f} to {seconds[-1]:.1f} s" if len(pools) > 1 else f"{seconds[0]:.1f} s")
+    return ", ".join(parts)
+
+
 GENERATED: Final = {
+    "planning.md": planning_page,
     "privacy.md": privacy_page,
     "models.md": models_page,
     "wire.md": wire_page,
