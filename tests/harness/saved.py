@@ -26,7 +26,7 @@ WIDE = 0.25
 """Of the weights of a model that is to answer: as initialised it would repeat one token."""
 NARROW = 0.02
 """Of matrices that begin as zeros. A router of zeros (afmoe) gives all experts one score, and torch leaves open which
-of equal scores `topk` takes: frameworks differ there, and so do torch's own devices."""
+of equal scores `topk` takes: frameworks differ there."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 19)
 
 
 def lightning() -> torch.nn.Module:
-    from transformers import MiniMaxConfig
+    from transformers.models.minimax.configuration_minimax import MiniMaxConfig
     from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
     torch.manual_seed(0)
