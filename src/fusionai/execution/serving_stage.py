@@ -135,8 +135,10 @@ class ServingStage:
 
     @property
     def reserved_bytes(self) -> int:
-        """With what will be retained once all pages are in use."""
-        return self._program.resident_bytes + retained_bytes(self._boundary, self.identity)
+        """With what will be retained once all pages are in use. A guard retains nothing: plans give it room for the
+        caches and retained rows of one stage, whichever it takes over, and for the weights of all."""
+        retained = retained_bytes(self._boundary, self.identity) if self.allocated else 0
+        return self._program.resident_bytes + retained
 
     def working(self, now_s: float) -> tuple[int, float] | None:
         """What `wire.Working` says, at a time on this machine's monotonic clock; None where nothing is to be said."""

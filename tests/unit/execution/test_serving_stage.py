@@ -337,6 +337,17 @@ def test_tensors_must_be_those_of_the_boundary():
     on_a_bench(work)
 
 
+def test_a_guard_reserves_no_memory_for_rows_that_it_does_not_retain():
+    """Or a spare that guards several stages, as the plan has it, would refuse the last one for want of memory."""
+
+    async def work(bench: Bench) -> None:
+        assert bench.stage.reserved_bytes > bench.program.resident_bytes
+        bench.stage.allocated = False
+        assert bench.stage.reserved_bytes == bench.program.resident_bytes
+
+    on_a_bench(work)
+
+
 def test_a_guard_computes_nothing():
     async def work(bench: Bench) -> None:
         bench.stage.allocated = False
