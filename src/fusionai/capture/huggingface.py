@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +142,7 @@ def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str
     known = set(config_class().to_dict()) | set(config_class.attribute_map) | _STORED_KEYS
     notes: list[str] = []
     for key in sorted(set(fields) - known):
-        if _has_effect(config_class, fields, key):
+        if _has_effect(config_class, fields, key) or _is_named_by_the_model(config_class, key):
             continue
         near = difflib.get_close_matches(key, sorted(known | _EARLIER_KEYS), n=1, cutoff=0.8)
         if near:
@@ -166,6 +168,19 @@ def _has_effect(config_class: type[PreTrainedConfig], fields: Mapping[str, Any],
         return False
     read = {name: value for name, value in with_it.to_dict().items() if name != key}
     return read != {name: value for name, value in without.to_dict().items() if name != key}
+
+
+def _is_named_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
+    """Whether the model's own code, or that of rotary embeddings, names a field that its configuration does not list,
+    such as Qwen3-MoE's `head_dim`."""
+    model = config_class.__module__.replace(".configuration_", ".modeling_")
+    for module in (model, "transformers.modeling_rope_utils"):
+        found = find_spec(module)
+        if found is not None and found.origin is not None:
+            code = Path(found.origin).read_text(encoding="utf-8")
+            if re.search(rf"\b{re.escape(key)}\b", code):
+                return True
+    return False
 
 
 def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fusionai.capture.huggingface import resolve
 from fusionai.capture.source import ConfigSource
@@ -25,6 +26,14 @@ def test_a_field_without_effect_is_reported_and_no_other(fields: dict[str, objec
     assert made.notes == notes
     if "rope_theta" in fields:
         assert made.config.rope_parameters["rope_theta"] == 500_000.0
+
+
+def test_a_field_that_only_the_model_s_code_reads_has_an_effect():
+    fields = {"model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = resolve(ConfigSource({**fields, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 64}))
+    assert made.notes == ()
+    with torch.device("meta"):
+        assert made.construct_plain().get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (128, 32)
 
 
 def test_a_misspelt_field_is_refused_with_the_nearest():
