@@ -22,7 +22,6 @@ from typing import Any, Final, TextIO
 
 import torch
 from torch import fx, nn
-from torch._C import DispatchKey
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,6 +38,7 @@ from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
 from fusionai.capture.draws import draws, uniform
 from fusionai.capture.fourier import Fourier
 from fusionai.capture.rearranging import rearranging
+from fusionai.capture.recurrent_layers import recurrent_layers
 from fusionai.capture.resizing import resizing
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.primitives.errors import ModelError
@@ -89,9 +89,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         **rearranging(),
         **resizing(),
         **draws(uniform),
+        **recurrent_layers(),
     }
-    for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
-        table[packet.input] = packet.input.py_kernels[DispatchKey.CompositeImplicitAutograd]
     return {**composed(), **table}
 
 

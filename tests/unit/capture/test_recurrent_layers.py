@@ -1,0 +1,44 @@
+"""Stacked recurrent layers drop between the layers as PyTorch's own do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import capture
+from fusionai.capture.self_check import self_check
+from fusionai.capture.source import FactorySource
+from harness.cut_training import SEED, Problem, Stages, cuts, plain_gradients
+
+pytestmark = pytest.mark.slow
+
+
+class _Net(nn.Module):
+    def __init__(self, kind: type[nn.GRU | nn.LSTM], directions: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(16 * directions, 1)
+        self.rnn = kind(8, 16, num_layers=2, dropout=0.25, batch_first=True, bidirectional=directions == 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.last(self.rnn(self.first(x))[0]).square().mean()}
+
+
+@pytest.mark.parametrize(("kind", "directions"), [(nn.GRU, 1), (nn.LSTM, 2)])
+def test_dropout_between_layers_is_in_the_graph(kind: type[nn.GRU | nn.LSTM], directions: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = tuple({"x": torch.randn(4, 3, 8, generator=generator)} for _ in range(2))
+    source = FactorySource(lambda: _Net(kind, directions))
+    captured = capture(source, task="module_loss", batch=(1, 8), seed=SEED, example_inputs=batches[0])
+    assert [node.kwargs["p"] for node in captured.graph.nodes if node.op == "fusion.dropout"] == [0.25]
+    self_check(captured)
+    # Asserts that the module draws exactly the graph's masks.
+    problem = Problem(captured, batches)
+    losses, gradients = plain_gradients(problem)
+    for stages in (1, 2):
+        for _, partition in cuts(captured.graph, stages, scattered=0):
+            found_losses, found = Stages(problem, partition, [TorchBackend("cpu", threads=1)]).step()
+            assert found_losses == pytest.approx(losses, rel=1e-6)
+            # PyTorch's fused steps add a gradient's terms in another order.
+            torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-7)
