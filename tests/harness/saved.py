@@ -41,14 +41,19 @@ class Saved:
         return DirectorySource(self.directory, self.model.architecture)
 
     def loaded(self, directory: Path | None = None) -> nn.Module:
-        """By `from_pretrained`, as transformers runs it; of another directory, if given."""
+        """By `from_pretrained`, as transformers runs it; of another directory, if given. What the model's class keeps
+        from training (Whisper's positions of sound) is kept from it: `from_pretrained` forgets that."""
         plain: Any = self.model.construct_plain()
-        return type(plain).from_pretrained(
+        module = type(plain).from_pretrained(
             directory or self.directory,
             config=plain.config,
             attn_implementation=plain.config._attn_implementation,
             dtype=torch.float32,
         )
+        trained = {name: parameter.requires_grad for name, parameter in plain.named_parameters()}
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trained[name])
+        return module
 
 
 def saved(
