@@ -35,10 +35,12 @@ from fusionai.capture.complex_parts import real_parts
 from fusionai.capture.complex_rules import RULES
 from fusionai.capture.composition import composed
 from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
+from fusionai.capture.distributions import unchecked_arguments
 from fusionai.capture.draws import draws, uniform
 from fusionai.capture.fourier import Fourier
 from fusionai.capture.rearranging import rearranging
 from fusionai.capture.recurrent_layers import recurrent_layers
+from fusionai.capture.refusals import refused_by_name
 from fusionai.capture.resizing import resizing
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.primitives.errors import ModelError
@@ -64,7 +66,14 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     with warnings.catch_warnings(), _no_collection(), _fake_parameters(task) as mode, tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         try:
-            with _own_words(), watched_gradients() as gradients, both_modes(task.module), Fourier():
+            with (
+                _own_words(),
+                watched_gradients() as gradients,
+                both_modes(task.module),
+                unchecked_arguments(),
+                refused_by_name(),
+                Fourier(),
+            ):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
             program = program.run_decompositions(decompositions())
@@ -128,7 +137,7 @@ def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mappin
     # Statistics must not move, and they would if the module trained.
     task.eval()
     try:
-        with _fake_parameters(task) as mode, watched_gradients(), mode, torch.no_grad():
+        with _fake_parameters(task) as mode, watched_gradients(), unchecked_arguments(), mode, torch.no_grad():
             result = task({spec.name: torch.zeros(_shape(spec, sizes), dtype=spec.dtype) for spec in inputs})
         return tuple(next(iter(result.values())).shape)
     except ModelError:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn.utils import parametrizations
 
 from fusionai.backends.interface import Call
@@ -82,6 +83,13 @@ def _gathered(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x).scatter(1, order, x.gather(1, order)) + x.scatter_add(1, order, x).cumprod(1)
 
 
+def _variational(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    mean, log_variance = x.chunk(2, -1)
+    latent = Normal(mean, (0.5 * log_variance).exp())
+    prior = Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    return latent.rsample().tanh() + latent.log_prob(mean.tanh()) + kl_divergence(latent, prior)
+
+
 def _statistics(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     deviation, mean = torch.std_mean(x, -1)
     low, high = torch.aminmax(x, dim=1)
@@ -120,6 +128,7 @@ MODULES: dict[str, Ordinary] = {
     "spectral_norm by a hook": Ordinary(lambda: nn.utils.spectral_norm(nn.Linear(8, 5)), FLAT),
     "weight_norm": Ordinary(lambda: parametrizations.weight_norm(nn.Linear(8, 5)), FLAT),
     "BatchNorm2d twice": Ordinary(lambda: nn.BatchNorm2d(4), IMAGE, _twice),
+    "distributions": does(_variational),
     "einsum": does(lambda _, x: torch.einsum("bsd,btd->bst", x, x.tanh()), ROWS),
     "assignments": does(_put),
     "scatter and gather": does(_gathered),
