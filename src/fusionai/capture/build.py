@@ -262,6 +262,8 @@ def _build_on_meta(
     for key, parameter in module.named_parameters():
         if not parameter.is_meta:
             raise RuntimeError(f"the parameter {key} got round registration")
+        if id(parameter) not in registration.indices:
+            raise RuntimeError(f"the parameter {key} is a copy, as copy.deepcopy makes")
         programs[key] = watch.program(parameter)
         registered[key] = registration.indices[id(parameter)]
     for key, buffer in module.named_buffers():
