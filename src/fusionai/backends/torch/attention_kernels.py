@@ -49,16 +49,14 @@ WIDE: Final = _VECTORS * LANES
 """Lanes that are computed together."""
 KEYS: Final = 192
 """Of a block: whole tiles of every shape."""
-SWEEP: Final = 512
-"""Lanes that share a copied block."""
 
 
 class Place(IntEnum):
     """What stands where in the description of a call; addresses and steps in bytes.
 
     Queries are [positions, heads, width], results float32 [positions, heads, value width], both of one span. A key
-    head's `SWEEP` lanes, which share what is copied, are an item; a call computes items `FIRST` to `END`. `WINDOW` and
-    `CAPACITY` are 0 without a window."""
+    head's lanes, `SWEEP` at a time, share what is copied and are an item; a call computes items `FIRST` to `END`.
+    `WINDOW` and `CAPACITY` are 0 without a window."""
 
     QUERIES = 0
     QUERY_POSITION_STEP = 1

@@ -3,8 +3,7 @@
 Of each format two figures: operations per second of a piece of a prompt, and bytes of weights per second that a single
 row reads. On a CPU one row multiplies by the same small matrix laid out many times, more than a processor's own caches
 hold. Attention is that of a piece of a prompt to what is before it, which long prompts mostly take. Takes some 0.3 s.
-Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with
-the figures.
+Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with the figures.
 """
 
 from __future__ import annotations
