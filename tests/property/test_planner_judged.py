@@ -8,8 +8,13 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling import relaxation
 from fusionai.scheduling.compiled import available
+from fusionai.scheduling.ends import with_front
+from fusionai.scheduling.limits import Limits
+from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.relaxation import Relaxation
 from fusionai.scheduling.types import Plan, Problem, RolePlacement
 from harness.judged_pools import KINDS, judged_pool, with_wishes
 from harness.planning_judge import best_single, judged
@@ -33,6 +38,47 @@ def test_no_plan_of_six_machines_is_beaten_and_no_bound_is_false(kind: str) -> N
     for seed in range(200):
         problem = judged_pool(kind, 1000 + seed, peers=3 + seed % 4, layers=3 + seed % 4)
         judge(problem if seed % 3 else with_wishes(problem, seed), f"{kind} {seed}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_of_many_kinds_of_machines_holds_where_the_optimum_is_known(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small pools, taken for large ones by the relaxation. It is given a longer step than the shortest: a bound above
+    the shortest step is then seen."""
+    judged_bounds = 0
+    for seed in range(25):
+        problem = judged_pool(kind, 500 + seed, peers=2 + seed % 5, layers=3 + seed % 4)
+        problem = msgspec.structs.replace(problem if seed % 4 else with_wishes(problem, seed), stages=None)
+        try:
+            best = plan(problem)
+        except PlanError:
+            continue
+        assert best.certificate.exact, f"{kind} {seed}"
+        with monkeypatch.context() as patched:
+            for name, value in (("PAIRED", 0), ("MANY", 1), ("LIKELY", 2)):
+                patched.setattr(relaxation, name, value)
+            bound_s = bound_of_all(problem, 1.3 * best.step_time_s)
+        assert 0 < bound_s <= best.step_time_s * (1 + ROUNDING), f"{kind} {seed}"
+        judged_bounds += 1
+    assert judged_bounds >= 10
+
+
+def bound_of_all(problem: Problem, known_s: float) -> float:
+    posed = with_front(problem)
+    pipeline = Pipeline(posed, posed.peers)
+    kept = pipeline.front is not None
+    required = 1 << pipeline.front if pipeline.front is not None else 0
+    proving = Relaxation(pipeline, Limits(fewest=1 + kept, most=len(problem.peers) + kept, required=required))
+    proving.narrow(known_s)
+    return proving.bound_s
+
+
+def test_where_the_ends_stay_with_the_owner_its_line_counts_among_many_machines() -> None:
+    """The owner's line holds the step up; counted for one end alone, the bound is twice as fast as any plan."""
+    certificate = plan(judged_pool("split", 3, peers=300, layers=32)).certificate
+    assert certificate.optimality_gap < 0.01
 
 
 def judge(problem: Problem, case: str) -> None:

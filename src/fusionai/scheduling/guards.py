@@ -115,6 +115,7 @@ class _Watch:
         self.spares = {spare.peer: spare for spare in spares}
         self.guard_of: dict[int, Guard] = {}
         self.guarded_by: defaultdict[str, list[StagePlacement]] = defaultdict(list)
+        self._operators = {stage.stage: costs.operators(stage) for stage in stages}
 
     def assigned(self) -> tuple[Guard, ...]:
         """In order of stages."""
@@ -180,7 +181,7 @@ class _Watch:
     def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
         """Why `peer` does not guard `stage` besides what it guards; None if it can."""
         spare, costs = self.spares[peer], self.costs
-        reason = refusal(costs.problem, spare, costs.operators(stage)) or unable_to_save(stage, spare)
+        reason = refusal(costs.problem, spare, self._operators[stage.stage]) or unable_to_save(stage, spare)
         if reason is not None:
             return reason
         if exact and not costs.exact(stage, spare):

@@ -7,9 +7,10 @@ None of it changes a bit of any result, so the planner may choose. Neighbours: `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
-from fusionai.scheduling.types import PeerProfile, Problem, StagePlacement
+from fusionai.scheduling.types import Lever, PeerProfile, Problem, StagePlacement
 from fusionai.wire.messages import Saving
 
 
@@ -102,6 +103,8 @@ def weights_bytes_per_s(peer: PeerProfile | None) -> float:
 
 def inability(levers: Levers, peer: PeerProfile) -> str | None:
     """What `peer` would have to do and can't, in words; None where it can."""
+    if levers == NO_LEVERS:
+        return None
     missing = [_CANT[name] for name in levers.names if name not in peer.savings]
     return f"its backend {peer.backend!r} can't {' or '.join(missing)}" if missing else None
 
@@ -122,11 +125,16 @@ def choices_of_problem(problem: Problem) -> tuple[Levers, ...]:
     and go ask for activations made again."""
     if problem.task != "train":
         return (NO_LEVERS,)
+    return _choices(problem.recompute, problem.offload, problem.offload_weights)
+
+
+@cache
+def _choices(recompute: Lever, offload: Lever, offload_weights: Lever) -> tuple[Levers, ...]:
     return tuple(
         Levers(recompute=again, offload=away, offload_weights=weights)
-        for weights in _CHOICES[problem.offload_weights]
-        for away in _CHOICES[problem.offload]
-        for again in _CHOICES[problem.recompute]
+        for weights in _CHOICES[offload_weights]
+        for away in _CHOICES[offload]
+        for again in _CHOICES[recompute]
         if again or not weights
     )
 

@@ -313,8 +313,11 @@ class Pipeline:
 
     def access_only(self, peer: int) -> bool:
         """Whether every transfer of the peer takes its access link, whoever is next to it."""
-        name = self.peers[peer].peer
-        return name not in self._special and name != self.owner_id
+        return not self.has_own_links(peer) and self.peers[peer].peer != self.owner_id
+
+    def has_own_links(self, peer: int) -> bool:
+        """Whether the problem names a link between the peer and some other machine."""
+        return self.peers[peer].peer in self._special
 
     def alike(self, one: int, other: int) -> bool:
         """Whether two peers can be exchanged without changing any cost."""

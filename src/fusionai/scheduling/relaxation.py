@@ -34,11 +34,13 @@ HALVINGS: Final = 8
 """Of the largest period: boxes to begin with."""
 ROUNDS: Final = 40
 """Changes of prices per box."""
-FEW_ROUNDS: Final = 24
+FEW_ROUNDS: Final = 100
 """Of boxes with more kinds than `PAIRED`."""
 MANY: Final = 512
 """Kinds from which a change of prices takes so long that `LEAST_ROUNDS` must do until fewer matter."""
-LEAST_ROUNDS: Final = 6
+LIKELY: Final = 400
+"""Of so many kinds, those whose prices are raised first, without looking at the others."""
+LEAST_ROUNDS: Final = 2
 NARROW: Final = 5e-4
 """Of a step: what a box's periods and updates may differ by where dividing it further says little."""
 EFFORT: Final = 500_000_000
@@ -254,6 +256,8 @@ class Relaxation:
         if target_s == inf:
             rounds = 0  # prices have nowhere to go
         required = self._required[box.kinds]
+        if len(box.kinds) >= MANY and rounds > 0:
+            self._price_likely(box, cost, prices_s, target_s)
         transit_s, count, path, starts = compiled(priced)(
             ground, cost, box.high_s, self._limits.fewest, self._limits.most, required, prices_s, target_s, rounds
         )
@@ -269,7 +273,22 @@ class Relaxation:
         everyone[-1] = prices_s[-1]
         bound_s = max(box.bound_s, floor_s + max(float(transit_s), box.low_s))
         chain = tuple((int(box.kinds[path[k]]), int(starts[k])) for k in range(count))
-        return replace(box, kinds=box.kinds[stays], prices_s=everyone, bound_s=bound_s, path=chain)
+        likely_first = np.argsort(whole_s, kind="stable")
+        kinds = box.kinds[likely_first[stays[likely_first]]]
+        return replace(box, kinds=kinds, prices_s=everyone, bound_s=bound_s, path=chain)
+
+    def _price_likely(self, box: Box, cost: Floats, prices_s: Floats, target_s: float) -> None:
+        """Raise the prices of the kinds that short chains use, in place. Chains among these alone need a small part of
+        the time that a round over all kinds takes; every set of prices proves a bound."""
+        likely = self._required[box.kinds] | (prices_s[:-1] != 0)
+        likely[:LIKELY] = True
+        few = np.flatnonzero(likely)
+        ground, limits = self._among(box.kinds[few]), self._limits
+        few_s = np.append(prices_s[few], prices_s[-1])
+        required = self._required[box.kinds[few]]
+        compiled(priced)(ground, cost[few], box.high_s, limits.fewest, limits.most, required, few_s, target_s, ROUNDS)
+        prices_s[few], prices_s[-1] = few_s[:-1], few_s[-1]
+        self._spend(len(few), ROUNDS)
 
     def _prices_among(self, box: Box, kinds: Integers) -> Floats:
         return np.concatenate([box.prices_s[kinds], box.prices_s[-1:]])
@@ -327,7 +346,11 @@ def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Grou
     pinned, only, only_blocks = pipeline.pins.table(length)
     kind_of = {peer: number for number, members in enumerate(kinds) for peer in members}
     profiles = [pipeline.peers[int(peer)] for peer in first]
-    plain = [pipeline.access_only(int(peer)) or int(peer) == pipeline.front for peer in first]
+    paired = [pipeline.has_own_links(int(peer)) for peer in first]
+    plain = [
+        pipeline.access_only(int(peer)) or (int(peer) == pipeline.front and not own)
+        for peer, own in zip(first, paired, strict=True)
+    ]
     return Ground(
         flops=tables.flops,
         read_bytes=tables.read_bytes,
@@ -345,8 +368,11 @@ def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Grou
         commit_s=np.array([pipeline.commit_s[int(peer)] for peer in first]),
         up=np.array([pipeline.up[int(peer)] for peer in first]),
         down=np.array([pipeline.down[int(peer)] for peer in first]),
+        hop_up=np.array([one.uplink.bandwidth_bytes_per_s for one in profiles]),
+        hop_down=np.array([one.downlink.bandwidth_bytes_per_s for one in profiles]),
         latency_s=np.array([one.uplink.latency_s + one.downlink.latency_s for one in profiles]),
         plain=np.array(plain, dtype=np.bool_),
+        paired=np.array(paired, dtype=np.bool_),
         room=np.array([len(members) for members in kinds], dtype=np.int64),
         bandwidth=np.zeros((0, 0)),
         hop_latency_s=np.zeros((0, 0)),
@@ -365,17 +391,14 @@ def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Grou
 
 def _chosen(pipeline: Pipeline, ground: Ground, first: Integers, kinds: Integers) -> Ground:
     """The same for some kinds, with their pairs where they are few."""
-    up, down, latency_s = ground.up[kinds], ground.down[kinds], ground.latency_s[kinds]
-    plain = ground.plain[kinds]
+    hop_up, hop_down, latency_s = ground.hop_up[kinds], ground.hop_down[kinds], ground.latency_s[kinds]
     bandwidth = hop_latency_s = np.zeros((0, 0))
-    special = [place for place, kind in enumerate(kinds) if not pipeline.access_only(int(first[kind]))]
+    paired = ground.paired[kinds]
     if len(kinds) <= PAIRED:
         peers = [int(first[kind]) for kind in kinds]
-        wide = np.array([pipeline.peers[peer].uplink.bandwidth_bytes_per_s for peer in peers])
-        deep = np.array([pipeline.peers[peer].downlink.bandwidth_bytes_per_s for peer in peers])
-        bandwidth = np.minimum(wide[:, None], deep[None, :])
+        bandwidth = np.minimum(hop_up[:, None], hop_down[None, :])
         hop_latency_s = latency_s[:, None] + latency_s[None, :]
-        for one in special:
+        for one in np.flatnonzero(paired):
             for other in range(len(kinds)):
                 if one != other:
                     there, back = pipeline.hop(peers[one], peers[other]), pipeline.hop(peers[other], peers[one])
@@ -383,9 +406,8 @@ def _chosen(pipeline: Pipeline, ground: Ground, first: Integers, kinds: Integers
                     bandwidth[other, one] = back.bandwidth_bytes_per_s
                     hop_latency_s[one, other] = hop_latency_s[other, one] = there.latency_s + back.latency_s
     else:
-        up, down, latency_s = up.copy(), down.copy(), latency_s.copy()
-        up[special] = down[special] = inf
-        latency_s[special] = 0.0
+        hop_up[paired] = hop_down[paired] = inf
+        latency_s[paired] = 0.0
     place_of = {int(kind): place for place, kind in enumerate(kinds)}
     return ground._replace(
         able=ground.able[kinds],
@@ -395,10 +417,13 @@ def _chosen(pipeline: Pipeline, ground: Ground, first: Integers, kinds: Integers
         memory_bytes=ground.memory_bytes[kinds],
         busy_s=ground.busy_s[kinds],
         commit_s=ground.commit_s[kinds],
-        up=up,
-        down=down,
+        up=ground.up[kinds],
+        down=ground.down[kinds],
+        hop_up=hop_up,
+        hop_down=hop_down,
         latency_s=latency_s,
-        plain=plain,
+        plain=ground.plain[kinds],
+        paired=paired,
         room=ground.room[kinds],
         bandwidth=bandwidth,
         hop_latency_s=hop_latency_s,

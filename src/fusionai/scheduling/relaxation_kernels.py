@@ -45,10 +45,16 @@ class Ground(NamedTuple):
     commit_s: Floats
     up: Floats
     down: Floats
+    """[N]: bytes per second of the access link that are left for a stage's own transfers."""
+    hop_up: Floats
+    hop_down: Floats
+    """[N]: bytes per second of one transfer at most; inf where some pair has a link of its own."""
     latency_s: Floats
-    """[N]: of uplink and downlink together."""
+    """[N]: of uplink and downlink together; 0 where some pair has a link of its own and kinds are many."""
     plain: npt.NDArray[np.bool_]
     """[N]: every transfer takes the machine's access link."""
+    paired: npt.NDArray[np.bool_]
+    """[N]: some pair of the machine has a link of its own."""
     room: Integers
     """[N]: machines of the kind."""
     bandwidth: Floats
@@ -181,13 +187,13 @@ def after(ground: Ground, cut: int, limit_s: float, first_s: Floats, behind_s: F
         if first_s[other] == np.inf:
             continue
         far_s = first_s[other] + ground.latency_s[other]
-        up_s, down_s = back / ground.up[other], there / ground.down[other]
+        up_s, down_s = back / ground.hop_up[other], there / ground.hop_down[other]
         if max(up_s, down_s) > limit_s:
             continue
         neither, up = min(neither, far_s), min(up, far_s + up_s)
         down, both = min(down, far_s + down_s), min(both, far_s + up_s + down_s)
     for kind in range(kinds):
-        up_s, down_s = there / ground.up[kind], back / ground.down[kind]
+        up_s, down_s = there / ground.hop_up[kind], back / ground.hop_down[kind]
         if max(up_s, down_s) <= limit_s:
             least_s = max(max(neither + up_s + down_s, up + up_s), max(down + down_s, both))
             behind_s[kind, cut] = least_s + ground.latency_s[kind]
@@ -216,13 +222,13 @@ def ahead(ground: Ground, cut: int, limit_s: float, ending_s: Floats, before_s: 
         if ending_s[other] == np.inf:
             continue
         far_s = ending_s[other] + ground.latency_s[other]
-        up_s, down_s = there / ground.up[other], back / ground.down[other]
+        up_s, down_s = there / ground.hop_up[other], back / ground.hop_down[other]
         if max(up_s, down_s) > limit_s:
             continue
         neither, up = min(neither, far_s), min(up, far_s + up_s)
         down, both = min(down, far_s + down_s), min(both, far_s + up_s + down_s)
     for kind in range(kinds):
-        up_s, down_s = back / ground.up[kind], there / ground.down[kind]
+        up_s, down_s = back / ground.hop_up[kind], there / ground.hop_down[kind]
         if max(up_s, down_s) <= limit_s:
             least_s = max(max(neither + up_s + down_s, up + up_s), max(down + down_s, both))
             before_s[kind, cut] = least_s + ground.latency_s[kind]
@@ -324,8 +330,8 @@ def traced(
                     there_s, back_s = there / ground.bandwidth[kind, other], back / ground.bandwidth[other, kind]
                     latency_s = ground.hop_latency_s[kind, other]
                 else:
-                    there_s = max(there / ground.up[kind], there / ground.down[other])
-                    back_s = max(back / ground.up[other], back / ground.down[kind])
+                    there_s = max(there / ground.hop_up[kind], there / ground.hop_down[other])
+                    back_s = max(back / ground.hop_up[other], back / ground.hop_down[kind])
                     latency_s = ground.latency_s[other]
                 if max(there_s, back_s) > limit_s:
                     continue
