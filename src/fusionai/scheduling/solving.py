@@ -93,6 +93,7 @@ class _Solving:
         relaxation = Relaxation(self.whole, self.limits)
         small = self.whole.owner <= EXACT_PEERS
         for turn in range(TURNS):
+            proven_s = relaxation.bound_s if turn else 0.0
             relaxation.narrow(self._known_s, goal=0.0 if small else GOAL)
             if relaxation.bound_s >= self._known_s * (1 - EXACT):
                 break
@@ -104,7 +105,8 @@ class _Solving:
                 return self._done(self._known_s, SEARCHED)
             if not small and before_s > relaxation.bound_s * (1 + GOAL) and turn < TURNS - 1:
                 self._anneal(matter, relaxation)
-            if turn > 0 and not self._known_s < before_s * (1 - EXACT):
+            proves = relaxation.bound_s > proven_s * (1 + GOAL)
+            if turn > 0 and not proves and not self._known_s < before_s * (1 - EXACT):
                 break
         return self._done(relaxation.bound_s, RELAXED)
 
