@@ -7,7 +7,7 @@
 #   make test-levels  what is promised about bits, on other processors than this one
 #   make bench      side-by-side measurements
 #   make clients    what the test of litellm needs, 350 MB
-#   make docs       regenerate the generated pages
+#   make docs       regenerate the generated pages, then build the documentation as a site in `site/`
 
 PYTHON ?= python3
 VENV := .venv
@@ -73,3 +73,4 @@ clients: setup
 
 docs: setup
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
