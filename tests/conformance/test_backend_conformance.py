@@ -141,7 +141,7 @@ def test_a_backend_says_how_it_saves_memory_and_refuses_what_it_can_not(backend:
         if saving in report.savings:
             load(backend, options)
         else:
-            with pytest.raises(ExecutionError, match=r"machines with backend torch|can't be put elsewhere"):
+            with pytest.raises(ExecutionError, match=r"machines with backend torch|can't be offloaded"):
                 load(backend, options)
 
 
