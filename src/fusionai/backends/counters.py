@@ -15,7 +15,7 @@ number (`fusion.uniform`) is the first UNIFORM_BITS of u(i), as many as its dtyp
 [0, 1). Both multipliers are below 2**31, so the products fit into a signed 64-bit integer. Source of the mixer: C.
 Wellons, "Prospecting for hash functions", 2018 (two rounds of xor-shift-multiply).
 
-Neighbours: each backend's `dropout` computes the part that depends on the element.
+Neighbours: `torch.dropout`, `jax.dropout` and `onnxruntime.drawing` compute the part that depends on the element.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from dataclasses import dataclass
 from typing import Final
 
 FIRST_MULTIPLIER: Final = 0x21F0AAAD
+"""First multiplier of the mixer."""
 SECOND_MULTIPLIER: Final = 0x735A2D97
+"""Second multiplier of the mixer."""
 UNIFORM_BITS: Final = {"float64": 32, "float32": 24, "float16": 11, "bfloat16": 8}
+"""Bits of a random number per dtype: as many as the dtype's significand holds, at most 32."""
 _MASK: Final = 0xFFFF_FFFF
 
 

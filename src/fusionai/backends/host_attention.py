@@ -22,6 +22,7 @@ from fusionai.backends.paged_table import Span
 
 Array = npt.NDArray[Any]
 ALIGNMENT_BYTES: Final = 64
+"""Bytes of a cache line, to which operands of matrix products are aligned."""
 
 
 def cached_attention(

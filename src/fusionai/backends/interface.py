@@ -1,8 +1,8 @@
 """The backend interface: what a framework must implement to run stages (the paper's execution plane).
 
-Backends compute; jobs, networks and time belong to their callers. Implementations: `backends.torch`, `backends.jax`,
-`backends.onnxruntime`, `backends.null`; one conformance suite tests them. All calls block and come from one thread at a
-time. Tensors are passed in and out as `HostTensor`.
+Backends compute; jobs, networks and time belong to their callers. Each implementation has a folder in this package, and
+one conformance suite tests them all. All calls block and come from one thread at a time. Tensors are passed in and out
+as `HostTensor`.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class DeviceReport:
 
 
 NOTHING_BEGUN: Final[Mapping[str, HostTensor]] = MappingProxyType({})
+"""Default of `begun` in `StageProgram.backward`: no contributions of later stages."""
 
 
 class StageProgram(Protocol):

@@ -28,8 +28,11 @@ SMALL: Final = (32, 8, 1)
 """Width, tokens and rows of the small block: its arithmetic takes negligible time compared with calling its
 operators."""
 NARROW: Final = {"cpu": (128, 256, 1), "mps": (256, 512, 8), "cuda": (512, 1024, 16)}
+"""Width, tokens and rows of the narrow block per device: memory traffic is a large share of its time."""
 LARGE: Final = {"cpu": (512, 128, 1), "mps": (1024, 512, 1), "cuda": (2048, 1024, 1)}
+"""Width, tokens and rows of the wide block per device: matrix products dominate its time."""
 HEADS: Final = 8
+"""Attention heads of every block."""
 LEAST_PER_S: Final = 1e-9
 """Lower limit for a counted quantity (operations, calls or bytes) per second of run time. A smaller count is treated as
 this; dividing by it would otherwise overflow."""

@@ -127,9 +127,8 @@ class SessionTable:
         new = sum(number not in self._sessions for number in tables)
         if len(self._sessions) + new > self._options.sessions:
             raise ExecutionError(
-                f"{len(self._sessions)} sessions are here and {new} would join; there is room for "
-                f"{self._options.sessions}.",
-                hint="Forget sessions that are over.",
+                f"{len(self._sessions)} sessions exist and the pass adds {new}; the limit is {self._options.sessions}.",
+                hint="Forget finished sessions.",
             )
         return tables
 
@@ -164,15 +163,15 @@ class SessionTable:
             known = self._filled_positions(table)
         if start > known:
             raise ExecutionError(
-                f"session {segment.session} starts at position {start}, {known} are cached.",
-                hint="Compute its tokens from the beginning.",
+                f"session {segment.session} starts at position {start}, but {known} are cached.",
+                hint="Send its tokens from position 0 on.",
             )
         for window, capacity in self._windows.items():
             if start and max(0, start - window + 1) < session.written - capacity:
                 raise ExecutionError(
-                    f"session {segment.session} goes back to position {start}, but its window of {window} then reaches "
-                    f"positions that {session.written} have overwritten.",
-                    hint="Compute its tokens from the beginning.",
+                    f"session {segment.session} goes back to position {start}, but its window of {window} then needs "
+                    f"positions that its ring has overwritten: {session.written} were written.",
+                    hint="Send its tokens from position 0 on.",
                 )
 
     def _filled_positions(self, table: Sequence[int]) -> int:

@@ -194,7 +194,7 @@ class PartedServing(ServingBase):
     def _require_rows(self, value: str) -> None:
         shape = self._graph.values[value].shape
         if [dim for dim in shape if SEQUENCE in symbols_of(dim)] not in ([], [SEQUENCE]):
-            raise ExecutionError(f"value {value!r} of shape {list(shape)} can't be taken apart into rows.")
+            raise ExecutionError(f"value {value!r} of shape {list(shape)} can't be split into rows.")
 
     def _rows_of(self, name: str, value: Array, rows: Sequence[int], size: int) -> Array:
         """Return these rows, padded with zeros to `size` rows."""

@@ -63,7 +63,7 @@ def suited(device: str) -> str:
     there = [name for name in BACKENDS if find_spec(name) is not None]
     if not there:
         raise UsageError(
-            "no framework is installed that this machine could compute with.",
+            "no supported framework is installed.",
             hint=f"Install one: pip install {REQUIREMENTS['torch']}, or pip install {REQUIREMENTS['jax']}.",
         )
     has_cuda = any(find_spec(package) is not None for package in _JAX_CUDA)

@@ -18,7 +18,9 @@ from typing import Final
 from fusionai.primitives.environment import scratch_directory
 
 TRIED_BYTES: Final = 64 * 2**20
+"""Bytes written and read back; chosen."""
 PIECE_BYTES: Final = 512 * 2**10
+"""Bytes per write and read."""
 
 
 def scratch_bytes_per_s(directory: Path | None = None) -> float:

@@ -36,7 +36,7 @@ class ServingBase(ABC):
         """
         for node in graph.nodes:
             if node.op == RANDOM:
-                raise ExecutionError(f"{describe(node)}: a stage that serves draws no random numbers.")
+                raise ExecutionError(f"{describe(node)}: a serving stage can't draw random numbers.")
         self._graph = graph
         self._options = options
         self._layers = () if whole else layer_shapes(graph, options)
@@ -80,7 +80,7 @@ class ServingBase(ABC):
         fed = self._checked_inputs(segments, inputs, self._needed(names))
         positions = self._positions(segments, fed)
         if rows is not None and any(not 0 <= row < positions for row in rows):
-            raise ExecutionError(f"the pass has {positions} positions, rows up to {max(rows)} are wanted of it.")
+            raise ExecutionError(f"the pass has {positions} positions, but rows up to {max(rows)} are requested.")
         self.allocate()
         spans: tuple[Span, ...] = ()
         if self._keeps:
@@ -108,7 +108,7 @@ class ServingBase(ABC):
                 raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
         if self.missing:
             raise ExecutionError(
-                f"{len(self.missing)} weights are not here yet, among them {self.missing[0]}.",
+                f"{len(self.missing)} weights have not been imported, among them {self.missing[0]}.",
                 hint="Import them first.",
             )
         if wanted not in self._inputs:
@@ -133,15 +133,15 @@ class ServingBase(ABC):
         declarations."""
         for name in FROM_SEGMENTS:
             if name in inputs:
-                raise ExecutionError(f"{name} follow from the segments, they can't be given.")
+                raise ExecutionError(f"{name} is computed from the segments, it can't be an input.")
         length = sum(segment.length for segment in segments)
         if self._keeps and not segments:
-            raise ExecutionError("a stage with attention needs to know whose positions these are: no segment came.")
+            raise ExecutionError("a stage with attention needs at least one segment, got none.")
         if length > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
         fed = dict(inputs)
         if not segments and (missing := FROM_SEGMENTS & needed):
-            raise ExecutionError(f"the stage needs {min(missing)}: no segment came.")
+            raise ExecutionError(f"the stage computes {min(missing)} from segments, got none.")
         if POSITIONS in needed:
             fed[POSITIONS] = _positions_of(segments)
         if ADAPTERS in needed:
@@ -208,7 +208,7 @@ def _adapters_of(segments: Sequence[Segment], ranks: Sequence[int]) -> HostTenso
     at = 0
     for segment in segments:
         if segment.adapter > len(ranks):
-            raise ExecutionError(f"session {segment.session} wants adapter {segment.adapter}, there are {len(ranks)}.")
+            raise ExecutionError(f"session {segment.session} needs adapter {segment.adapter}, there are {len(ranks)}.")
         if segment.adapter:
             mask[0, at : at + segment.length, ends[segment.adapter - 1] : ends[segment.adapter]] = 1.0
         at += segment.length

@@ -97,7 +97,7 @@ class StageBase(ABC, Generic[Held]):
         for name in begun:
             if name not in self._grad_inputs and name not in self._trained_values:
                 known = sorted({*self._grad_inputs, *self._trained_values})
-                raise ExecutionError(f"the stage sums no gradient of {name!r}{nearest(name, known)}.")
+                raise ExecutionError(f"the stage has no gradient sum of {name!r}{nearest(name, known)}.")
         return held
 
     def _require_output(self, name: str) -> None:

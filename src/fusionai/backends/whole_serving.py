@@ -33,6 +33,7 @@ from fusionai.wire.messages import StageOptions
 from fusionai.wire.serving import ServeOptions
 
 SHORTEST: Final = 16
+"""Shortest padded length of a text, in positions."""
 DOUBLED: Final = 128
 """Padded lengths double from `SHORTEST` up to this length and then grow in steps of it. Both are chosen."""
 _FORMAT: Final = "fp32"
@@ -48,8 +49,8 @@ class WholeServing(ServingBase):
         super().__init__(graph, options, whole=True)
         if (options.weights, options.cache) != (_FORMAT, _FORMAT):
             raise ExecutionError(
-                f"texts that are computed as a whole keep weights and inputs as {_FORMAT}, not as {options.weights} "
-                f"and {options.cache}."
+                f"serving without a cache keeps weights and inputs as {_FORMAT}, got weights as {options.weights} "
+                f"and a cache as {options.cache}."
             )
         self._longest = graph.symbols[SEQUENCE][1] if SEQUENCE in graph.symbols else options.pass_tokens
         self._rows = {name: self._row_of(name) for name in graph.inputs if name != POSITIONS}
@@ -62,7 +63,7 @@ class WholeServing(ServingBase):
             raise ExecutionError(
                 f"the inputs of {options.pages} pages take {self._cache_bytes} bytes; the limit is "
                 f"{memory_limit_bytes}.",
-                hint="Take fewer pages or sessions, or lend more memory.",
+                hint="Use fewer pages or sessions, or lend more memory.",
             )
         self._program = backend.load(graph, grad_inputs=(), options=StageOptions(), memory_limit_bytes=left)
         self._specs = {spec.key: spec for spec in graph.params.values()}
@@ -139,7 +140,7 @@ class WholeServing(ServingBase):
 
     def _length(self, end: int) -> int:
         if end > self._longest:
-            raise ExecutionError(f"a text has {self._longest} positions at most here, this one {end}.")
+            raise ExecutionError(f"a text may have {self._longest} positions at most, this one has {end}.")
         size = SHORTEST
         while size < end:
             size += size if size < DOUBLED else DOUBLED

@@ -26,7 +26,9 @@ from fusionai.backends.scratch import scratch_bytes_per_s
 MEASURE_S: Final = 0.2
 """Time for each measurement, in seconds; chosen."""
 MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096}
+"""Rows and columns of the measured matrix product, per device; chosen."""
 COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Bytes of the measured copy, per device; chosen."""
 
 
 def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> DeviceReport:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 CHUNK: Final = 64
+"""Positions whose mutual influence is computed at once."""
 
 
 def linear_scan(decay: jax.Array, x: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
 KEPT_AS: Final[dict[WeightFormat, Any]] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+"""Supported weight formats -> JAX dtypes."""
 _CONTEXT: Final = Context(training=False, keys={})
 
 
@@ -120,7 +121,7 @@ class JaxServingProgram(PartedServing):
         kept = value.astype(narrow)
         if not bool(jnp.isfinite(kept).all()) and bool(jnp.isfinite(value).all()):
             most = float(jnp.abs(value).max())
-            raise ExecutionError(f"{key} holds {most:g}, which {self._options.weights} can't express.")
+            raise ExecutionError(f"{key} holds {most:g}, out of range for {self._options.weights}.")
         return kept
 
     def _check_memory(self, limit_bytes: int | None) -> None:
@@ -136,7 +137,7 @@ class JaxServingProgram(PartedServing):
             raise ExecutionError(
                 f"the stage takes {weights_bytes} bytes of weights as {self._options.weights} and {cache_bytes} of "
                 f"caches; the limit is {limit_bytes}.",
-                hint="Take fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
+                hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
             )
         symbols = largest(self._graph)
         if SEQUENCE in symbols:

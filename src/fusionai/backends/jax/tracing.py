@@ -26,7 +26,9 @@ from fusionai.primitives.errors import ExecutionError, FusionError
 
 Value = jax.Array | int
 _IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
+"""Categories of operators that run in float32 under bf16 precision."""
 _IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+"""Categories of operators whose operands are converted to bfloat16 under bf16 precision."""
 _FAILURES: Final = (
     RuntimeError,
     IndexError,

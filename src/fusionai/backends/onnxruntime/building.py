@@ -25,7 +25,9 @@ from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 OPSET: Final = 21
+"""ONNX operator-set version of the models."""
 IR_VERSION: Final = 10
+"""ONNX file-format version of the models."""
 ONNX_TYPES: Final[dict[str, int]] = {
     "float32": TensorProto.FLOAT,
     "float64": TensorProto.DOUBLE,
@@ -40,6 +42,7 @@ ONNX_TYPES: Final[dict[str, int]] = {
     "bool": TensorProto.BOOL,
 }
 _TO_THE_END: Final = 2**62
+"""End of a slice that reaches to the end of its dimension."""
 
 
 class SizesError(ExecutionError):
@@ -54,6 +57,7 @@ class Rows:
 
 
 ROWS: Final = Rows()
+"""The number of rows."""
 Size = int | Rows
 
 

@@ -13,6 +13,7 @@ from onnx import NodeProto, helper
 from fusionai.backends.onnxruntime.building import ONNX_TYPES, Builder, Size, Tensor
 
 POSITIONS: Final = 1
+"""Dimension of the positions, along which `Scan` runs."""
 
 
 def linear_scan(b: Builder, decay: Tensor, x: Tensor) -> Tensor:

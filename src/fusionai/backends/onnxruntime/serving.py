@@ -23,6 +23,7 @@ from fusionai.primitives.tensors import HostTensor, tensor_bytes
 from fusionai.wire.serving import ServeOptions
 
 FORMATS: Final = ("fp32",)
+"""Supported weight formats."""
 
 
 class OnnxServingProgram(PartedServing):
@@ -108,5 +109,5 @@ class OnnxServingProgram(PartedServing):
             raise ExecutionError(
                 f"the stage takes {weights_bytes} bytes of weights, including packed copies, and "
                 f"{cache_bytes} of caches; the limit is {limit_bytes}.",
-                hint="Take fewer pages or sessions, fewer blocks here, or lend more memory.",
+                hint="Use fewer pages or sessions, fewer blocks here, or lend more memory.",
             )

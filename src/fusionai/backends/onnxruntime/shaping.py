@@ -14,6 +14,7 @@ from fusionai.backends.onnxruntime.building import ROWS, Builder, DType, Operand
 from fusionai.primitives.errors import ExecutionError
 
 _TO_THE_START: Final = -(2**62)
+"""End of a backwards slice that reaches to the start of its dimension."""
 
 
 def _known(b: Builder, x: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -76,9 +76,9 @@ def compiled_attention(
     shape = cache.shape
     _, heads, rows, key_width = q.shape
     if (heads, rows, key_width) != (shape.query_heads, span.length, shape.key_width) or heads % shape.heads:
-        raise ExecutionError(f"queries {tuple(q.shape)} don't suit {span.length} rows of a cache of {shape}.")
+        raise ExecutionError(f"queries {tuple(q.shape)} don't fit {span.length} rows of a cache of {shape}.")
     if sinks is not None and sinks.shape != (heads,):
-        raise ExecutionError(f"there are {heads} heads of queries, but sinks {tuple(sinks.shape)}.")
+        raise ExecutionError(f"expected sinks of shape ({heads},), got {tuple(sinks.shape)}.")
     q = q if q.stride(3) == 1 else q.contiguous()
     out = torch.empty((rows, heads, shape.value_width), dtype=torch.float32)
     places = made.Place

@@ -21,7 +21,9 @@ import torch
 from fusionai.backends.state import EIGHT_BIT_BLOCK as BLOCK
 
 _LEVELS: Final = 256
+"""Values that 8 bits can code."""
 _DECADES: Final = 7
+"""Powers of ten that the values cover."""
 _CELLS: Final = 1 << 16
 """Cells of the lookup table: the upper half of a float32 (sign, exponent, seven more bits) selects its two possible
 codes."""

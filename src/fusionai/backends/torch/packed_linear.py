@@ -34,6 +34,7 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
 
 FLOAT16_LARGEST: Final = 65504.0
+"""Largest finite float16."""
 INT4_GROUPS: Final = tuple(GROUPS)
 """Weights that share a scale; the smallest size that divides a row is used, because it is the most accurate."""
 INT8_COLUMNS: Final = 32
@@ -52,6 +53,7 @@ zeros, may be exact in any order and so prove nothing. Chosen."""
 _ROUNDED_ROWS: Final = 64
 """Rows quantised at a time: whole blocks, few enough that intermediate values stay in the processor's cache."""
 _PROBE_TOLERANCE: Final = 1e-3
+"""Largest relative error of a float32 kernel that counts as working."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,9 @@ _ROWS: Final = 16
 """Results are cut at multiples of this many elements, because other cuts would change the memory alignment that a
 separate product has."""
 _POINTWISE: Final = frozenset({"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor"})
+"""Operators of two operands that may be merged: each element is computed exactly."""
 _UNARY: Final = frozenset({"aten.neg.default", "aten._to_copy.default"})
+"""Operators of one operand that may be merged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ LONGEST_MEASURE_S: Final = 2.0
 """Longest wall-clock time of a measurement, in seconds, for a machine too busy to give this process `MEASURE_S`;
 chosen."""
 MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096, "mps": 2048}
+"""Rows and columns of the measured matrix product, per device; chosen."""
 COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20, "mps": 128 << 20}
+"""Bytes of the measured copy, per device; chosen."""
 
 
 def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:

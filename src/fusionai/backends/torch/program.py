@@ -46,6 +46,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 MAX_CHECKED_SHAPES: Final = 64
+"""Combinations of input shapes remembered as checked; chosen."""
 PIECES_AT_ONCE: Final = 6
 """Tensors of `PIECE` elements alive at once during an update in pieces: two moments, torch's temporaries, and those of
 coding."""

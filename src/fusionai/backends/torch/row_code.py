@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Final
 
 LINE: Final = 24
+"""Integers of a line."""
 
 
 class Op(IntEnum):

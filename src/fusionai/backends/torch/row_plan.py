@@ -38,7 +38,9 @@ _UNARY: Final = {
     "sin": Op.SIN,
 }
 _POWERS: Final = {0.5: Op.SQRT, -0.5: Op.RSQRT, 1: Op.COPY, 2: Op.SQUARE, 3: Op.CUBE}
+"""Exponent -> operator."""
 _SAME: Final = frozenset({"alias", "detach", "contiguous", "type_as", "_to_copy", "to"})
+"""Operators that return their operand, apart from its dtype."""
 
 
 class Unplanned(Exception):

@@ -335,8 +335,8 @@ def _down(kind: Factor, *, resumed: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Compiled products for one matrix format: addresses of C functions that take integers and keep Python's global
-    lock.
+    """Compiled products for one matrix format: addresses of C functions that take integers. They do not touch Python's
+    global lock.
 
     `few` (w, x, x_step, y, y_step, rows, columns, count): addresses, and steps in bytes. y [rows, columns] is float32
     with memory for whole blocks of columns in every row. x [rows, count] is float32, or bfloat16 for HALVES, with a

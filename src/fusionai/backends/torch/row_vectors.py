@@ -35,11 +35,14 @@ class _BFloatType(ir.types._BaseFloatType):
 
 _BFloatType._create_instance()
 LANES: Final = 16
+"""Numbers of a vector. On processors with shorter registers, LLVM splits vectors."""
 BFLOAT: Final = _BFloatType()
 FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 SIZE: Final = {Form.FP32: 4, Form.BF16: 2, Form.FP16: 2}
+"""Bytes of a number."""
 _ADDRESSES: Final = 7
+"""Arguments of every intrinsic: `w`, `w_step`, `x`, `x_step`, `y`, `y_step`, `count`."""
 _T = TypeVar("_T")
 LEVEL: Final = torch.backends.cpu.get_cpu_capability()
 """Instruction set that torch uses; a user can lower it by an environment variable."""

@@ -25,12 +25,16 @@ from fusionai.primitives.pace import ServingPace
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
 MEASURE_S: Final = 0.02
+"""Computing time for each measurement, in seconds; chosen."""
 PROMPT_ROWS: Final = 256
 """Rows of a prompt chunk."""
 READ_BYTES: Final = 2**25
+"""Bytes of weights that a single row reads; chosen to exceed a core's caches."""
 _PAGE_TOKENS: Final = 16
 _SIDE: Final = {"cpu": 1024, "cuda": 8192, "mps": 4096}
+"""Rows and columns of the measured matrix, per device; chosen."""
 HEAD_WIDTH: Final = 64
+"""Width of an attention head."""
 GROUPS: Final = 4
 """Queries that share a key head."""
 ATTENDED: Final = {"cpu": (1, 1024), "cuda": (8, 8192), "mps": (8, 4096)}

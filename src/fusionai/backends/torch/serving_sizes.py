@@ -44,8 +44,8 @@ def check_sizes(
     if memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
         raise ExecutionError(
             f"the stage takes {weights_bytes} bytes of weights as {options.weights}, {cache_bytes} of caches and "
-            f"{rows_bytes} for decoding, {held_bytes} while weights come in; the limit is {memory_limit_bytes}.",
-            hint="Take fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
+            f"{rows_bytes} for decoding, {held_bytes} during the import of weights; the limit is {memory_limit_bytes}.",
+            hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
         )
     symbols = largest(graph)
     if SEQUENCE in symbols:

@@ -21,6 +21,7 @@ from fusionai.ir.shapes import evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 META = torch.device("meta")
+"""Torch's device for tensors without memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class _Meter:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
                 raise ExecutionError(
-                    f"{what} needs {storage.nbytes()} bytes, {self.live_bytes} with what else is alive; "
+                    f"{what} needs {storage.nbytes()} bytes, {self.live_bytes} together with other live values; "
                     f"the limit is {self.limit_bytes}.",
                     hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
                 )

@@ -23,13 +23,16 @@ Counts = tuple[int, ...]
 """Numbers of rows, ascending. Calls with these numbers of rows give a row the same bits at every place."""
 
 TRIED: Final[Counts] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of rows that are tried; chosen."""
 TRIED_OF_LARGE: Final[Counts] = (1, 2, 4, 8, 16, 32)
 """Fewer sizes for large matrices, because a trial's time is proportional to the elements."""
 LARGE_ELEMENTS: Final = 2**21
+"""Elements above which a matrix counts as large; chosen."""
 _ROWS: Final = 8
 """Distinct rows of a trial: the first half cancels to zero, the others are random, of different magnitudes."""
 _ALIGNMENT_BYTES: Final = 64
 _KNOWN: Final[dict[Hashable, Counts]] = {}
+"""(kind, shape, threads) -> numbers of rows that passed."""
 
 
 def steady_counts(kind: str, shape: tuple[int, int], make: Callable[[], tuple[Product, torch.Tensor]]) -> Counts:

@@ -82,6 +82,7 @@ class Reading:
 
 
 AS_THEY_ARE: Final = Reading()
+"""No packed weights."""
 
 
 def _looked_up(table: StoredWeight | torch.Tensor, indices: torch.Tensor, *_rest: Any, **_named: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from fusionai.backends.serving import TILE_POSITIONS
 from fusionai.backends.torch.paged_cache import cut
 
 BLOCK_KEYS: Final = 512
+"""Keys of a block; chosen."""
 
 
 def tiles(span: Span) -> Iterator[tuple[int, int]]:

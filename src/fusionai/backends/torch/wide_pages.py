@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 PAGE_BYTES: Final = 2**21
+"""Bytes of a large page."""
 _LINE_BYTES: Final = 64
 """Bytes of a processor's cache line."""
 
