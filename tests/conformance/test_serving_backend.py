@@ -496,7 +496,7 @@ HOSTILE: dict[str, tuple[list[Segment], int, str]] = {
     "too many": ([Segment(n, 0, 1, 0, (n,)) for n in range(9)], 9, "the limit is 8"),
     "too long": ([Segment(0, 0, 33, 0, tuple(range(9)))], 33, "32 positions at most"),
     "not as many": ([Segment(0, 0, 5, 0, (1, 2))], 4, "has size 5 where"),
-    "nobody's": ([], 4, "no segment"),
+    "nobody's": ([], 4, "at least one segment"),
 }
 
 

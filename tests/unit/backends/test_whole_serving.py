@@ -104,7 +104,7 @@ def test_a_text_longer_than_the_graph_is_refused(mamba: Captured) -> None:
 
 
 def test_other_formats_and_too_little_memory_are_refused(mamba: Captured) -> None:
-    with pytest.raises(ExecutionError, match="as fp32, not as int8 and fp32"):
+    with pytest.raises(ExecutionError, match="got weights as int8 and a cache as fp32"):
         program(mamba, ServeOptions(pages=4, sessions=1, pass_tokens=8, weights="int8", whole=True))
     with pytest.raises(ExecutionError, match="the inputs of 16 pages take 512 bytes; the limit is 100"):
         program(mamba, limit=100)
