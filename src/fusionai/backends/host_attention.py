@@ -1,7 +1,7 @@
 """`fusion.attention` with a cache, in numpy: each session's new positions attend to all of that session's positions.
 
 Sessions are computed one after the other, in shapes that depend on that session alone, so the bits of its rows do not
-depend on the other sessions of the pass. A few positions behind others (`FEW_POSITIONS`) are computed as if each had
+depend on the other sessions of the pass. A few positions after others (`FEW_POSITIONS`) are computed as if each had
 come alone. Operands of matrix products are copied to the same alignment every time, because kernels may round
 differently at another alignment. The arithmetic is that of `backends.torch.paged_attention`. Neighbours: `host_cache`
 keeps keys and values.

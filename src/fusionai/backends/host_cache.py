@@ -1,6 +1,6 @@
 """Keys and values of a serving stage as numpy arrays in host memory, for backends whose framework has no caches.
 
-Layout: positions behind each other, [positions, heads, width], addressed through the session table's pages and rings.
+Layout: consecutive positions, [positions, heads, width], addressed through the session table's pages and rings.
 Reading copies the positions that a session may see, as float32. Neighbours: `layer_shapes` says which caches a stage
 needs, `host_attention` reads them.
 """

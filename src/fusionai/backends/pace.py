@@ -127,7 +127,7 @@ class _Run:
 
 
 def block_graph(width: int, tokens: int, rows: int) -> Graph:
-    """Return a graph x [rows, tokens, width] -> y: attention and a gated MLP, each behind a norm, as in language
+    """Return a graph x [rows, tokens, width] -> y: attention and a gated MLP, each after a norm, as in language
     models."""
     made = _Sketch((rows, tokens, width))
     heads = (rows, HEADS, tokens, width // HEADS)

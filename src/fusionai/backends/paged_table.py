@@ -55,7 +55,7 @@ class SessionTable:
         """Page -> how many of its positions, from the first on, are filled."""
 
     def place(self, segments: Sequence[Segment]) -> tuple[Span, ...]:
-        """Check a pass and write its pages into the tables. Positions cached at or behind each segment's start are
+        """Check a pass and write its pages into the tables. Positions cached from each segment's start on are
         dropped."""
         changed = self._checked(segments)
         spans: list[Span] = []

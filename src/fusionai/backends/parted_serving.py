@@ -4,7 +4,7 @@ attention.
 Everything but attention works row by row, so the graph is cut at its attention nodes. The framework computes the parts
 in between; numpy computes attention over caches in host memory. The bits of a row must not depend on the other rows of
 the pass. So the rows of a long segment are computed together in a group whose size follows from the segment alone, and
-all others in groups of `CHUNK`, padded with zeros. Behind the last attention, only rows whose results are wanted are
+all others in groups of `CHUNK`, padded with zeros. After the last attention, only rows whose results are wanted are
 computed.
 
 This module owns parts and row groups. Neighbours: `serving_base` checks passes, `host_attention` computes attention,
@@ -46,7 +46,7 @@ _ATTENTION: Final = "fusion.attention"
 @dataclass(frozen=True, slots=True)
 class Part:
     """Nodes between two attention nodes, without those that compute sizes. `given`: values that earlier parts made;
-    `makes`: values that are used later; `attention`: the node behind this part, None for the last."""
+    `makes`: values that are used later; `attention`: the node after this part, None for the last."""
 
     nodes: tuple[Node, ...]
     params: tuple[str, ...]
@@ -110,7 +110,7 @@ class PartedServing(ServingBase):
         values: Mapping[str, Array],
         row_groups: Iterable[tuple[Sequence[int], int]],
     ) -> dict[str, Array]:
-        """Return what the part makes, the rows of all groups behind each other. A group is (its rows, its padded
+        """Return what the part makes, the rows of all groups in order. A group is (its rows, its padded
         size)."""
         made: dict[str, list[Array]] = {name: [] for name in part.makes}
         for rows, size in row_groups:

@@ -18,7 +18,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.serving import Segment, ServeOptions
 
 FEW_POSITIONS: Final = 16
-"""Up to this many positions of a session, behind earlier ones, give the same bits together as one by one. Chosen."""
+"""Up to this many positions of a session, after earlier ones, give the same bits together as one by one. Chosen."""
 TILE_POSITIONS: Final = 32
 """Positions of a prompt whose attention is computed together, in tiles that end at multiples of this. Prompt pieces
 that also end at such multiples give the same bits whatever their lengths."""
@@ -30,7 +30,7 @@ class ServingProgram(Protocol):
     `fusion.attention` nodes append their keys and values to the cache of each segment's session and attend to all
     positions of that session up to each position. Layers with a window keep one ring per session, as long as the window
     plus a pass; other layers are paged by the session's page table. The bits of a session's rows do not depend on what
-    else is in the pass, nor on whether up to `FEW_POSITIONS` positions behind the session's first pass come together or
+    else is in the pass, nor on whether up to `FEW_POSITIONS` positions after the session's first pass come together or
     one by one.
     """
 

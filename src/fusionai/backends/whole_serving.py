@@ -4,7 +4,7 @@ text.
 Layers that carry a state, and attention that capture does not recognise, need all positions of a text. So a stage keeps
 the inputs of every position, in pages like a cache's, and runs its graph over the whole text for every new token. This
 is correct for any causal graph, on any backend that evaluates, and gets slower as the text grows. A text is padded to
-one of a few lengths, because frameworks compile for each length; causality makes the padding behind a position
+one of a few lengths, because frameworks compile for each length; causality makes the padding after a position
 irrelevant.
 
 This module owns lengths and the pages' layout. Neighbours: `serving_base` checks passes, `execution.serving_loading`

@@ -54,7 +54,7 @@ def join_siblings(graph: Graph) -> Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """Values stored one behind the other along `dim` of the value `base`; `sizes` are their sizes along it."""
+    """Values stored consecutively along `dim` of the value `base`; `sizes` are their sizes along it."""
 
     base: str
     members: tuple[str, ...]

@@ -1,7 +1,7 @@
 """`fusion.attention` with a cache: each session's new positions attend to all of that session. Chooses the kernels.
 
 Sessions are computed one after the other, in shapes that depend on that session alone, so their bits do not depend on
-other sessions in the pass. Kernels round differently for one query and for several. So a few positions behind others
+other sessions in the pass. Kernels round differently for one query and for several. So a few positions after others
 are computed as if each came alone, which accepted speculative tokens rely on. Prompts are computed by a compiled kernel
 on CPUs and elsewhere in tiles, which chunks of any length rely on. Arithmetic is float32 whatever the cache's format.
 

@@ -340,7 +340,7 @@ class Products:
 
     `few` (w, x, x_step, y, y_step, rows, columns, count): addresses, and steps in bytes. y [rows, columns] is float32
     with memory for whole blocks of columns in every row. x [rows, count] is float32, or bfloat16 for HALVES, with a
-    zero behind an odd count. `many`: the same, with the address of `scratch_bytes` at the end; y must be zeros before
+    zero after an odd count. `many`: the same, with the address of `scratch_bytes` at the end; y must be zeros before
     the call.
     """
 

@@ -1,4 +1,4 @@
-"""Passes that need results at some rows only: behind the last attention, only those rows are computed.
+"""Passes that need results at some rows only: after the last attention, only those rows are computed.
 
 A prompt chunk fills caches at every position. The head's product, which is the largest of all, and the layer before it
 are needed at the last position only. Neighbours: `ir.serving` finds where the graph can be cut, `serving` runs the
