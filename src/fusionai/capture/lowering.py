@@ -448,6 +448,10 @@ def _copy(lowering: _Lowering, node: fx.Node) -> None:
     target, source = args[:2]
     if source.meta["val"].dtype != node.meta["val"].dtype:
         raise _Refusal("it writes a tensor of another dtype; cast it first")
+    if lowering.spec(source.meta["val"]) == lowering.spec(node.meta["val"]):
+        # What is overwritten has no part in the result. A value of its own, because a buffer may be written with it.
+        lowering.emit(node, "aten.alias.default", (source,), {})
+        return
     lowering.emit(node, "aten.expand_as.default", (source, target), {})
 
 
