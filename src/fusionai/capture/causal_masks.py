@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.modules import transformer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -32,7 +33,7 @@ def recognised_causal_masks() -> Iterator[None]:
     def detected(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         if is_causal is not None or mask is None:
             return is_causal is True
-        return mask in made and (size is None or mask.shape[-1] == size)
+        return mask in made and (size is None or statically_known_true(mask.shape[-1] == size))
 
     transformer._generate_square_subsequent_mask = generated
     transformer._detect_is_causal_mask = detected

@@ -32,10 +32,10 @@ def _(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like)
 
 
-def draws(draw: Draw) -> dict[Any, Callable[..., torch.Tensor]]:
+def draws(draw: Draw) -> dict[Any, Callable[..., Any]]:
     """Draw of torch -> the same as a function of `draw`. What writes in place is here by its functional form."""
     aten = torch.ops.aten
-    table: dict[Any, Callable[..., torch.Tensor]] = {
+    table: dict[Any, Callable[..., Any]] = {
         aten.rand.default: partial(_of_sizes, draw),
         aten.randn.default: partial(_of_sizes, partial(_normal, draw)),
         aten.rand_like.default: partial(_alike, draw),

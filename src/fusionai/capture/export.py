@@ -40,7 +40,7 @@ from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
 from fusionai.capture.distributions import unchecked_arguments
 from fusionai.capture.draws import draws, uniform
 from fusionai.capture.fourier import Fourier
-from fusionai.capture.in_place_draws import InPlaceDraws
+from fusionai.capture.functions import Functions
 from fusionai.capture.losses import losses_per_row
 from fusionai.capture.rearranging import rearranging
 from fusionai.capture.recurrent_layers import recurrent_layers
@@ -48,6 +48,7 @@ from fusionai.capture.refusals import refused_by_name
 from fusionai.capture.resizing import resizing
 from fusionai.capture.sampling_grids import sampling_grids
 from fusionai.capture.tasks import InputSpec, TaskModule
+from fusionai.capture.triangular import triangular
 from fusionai.primitives.errors import ModelError
 
 _EXAMPLE_SIZES = {"b": 3, "s": 13}
@@ -80,7 +81,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
                 unchecked_arguments(),
                 refused_by_name(),
                 Fourier(),
-                InPlaceDraws(),
+                Functions(),
             ):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
@@ -97,8 +98,9 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the sequence,
-    weights that are a direction and a length, nearest and linear resizing, grids of positions, losses per row, and attention by torch's own function."""
+    """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the
+    sequence, weights that are a direction and a length, nearest and linear resizing, grids of positions, losses per
+    row, and attention by torch's own function."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
@@ -107,6 +109,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         **resizing(),
         **sampling_grids(),
         **losses_per_row(),
+        **triangular(),
         **draws(uniform),
         **recurrent_layers(),
     }
