@@ -1,10 +1,10 @@
 """Functions of PyTorch that a trace takes apart into what a graph can't hold, in a form that it can.
 
 Dropout and other draws that write in place (`inplace=True`) are the function and a copy of its result: PyTorch
-decomposes them into draws and products, which hides from the graph that they are dropout, to be left out in evaluation.
-`fill_diagonal_` is a choice by row and column, not a view with strides. `F.gaussian_nll_loss` does not check that
-variances are positive: a branch on values. `take_along_dim` compares no sizes, which would fix one that varies. Indices
-of a triangle are constants.
+decomposes them into draws and products, which hides from the graph that they are dropout, to be left out in
+evaluation. `fill_diagonal_` is a choice by row and column, not a view with strides. `F.gaussian_nll_loss` does not
+check that variances are positive: a branch on values. `take_along_dim` compares no sizes and `einsum` orders its
+products by the sizes of the example: both would fix a size that varies. Indices of a triangle are constants.
 
 Neighbours: `capture.export` traces under `Functions`; `capture.by_mode` and `capture.draws` handle the draws.
 """
@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch.backends import opt_einsum
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
@@ -74,6 +76,21 @@ def _triangle(kept: Callable[[int, int], bool]) -> Callable[..., torch.Tensor]:
     return indices
 
 
+def _einsum(equation: str, *operands: Any) -> torch.Tensor:
+    """Of three operands or more, in the order that opt_einsum finds best for the example's sizes."""
+    given: list[torch.Tensor] = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
+    if len(given) <= 2 or not opt_einsum.enabled or not opt_einsum.is_available():
+        return torch.einsum(equation, *operands)
+    shapes = [tuple(_example(size) for size in operand.shape) for operand in given]
+    search = opt_einsum.get_opt_einsum()
+    path = search.contract_path(equation, *shapes, optimize=opt_einsum.strategy, shapes=True)[0]
+    return torch._VF.einsum(equation, given, path=list(chain.from_iterable(path)))  # pyright: ignore
+
+
+def _example(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def _gaussian_nll_loss(
     input: torch.Tensor,  # noqa: A002 - PyTorch's names, which callers may use
     target: torch.Tensor,
@@ -116,5 +133,6 @@ _OTHER: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     torch.Tensor.take_along_dim: _take_along,
     torch.tril_indices: _triangle(operator.le),
     torch.triu_indices: _triangle(operator.ge),
+    torch.einsum: _einsum,
     F.gaussian_nll_loss: _gaussian_nll_loss,
 }
