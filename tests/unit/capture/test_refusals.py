@@ -76,6 +76,5 @@ def test_a_size_that_values_decide_is_named_as_the_reason() -> None:
         return x[rows, 0, columns]
 
     examples = {"x": torch.zeros(4, 5, 8)}
-    with pytest.raises(ModelError, match=r"aten\.nonzero.*the size of its result depends on values") as raised:
+    with pytest.raises(ModelError, match=r"aten\.nonzero.*the size of its result depends on values"):
         capture(FactorySource(lambda: _Net(chosen)), task="module_loss", batch=(1, 8), example_inputs=examples)
-    assert "rows, columns = torch.where(" in raised.value.message
