@@ -1,9 +1,10 @@
 """Initial values of a parameter from (seed, key). Decides every bit of them; depends on no framework and no order.
 
 The program of a parameter (`ParamSpec.init`) runs over Philox4x64 words. The Philox key is the first 16 bytes of
-SHA-256 of `<seed>\\0<key>`; step i of the program starts at the counter whose last word is i. So any peer, in any
-order, makes the same bytes. Normal numbers come from the inverse distribution function (Wichura, Algorithm AS 241,
-routine PPND16) and not from numpy's own sampler, whose stream may change between releases.
+SHA-256 of `<seed>\\0<key>`; after a step `shared`, its number stands for the key. Step i of the program starts at the
+counter whose last word is i. So any peer, in any order, makes the same bytes. Normal numbers come from the inverse
+distribution function (Wichura, Algorithm AS 241, routine PPND16) and not from numpy's own sampler, whose stream may
+change between releases.
 
 Work goes in chunks, so the peak is one tensor and a few hundred kilobytes. Neighbours: `ir.schema.InitOp` says what the
 steps mean, `capture` records them, backends call `initialise`.
@@ -42,14 +43,17 @@ def initialise(
         raise GraphError(f"parameter {key!r}: can't initialise dtype {dtype!r}.")
     values = np.zeros(shape, dtype=np.float32)
     flat = values.reshape(-1)
+    source = key
     for step, op in enumerate(init):
         match op.op, op.args:
             case "fill", (value,):
                 flat.fill(value)
+            case "shared", (number,):
+                source = f"\0{int(number)}"
             case "normal", (mean, std):
-                _draw(flat, key, seed, step, lambda words, m=mean, s=std: m + s * _normal(words))
+                _draw(flat, source, seed, step, lambda words, m=mean, s=std: m + s * _normal(words))
             case "uniform", (low, high):
-                _draw(flat, key, seed, step, lambda words, a=low, b=high: a + (b - a) * _uniform(words))
+                _draw(flat, source, seed, step, lambda words, a=low, b=high: a + (b - a) * _uniform(words))
             case "mul", (factor,):
                 np.multiply(flat, np.float32(factor), out=flat)
             case "add", (term,):

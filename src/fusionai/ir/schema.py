@@ -72,10 +72,11 @@ class InitOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One step of a parameter's initialisation, applied in order to a tensor of the parameter's shape.
 
     `fill` (value), `normal` (mean, std), `uniform` (low, high) overwrite; `mul`, `add` (value), `erfinv` (),
-    `clamp` (low, high) transform; `fill_row` (row, value) overwrites one row of the first dimension.
+    `clamp` (low, high) transform; `fill_row` (row, value) overwrites one row of the first dimension. `shared` (number)
+    may come first: parameters of one shape with the same number draw the same values, as copies of one layer do.
     """
 
-    op: Literal["fill", "normal", "uniform", "mul", "add", "erfinv", "clamp", "fill_row"]
+    op: Literal["fill", "normal", "uniform", "mul", "add", "erfinv", "clamp", "fill_row", "shared"]
     args: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:

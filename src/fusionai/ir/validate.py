@@ -52,6 +52,7 @@ _INIT_ARITY: Final = {
     "erfinv": 0,
     "clamp": 2,
     "fill_row": 2,
+    "shared": 1,
 }
 _INIT_STARTS: Final = frozenset({"fill", "normal", "uniform"})
 _MAX_INTEGER: Final = 2**63
@@ -230,7 +231,8 @@ class _Check:
             self._init(spec, spec.init)
 
     def _init(self, spec: ParamSpec, steps: tuple[InitOp, ...]) -> None:
-        if not 1 <= len(steps) <= self.limits.init_ops or steps[0].op not in _INIT_STARTS:
+        begun = steps[1:] if steps and steps[0].op == "shared" else steps
+        if len(steps) > self.limits.init_ops or not begun or begun[0].op not in _INIT_STARTS:
             raise GraphError(
                 f"initialisation of {spec.key!r}: expected 1 to {self.limits.init_ops} steps starting with"
                 f" {', '.join(sorted(_INIT_STARTS))}."
@@ -246,6 +248,8 @@ class _Check:
                     raise GraphError(f"initialisation of {spec.key!r}: {step.op} from {low} to {high} is empty.")
                 case ("normal", (_, std)) if std < 0:
                     raise GraphError(f"initialisation of {spec.key!r}: negative standard deviation {std}.")
+                case ("shared", (number,)) if step is not steps[0] or number != int(number) or not 0 <= number < 2**53:
+                    raise GraphError(f"initialisation of {spec.key!r}: shared draws need a whole number, first of all.")
                 case ("fill_row", (row, _)) if not spec.shape or row != int(row) or not 0 <= row < spec.shape[0]:
                     raise GraphError(f"initialisation of {spec.key!r}: row {row} is not in shape {list(spec.shape)}.")
                 case _:
