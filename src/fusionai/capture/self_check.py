@@ -30,6 +30,7 @@ from fusionai.capture.streamed_check import streamed_differences
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ModelError
+from fusionai.primitives.units import format_count
 from fusionai.wire.messages import StageOptions
 
 LARGEST_PARAMETERS: Final = 20_000_000
@@ -64,6 +65,19 @@ class SelfCheck:
     def ok(self) -> bool:
         outputs = max(self.forward_diff, self.evaluation_diff or 0.0)
         return outputs <= TOLERANCE and (self.gradient_diff is None or self.gradient_diff <= 10 * TOLERANCE)
+
+    @property
+    def how(self) -> str:
+        """What was compared, in parentheses; empty for the whole model in memory."""
+        if self.reduced:
+            return f" (a smaller copy, {format_count(self.parameters)} parameters)"
+        return f" (all {format_count(self.parameters)} parameters, read from a file)" if self.streamed else ""
+
+    @property
+    def words(self) -> str:
+        """What was found."""
+        gradients = "" if self.gradient_diff is None else f", gradients by {self.gradient_diff:.1g}"
+        return f"graph and module differ by {self.forward_diff:.1g} relative at most{gradients}"
 
 
 def self_check(

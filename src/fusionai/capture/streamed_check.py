@@ -98,14 +98,20 @@ class _Comparison:
         wanted = _Wanted(weights) if with_gradients else None
         expected, graph = self._module(graph, wanted, training=training)
         compared = None if wanted is None else _Compared(weights, wanted.largest)
-        got = self._graph(graph, compared, training=training)
+        got, writes = self._graph(graph, compared, training=training)
         if compared is not None:
             self.gradient, self.worst = compared.finish()
-        return max(relative_difference(got[name], value) for name, value in expected.items() if name in got)
+        found = [relative_difference(got[name], value) for name, value in expected.items() if name in got]
+        moved = self._buffers()
+        found += [relative_difference(value, moved[key]) for key, value in writes.items()]
+        return max(found)
 
-    def _module(
-        self, graph: Graph, wanted: _Wanted | None, *, training: bool
-    ) -> tuple[dict[str, torch.Tensor], Graph]:
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of the module by key, complex ones as the graph has them."""
+        buffers = self._checked.source.built.buffers(self._weights.module)
+        return {key: torch.view_as_real(buffer) if buffer.is_complex() else buffer for key, buffer in buffers.items()}
+
+    def _module(self, graph: Graph, wanted: _Wanted | None, *, training: bool) -> tuple[dict[str, torch.Tensor], Graph]:
         """Outputs of the module, and the graph that draws what it drew."""
         module, weights = self._weights.module, self._weights
         mode = "training" if training else "evaluation"
@@ -131,7 +137,10 @@ class _Comparison:
                     expected["loss"].backward()
         return {name: value.detach() for name, value in expected.items()}, graph
 
-    def _graph(self, graph: Graph, compared: _Compared | None, *, training: bool) -> dict[str, torch.Tensor]:
+    def _graph(
+        self, graph: Graph, compared: _Compared | None, *, training: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Outputs of the graph, and the new values of buffers by key."""
         weights = self._weights
         weights.begin(f"{'training' if training else 'evaluation'} of the graph")
         interpreter = compile_graph(graph, graph.outputs.keys(), with_state_writes=training, device=_CPU)
@@ -142,12 +151,12 @@ class _Comparison:
         params = {value: weights.of_graph[spec.key] for value, spec in graph.params.items()}
         with _saved(compared is not None) as saving:
             with saving():
-                outputs, _ = interpreter.run(Context(training, self._key), values, params)
+                outputs, writes = interpreter.run(Context(training, self._key), values, params)
             if compared is not None and outputs["loss"].requires_grad:
                 weights.begin("gradients of the graph")
                 with weights.watched(weights.of_graph, compared):
                     outputs["loss"].backward()
-        return {name: value.detach() for name, value in outputs.items()}
+        return {name: value.detach() for name, value in outputs.items()}, writes
 
 
 class _Weights:
@@ -348,7 +357,7 @@ def _as_too_large(name: str) -> Iterator[None]:
         raise TooLarge(f"{name} is too large to check in memory, and {error.message}", hint=error.hint) from error
     except FusionError:
         raise
-    except Exception as error:  # the owner's module may raise anything  # noqa: BLE001
+    except Exception as error:  # the owner's module may raise anything
         where = code_lines.of_error(error)
         lines = str(error).strip().splitlines() or [""]
         raise TooLarge(

@@ -5,7 +5,9 @@ The limit is an argument, so that small modules go that way here.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.self_check import SelfCheck, self_check
+from fusionai.capture.shrinking import TooLarge
 from fusionai.capture.source import FactorySource
-from fusionai.ir.schema import Node
+from fusionai.ir.schema import Node, Ref
 from fusionai.primitives.errors import ModelError
 
 
@@ -118,3 +122,179 @@ def _always_training(node: Node) -> Node:
 def test_a_wrong_operator_is_found(model: Captured, change: Callable[[Node], Node]) -> None:
     with pytest.raises(ModelError, match="differs from the module"):
         streamed(changed(model, change))
+
+
+def _stopped(captured: Captured) -> Captured:
+    """The graph with a gradient stop behind one layer norm: outputs are the same, gradients are not."""
+    graph = captured.graph
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes.append(node)
+        if node.outputs == ("layer_norm_1",):
+            (made,) = node.outputs
+            nodes[-1] = msgspec.structs.replace(node, outputs=(f"{made}_before",))
+            nodes.append(
+                Node(
+                    id=10**6,
+                    op="aten.detach.default",
+                    args=(Ref(f"{made}_before"),),
+                    outputs=(made,),
+                    path=node.path,
+                    block=node.block,
+                )
+            )
+    assert len(nodes) == len(graph.nodes) + 1
+    values = {**graph.values, **{f"{made}_before": graph.values[made] for made in graph.values}}
+    return dataclasses.replace(captured, graph=msgspec.structs.replace(graph, nodes=tuple(nodes), values=values))
+
+
+def test_a_wrong_gradient_is_found_with_its_parameter(model: Captured) -> None:
+    with pytest.raises(ModelError, match=r"outputs by 0\.0e\+00.*that of layers\.1\.norm"):
+        streamed(_stopped(model))
+
+
+class Around(nn.Module):
+    """`inner` between two layers, [batch, 8] in."""
+
+    def __init__(self, inner: Callable[[], nn.Module], shape: tuple[int, ...] = (8,)) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), inner(), nn.Linear(8, 1)
+        self.shape = shape
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.inner(self.first(x).unflatten(-1, self.shape))
+        return {"loss": self.last(made.reshape(x.shape[0], 8)).square().mean()}
+
+
+def around(inner: Callable[[], nn.Module], shape: tuple[int, ...] = (8,)) -> Captured:
+    example = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(3))}
+    return capture(
+        FactorySource(lambda: Around(inner, shape)), task="module_loss", example_inputs=example, batch=(1, 8)
+    )
+
+
+class Experts(nn.Module):
+    """Parts of one parameter, chosen by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 8, 8) * 0.3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight) * self.scale
+        return x + self.weights[:, 0].sum(0)
+
+
+class Codes(nn.Module):
+    """A sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 8, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table((x.detach().abs() * 100).long().sum(-1) % 5)
+
+
+class Turning(nn.Module):
+    """A complex buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * self.turn).flatten(1)
+
+
+class First(nn.Module):
+    """The first of several results."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(*inputs)[0]
+
+
+class Attends(First):
+    def __init__(self) -> None:
+        super().__init__(nn.MultiheadAttention(4, 2, batch_first=True))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(*inputs * 3)
+
+
+class Copied(nn.Module):
+    """Can't be built without memory: the parameter is a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = copy.deepcopy(self.one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.one(x)) + self.two(x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "shape"),
+    [
+        (lambda: nn.BatchNorm1d(8), (8,)),
+        (lambda: First(nn.LSTM(4, 4, batch_first=True)), (2, 4)),
+        (Attends, (2, 4)),
+        (lambda: parametrizations.weight_norm(nn.Linear(8, 8)), (8,)),
+        (lambda: nn.Conv1d(2, 2, 3, padding=1), (2, 4)),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU(inplace=True)), (8,)),
+        (Experts, (8,)),
+        (Codes, (8,)),
+        (Turning, (8,)),
+        (Copied, (8,)),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else getattr(value, "__name__", ""),
+)
+def test_modules_as_people_write_them(inner: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    captured = around(inner, shape)
+    assert streamed(captured) == dataclasses.replace(self_check(captured), streamed=True)
+
+
+def test_values_saved_for_backward_may_lie_in_a_file(model: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusionai.capture.offloaded.SAVED_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.offloaded._SMALL_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.offloaded.KEPT_BYTES", 0)
+    result = streamed(model)
+    assert (result.forward_diff, result.gradient_diff) == (0.0, 0.0)
+
+
+def test_a_module_that_can_not_run_this_way_is_said_by_name() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_exporting():
+                self.weight.detach().numpy()
+            return x * self.weight
+
+    with pytest.raises(TooLarge, match=r"with its parameters in a file it fails at test_streamed_check\.py:\d+ in"):
+        streamed(around(Reads))
+
+
+def test_a_disk_without_room_is_said(model: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage("/")._replace(free=10)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    with pytest.raises(TooLarge, match="are missing"):
+        streamed(model)
+
+
+def test_progress_is_told(model: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusionai.capture.streamed_check._LINE_EVERY_S", 0.0)
+    lines: list[str] = []
+    self_check(model, memory_bytes=0, progress=lines.append)
+    for part in ("initialisation", "evaluation of the module", "training of the graph", "gradients of the graph"):
+        assert any(f"self-check: {part}, " in line for line in lines)
