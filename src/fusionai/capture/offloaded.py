@@ -44,8 +44,8 @@ class OffloadedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
-        made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+    def __new__(cls: type[OffloadedTensor], like: torch.Tensor, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
+        made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             like.size(),
             strides=like.stride(),
@@ -71,8 +71,9 @@ class OffloadedTensor(torch.Tensor):
                     f"the module writes to a parameter of shape {list(value.shape)} by {func} while it runs.",
                     hint="Hold what changes in forward as a buffer.",
                 )
-        args, kwargs = pytree.tree_map_only(OffloadedTensor, _values, (args, kwargs))
-        return func(*args, **kwargs)
+        read: tuple[tuple[Any, ...], dict[str, Any]]
+        read = pytree.tree_map_only(OffloadedTensor, _values, (args, kwargs))
+        return func(*read[0], **read[1])
 
 
 def _is_view(func: Any) -> bool:
@@ -175,7 +176,7 @@ class SavedTensors:
         dims = tuple(sorted(range(saved.ndim), key=lambda dim: -strides[dim]))
         plain = saved.detach().resolve_conj().resolve_neg().permute(dims).contiguous()
         place = _InFile(self._end, saved.dtype, tuple(plain.shape), dims)
-        data = memoryview(plain.view(-1).view(torch.uint8).numpy())
+        data = plain.view(-1).view(torch.uint8).numpy().data
         self._file.seek(self._end)
         while data:
             data = data[self._file.write(data) :]
@@ -186,7 +187,7 @@ class SavedTensors:
         if isinstance(saved, torch.Tensor):
             return saved
         plain = torch.empty(saved.sizes, dtype=saved.dtype)
-        into = memoryview(plain.view(-1).view(torch.uint8).numpy())
+        into = plain.view(-1).view(torch.uint8).numpy().data
         self._file.seek(saved.offset)
         while into:
             read = self._file.readinto(into)

@@ -1,8 +1,11 @@
 """Compare a captured graph with the module it came from, by numbers: outputs, and in training the gradients.
 
-Decides whether the module is small enough to hold in memory; of a larger one a smaller model of its kind is compared.
-The module draws the same numbers as the graph. Neighbours: `backends.torch` runs the graph, `capture.shrinking` makes
-the smaller model, `capture.same_draws` gives the module the graph's draws.
+Decides what is compared: the whole in memory where that has room; of a larger one a smaller model of its kind, made
+from its configuration; without a configuration the whole with its parameters in a file, up to a size at which fewer of
+its repeated layers are compared. The module draws the same numbers as the graph.
+
+Neighbours: `backends.torch` runs the graph, `capture.shrinking` and `capture.fewer_layers` make smaller modules,
+`capture.streamed_check` compares where memory is short, `capture.same_draws` gives the module the graph's draws.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from fusionai.capture.build import construct_real
 from fusionai.capture.capture import Captured
 from fusionai.capture.checkpoints import without_checkpoints
 from fusionai.capture.differences import from_host, gradient_difference, magnitude, relative_difference
+from fusionai.capture.fewer_layers import with_fewer_layers
 from fusionai.capture.same_draws import SameDraws, without_draws
 from fusionai.capture.shrinking import TooLarge, smaller
 from fusionai.capture.state import to_host
@@ -36,6 +40,8 @@ from fusionai.wire.messages import StageOptions
 LARGEST_PARAMETERS: Final = 20_000_000
 LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
 """A smaller model of the kind: its check takes about a second."""
+LARGEST_STREAMED_PARAMETERS: Final = 8_000_000_000
+"""With their parameters in a file: about a minute of one core per billion, and 8 bytes on the disk for each."""
 _CHECK_BYTES_PER_PARAMETER: Final = 24
 """Values and gradients of the module and of the graph, and one copy on the way."""
 TOLERANCE: Final = 1e-5
@@ -50,7 +56,7 @@ def _silent(_line: str) -> None: ...
 class SelfCheck:
     """`forward_diff` and `gradient_diff`: the worst difference, relative to the largest magnitude of its tensor;
     `gradient_diff` is None for a graph that is not trained, `evaluation_diff` for one that does only the one or the
-    other. `reduced`: a smaller model of the kind was compared. `streamed`: the model itself, with its parameters in a
+    other. `reduced`: a smaller model of the kind was compared, of `parameters`. `streamed`: with its parameters in a
     file. `notes`: what was compared otherwise than it runs in a job."""
 
     forward_diff: float
@@ -70,7 +76,8 @@ class SelfCheck:
     def how(self) -> str:
         """What was compared, in parentheses; empty for the whole model in memory."""
         if self.reduced:
-            return f" (a smaller copy, {format_count(self.parameters)} parameters)"
+            where = ", read from a file" if self.streamed else ""
+            return f" (a smaller copy, {format_count(self.parameters)} parameters{where})"
         return f" (all {format_count(self.parameters)} parameters, read from a file)" if self.streamed else ""
 
     @property
@@ -85,28 +92,24 @@ def self_check(
     *,
     seed: int = 0,
     memory_bytes: int | None = None,
+    most_parameters: int = LARGEST_STREAMED_PARAMETERS,
     progress: Callable[[str], None] = _silent,
 ) -> SelfCheck:
     """Run graph and module on random inputs, in training mode with gradients and the same draws where the graph
     trains, and in evaluation. `memory_bytes`: what may be taken for a module held whole; by default half of what this
     machine has free. A larger one is replaced by a smaller model of its kind; where none can be made, its parameters
-    lie in a file, and `progress` is given a line now and then.
+    lie in a file, and `progress` is given a line now and then. One of more than `most_parameters` is compared with
+    fewer of its repeated layers, which bounds the time.
 
     Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when no comparison is possible
     on this machine, saying why."""
-    whole = _held_whole(captured, memory_bytes)
-    checked, streamed = captured, False
-    if not whole:
-        try:
-            checked = smaller(captured, LARGEST_REDUCED_PARAMETERS)
-        except TooLarge:
-            streamed = True
+    checked, streamed = _chosen(captured, memory_bytes, most_parameters)
     ranges = checked.graph.symbols
     sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
     inputs = draw_inputs(checked.inputs, seed, sizes)
     compare = _streamed if streamed else _in_memory
     result, worst = compare(checked, inputs, seed, progress)
-    result = replace(result, reduced=not whole and not streamed)
+    result = replace(result, reduced=checked is not captured)
     if not result.ok:
         evaluation = "" if result.evaluation_diff is None else f", evaluation by {result.evaluation_diff:.1e}"
         parameter = f", most of them that of {worst}" if worst else ""
@@ -117,6 +120,20 @@ def self_check(
             hint="The model does something at run time that tracing could not see; please report it.",
         )
     return result
+
+
+def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) -> tuple[Captured, bool]:
+    """What is compared, and whether its parameters lie in a file. Raises `TooLarge` where nothing can be compared."""
+    if _held_whole(captured, memory_bytes):
+        return captured, False
+    if captured.source.built.huggingface is not None:
+        try:
+            return smaller(captured, LARGEST_REDUCED_PARAMETERS), False
+        except TooLarge:
+            if captured.n_parameters > most_parameters:
+                raise
+    checked = captured if captured.n_parameters <= most_parameters else with_fewer_layers(captured, most_parameters)
+    return checked, not _held_whole(checked, memory_bytes)
 
 
 def _in_memory(
@@ -186,13 +203,12 @@ def _difference(
 def _held_whole(captured: Captured, memory_bytes: int | None) -> bool:
     """Whether module and graph are compared in memory as they are. One that has a configuration to make smaller is,
     even where it would fit: its check is to take a second."""
-    if memory_bytes is None:
-        if captured.n_parameters <= LARGEST_PARAMETERS:
-            return True
-        if captured.source.built.huggingface is not None:
-            return False
-        memory_bytes = psutil.virtual_memory().available // 2
-    return captured.n_parameters * _CHECK_BYTES_PER_PARAMETER <= memory_bytes
+    needed_bytes = captured.n_parameters * _CHECK_BYTES_PER_PARAMETER
+    if memory_bytes is not None:
+        return needed_bytes <= memory_bytes
+    if captured.n_parameters <= LARGEST_PARAMETERS:
+        return True
+    return captured.source.built.huggingface is None and needed_bytes <= psutil.virtual_memory().available // 2
 
 
 def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageProgram, graph: Graph) -> float:

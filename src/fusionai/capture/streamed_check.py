@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -43,7 +43,6 @@ _LINE_EVERY_S: Final = 10.0
 _CPU: Final = torch.device("cpu")
 
 Progress = Callable[[str], None]
-Hook = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +337,7 @@ class _Compared:
 
 
 @contextmanager
-def _saved(used: bool) -> Iterator[Callable[[], object]]:
+def _saved(used: bool) -> Iterator[Callable[[], AbstractContextManager[object]]]:
     """Gives what to open around a forward whose backward runs while this is open."""
     saved = SavedTensors()
     try:

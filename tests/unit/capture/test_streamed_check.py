@@ -204,7 +204,7 @@ class Turning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.turn = nn.Buffer(torch.polar(torch.ones(4), torch.arange(4.0)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * self.turn).flatten(1)
@@ -298,3 +298,29 @@ def test_progress_is_told(model: Captured, monkeypatch: pytest.MonkeyPatch) -> N
     self_check(model, memory_bytes=0, progress=lines.append)
     for part in ("initialisation", "evaluation of the module", "training of the graph", "gradients of the graph"):
         assert any(f"self-check: {part}, " in line for line in lines)
+
+
+def test_of_a_module_above_the_limit_some_layers_of_each_kind_are_compared() -> None:
+    captured = capture(FactorySource(lambda: Model(layers=7)), sequence=(1, 16))
+    half = captured.n_parameters // 2
+    result = self_check(captured, memory_bytes=0, most_parameters=half)
+    assert (result.reduced, result.streamed) == (True, True)
+    assert result.parameters <= half
+    assert (result.forward_diff, result.gradient_diff, result.evaluation_diff) == (0.0, 0.0, 0.0)
+    assert not self_check(captured, memory_bytes=half * 24, most_parameters=half).streamed
+
+
+def test_layers_that_stand_for_no_others_are_said() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for place, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x)) * (1 + place)
+            return x
+
+    captured = around(Growing)
+    with pytest.raises(TooLarge, match="does not stand for the whole: "):
+        self_check(captured, memory_bytes=0, most_parameters=captured.n_parameters - 1)
