@@ -30,7 +30,7 @@ from fusionai.capture.fewer_layers import with_fewer_layers
 from fusionai.capture.same_draws import SameDraws, without_draws
 from fusionai.capture.shrinking import TooLarge, smaller
 from fusionai.capture.state import to_host
-from fusionai.capture.streamed_check import streamed_differences
+from fusionai.capture.streamed_check import drawn_apart, streamed_differences
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ModelError
@@ -40,7 +40,7 @@ from fusionai.wire.messages import StageOptions
 LARGEST_PARAMETERS: Final = 20_000_000
 LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
 """A smaller model of the kind: its check takes about a second."""
-LARGEST_STREAMED_PARAMETERS: Final = 8_000_000_000
+LARGEST_STREAMED_PARAMETERS: Final = 4_000_000_000
 """With their parameters in a file: about a minute of one core per billion, and 8 bytes on the disk for each."""
 _CHECK_BYTES_PER_PARAMETER: Final = 24
 """Values and gradients of the module and of the graph, and one copy on the way."""
@@ -142,13 +142,16 @@ def _in_memory(
     """The result, and no parameter that stands out."""
     module = reference_module(checked, seed)
     task = TaskModule(module, checked.task, checked.input_names)
+    notes: list[str] = []
     evaluation_diff: float | None = None
     if checked.train and checked.evaluates:
         # Before training: evaluation moves no statistics.
-        evaluation_diff, _ = _difference(checked, task.eval(), inputs, Call("eval", step=0, microbatch=0), seed)
+        call = Call("eval", step=0, microbatch=0)
+        evaluation_diff, _ = _difference(checked, task.eval(), inputs, call, seed, notes)
     call = Call("train" if checked.train else "eval", step=0, microbatch=0)
-    forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed)
-    return SelfCheck(forward_diff, gradient_diff, evaluation_diff, checked.n_parameters, reduced=False), ""
+    forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed, notes)
+    found = SelfCheck(forward_diff, gradient_diff, evaluation_diff, checked.n_parameters, reduced=False)
+    return replace(found, notes=tuple(notes)), ""
 
 
 def _streamed(
@@ -169,9 +172,14 @@ def _streamed(
 
 
 def _difference(
-    checked: Captured, task: TaskModule, inputs: Mapping[str, torch.Tensor], call: Call, seed: int
+    checked: Captured,
+    task: TaskModule,
+    inputs: Mapping[str, torch.Tensor],
+    call: Call,
+    seed: int,
+    notes: list[str],
 ) -> tuple[float, float | None]:
-    """Worst differences of the outputs and, in training with a loss, of the gradients."""
+    """Worst differences of the outputs and, in training with a loss, of the gradients. `notes` grows."""
     module, graph = task.module, checked.graph
     trains = call.mode == "train"
     training = trains and "loss" in graph.outputs
@@ -181,7 +189,8 @@ def _difference(
         with replay:
             expected = task(dict(inputs))
         if not replay.all_replayed:
-            # Module and graph draw in another order: without draws both must be the same.
+            # Without draws both must be the same.
+            notes.append(drawn_apart(training=trains))
             graph, replay = without_draws(graph), SameDraws(graph, None, training=trains)
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])

@@ -76,6 +76,12 @@ def streamed_differences(
     return Differences(forward, comparison.gradient, evaluation, comparison.worst, tuple(comparison.notes))
 
 
+def drawn_apart(*, training: bool) -> str:
+    """A note about draws that module and graph could not share."""
+    mode = "training" if training else "evaluation"
+    return f"In {mode} the module draws random numbers in another order than the graph: compared without draws."
+
+
 class _Comparison:
     """Runs both sides in one mode after the other. `gradient` and `worst`: see `Differences`, once training has run."""
 
@@ -121,9 +127,7 @@ class _Comparison:
             with replay, saving():
                 expected = self._task(dict(self._inputs))
             if not replay.all_replayed:
-                self.notes.append(
-                    f"In {mode} the module and the graph draw random numbers in another order: compared without draws."
-                )
+                self.notes.append(drawn_apart(training=training))
                 graph, replay = without_draws(graph), SameDraws(graph, None, training=training)
                 with torch.no_grad():
                     for name, buffer in module.named_buffers():

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from fusionai.capture.adapter import Lora
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.self_check import SelfCheck, self_check
 from fusionai.capture.shrinking import TooLarge
-from fusionai.capture.source import FactorySource
+from fusionai.capture.source import ConfigSource, FactorySource
 from fusionai.ir.schema import Node, Ref
 from fusionai.primitives.errors import ModelError
 
@@ -324,3 +325,48 @@ def test_layers_that_stand_for_no_others_are_said() -> None:
     captured = around(Growing)
     with pytest.raises(TooLarge, match="does not stand for the whole: "):
         self_check(captured, memory_bytes=0, most_parameters=captured.n_parameters - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, Lora(4, 8.0)])
+def test_a_configuration_that_can_not_be_made_smaller_is_compared_whole(
+    adapter: Lora | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 61, "max_position_embeddings": 32}
+    captured = capture(ConfigSource(config), sequence=(1, 16), adapter=adapter)
+
+    def refused(*_: Any) -> Captured:
+        raise TooLarge("there is none.")
+
+    monkeypatch.setattr("fusionai.capture.self_check.smaller", refused)
+    result = streamed(captured)
+    assert (result.streamed, result.parameters) == (True, captured.n_parameters)
+    assert (result.forward_diff, result.gradient_diff, result.evaluation_diff) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("memory_bytes", [0, None])
+def test_draws_in_another_order_are_said(memory_bytes: int | None) -> None:
+    class Hidden(nn.Module):
+        """Draws once more than the trace shows."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and not torch.compiler.is_exporting():
+                torch.rand(3)
+            return F.dropout(x, 0.5, self.training)
+
+    result = self_check(around(Hidden), memory_bytes=memory_bytes)
+    (note,) = result.notes
+    assert note.startswith("In training the module draws random numbers in another order than the graph")
+    assert result.ok
+
+
+def test_statistics_that_a_graph_moves_otherwise_are_found() -> None:
+    def other_momentum(node: Node) -> Node:
+        if node.op != "aten._native_batch_norm_legit_functional.default":
+            return node
+        return msgspec.structs.replace(node, args=(*node.args[:6], 0.2, *node.args[7:]))
+
+    captured = around(lambda: nn.BatchNorm1d(8))
+    with pytest.raises(ModelError, match="differs from the module"):
+        streamed(changed(captured, other_momentum))
