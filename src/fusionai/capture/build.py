@@ -157,6 +157,19 @@ def construct_real(built: Built) -> nn.Module:
     return module
 
 
+def construct_empty(built: Built) -> nn.Module:
+    """As `construct_real`, with its parameters on the meta device. Not of what was `real` in the first place."""
+    huggingface = built.huggingface
+    if huggingface is None:
+        construct = built.construct
+    else:
+        construct = huggingface.construct_plain
+        if built.adapter is not None:
+            construct = _with_adapter(construct, built.adapter)
+    module, _, _, _ = _build_on_meta(construct, built.name, built.seed)
+    return module
+
+
 def _put_in(module: nn.Module, adapter: Adapters) -> nn.Module:
     return slotted(module, adapter) if isinstance(adapter, Slots) else adapted(module, adapter)
 

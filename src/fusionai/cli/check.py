@@ -34,8 +34,14 @@ if TYPE_CHECKING:
 )
 @lora_option
 @click.option("--operators", is_flag=True, help="List every operator with its count.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Also compare the captured graph with the module by numbers, as `fusion train` does before it starts. Takes "
+    "seconds, or about a minute per billion parameters where the module does not fit in memory.",
+)
 @json_option
-def check(model: str, task: Task, lora: int | None, operators: bool, json_file: Path | None) -> int:
+def check(model: str, task: Task, lora: int | None, operators: bool, compare: bool, json_file: Path | None) -> int:
     """Does MODEL fit? Captures it without allocating weights and reports blocks, parameters and what is unsupported.
 
     MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
@@ -50,7 +56,12 @@ def check(model: str, task: Task, lora: int | None, operators: bool, json_file: 
         from fusionai.capture.source import architecture_of, parse_source
 
     adapter = None if lora is None else Lora(lora, 2.0 * lora)
-    report = capture_check.check(parse_source(model, architecture_of(task)), task=task, adapter=adapter)
+    report = capture_check.check(
+        parse_source(model, architecture_of(task)),
+        task=task,
+        adapter=adapter,
+        compare=console.note if compare else None,
+    )
     if json_file is not None:
         write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
     _show(report, task, every_operator=operators)
@@ -79,6 +90,12 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
     for backend, operators in report.lacking.items():
         if operators:
             console.line(f"Machines with {backend} take no stage with {', '.join(operators)}, which it lacks.")
+    if report.compared is not None:
+        for note in report.compared.notes:
+            console.line(f"Note: {note}")
+        console.line(f"Compared{report.compared.how}: {report.compared.words}.")
+    elif report.not_compared:
+        console.line(f"NOT compared: {console.printable(report.not_compared)}")
     if report.ok:
         served = " and served with a cache" if report.cached_serving else " and served, each text computed anew"
         console.line(f"It fits: it can be trained on a pool{served if task == 'causal_lm' else ''}.")

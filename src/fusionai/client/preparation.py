@@ -57,7 +57,7 @@ from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
-from fusionai.primitives.units import format_bytes, format_count
+from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.cut_bits import shared_weights
 from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
@@ -150,16 +150,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         )
     for note in captured.notes:
         progress(note)
-    try:
-        checked = self_check(captured)
-    except TooLarge as error:
-        progress(f"warning: the graph was NOT compared with the module: {error}")
-    else:
-        reduced = f" (a smaller copy, {format_count(checked.parameters)} parameters)" if checked.reduced else ""
-        gradients = "" if checked.gradient_diff is None else f", gradients by {checked.gradient_diff:.1g}"
-        progress(
-            f"self-check{reduced}: graph and module differ by {checked.forward_diff:.1g} relative at most{gradients}"
-        )
+    _compare(captured, progress)
     base: dict[str, str] = {}
     if recipe.adapter is not None:
         base = _hashes(captured)
@@ -171,6 +162,18 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             sent = format_bytes(recipe.train.microbatches * sent_bytes(captured.graph))
             progress(f"the adapter stays here: {sent} of it go to peers in each step, and as much comes back")
     return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
+
+
+def _compare(captured: Captured, progress: Callable[[str], None]) -> None:
+    """Compare the graph with the module, and tell what was found or why nothing could be."""
+    try:
+        checked = self_check(captured, progress=progress)
+    except TooLarge as error:
+        progress(f"warning: the graph was NOT compared with the module: {error}")
+        return
+    for note in checked.notes:
+        progress(note)
+    progress(f"self-check{checked.how}: {checked.words}")
 
 
 def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> ModelSource:
