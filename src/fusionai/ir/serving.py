@@ -68,8 +68,8 @@ def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: in
     """
     if attention_nodes != attention_layers or attention_layers == 0:
         raise GraphError(
-            f"{graph.name}: {attention_nodes} of {attention_layers} attention layers are the semantic operator; the "
-            "others would not see what a cache holds.",
+            f"{graph.name}: {attention_nodes} of {attention_layers} attention layers are the semantic operator "
+            "fusion.attention; the others can't read the KV cache.",
             hint="Serve a model whose attention goes through transformers' attention interface.",
         )
     if graph.state_writes:

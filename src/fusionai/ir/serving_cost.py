@@ -32,6 +32,7 @@ INT8_SCALE_BYTES: Final = 4
 INT4_SCALE_BYTES: Final = 4
 """Scale and middle, per group."""
 INT4_GROUP: Final = 32
+"""Weights per group of the 4-bit format."""
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
 EMBEDDING: Final = "aten.embedding.default"
 ATTENTION: Final = "fusion.attention"

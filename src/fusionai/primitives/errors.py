@@ -10,7 +10,7 @@ FusionError                  exit 1, something failed
 ├── WireError                a frame or message that breaks the protocol
 ├── TransportError           a connection could not be made or was lost
 │   └── ChannelClosed        the other side closed, orderly or not
-├── TrustError               an identity, invitation, ticket or signature that does not hold
+├── TrustError               an identity, invitation, ticket or signature that is not valid
 ├── RefusedError             the other side answered with a refusal
 ├── ExecutionError           a backend could not run what it was given
 └── StorageError             disk full, torn file, wrong hash

@@ -29,6 +29,7 @@ from fusionai.privacy.white_box import Matcher, Part, matched, reconstructed
 Key = tuple[str, int, Attack]
 """Defence, depth, attack."""
 LORA_RANK: Final = 8
+"""Rank of the adapter whose update is attacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

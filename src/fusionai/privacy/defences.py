@@ -20,6 +20,7 @@ from fusionai.privacy.subject import Change
 Packed = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """Packs and unpacks a boundary [texts, tokens, width]; returns the result."""
 NOISES: Final = (0.3, 1.0, 3.0)
+"""Default sizes of the noise, relative to each row's RMS."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ _BEAMS: Final = 2
 """Beams kept by the second block's test, as a multiple of the texts."""
 _AT_ONCE: Final = 4096
 _SAME: Final = 1e-6
+"""Relative squared distance below which two rows count as equal."""
 _AGAIN: Final = 0.01
 """Penalty for repeating a row: more than rounding error, less than that of a row that was not there."""
 _NAMES: Final = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "query_key_value", "Wqkv", "qkv_proj")

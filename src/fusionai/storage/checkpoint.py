@@ -47,6 +47,7 @@ from fusionai.storage.safetensors_file import SafetensorsFile, Written, write_sa
 from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES: Final = 256_000_000
+"""Default size in bytes above which a new shard is begun. Also the memory needed per part."""
 
 _Part = Literal["model", "adapter", "optimizer", "private"]
 _MISSING_SHOWN: Final = 3

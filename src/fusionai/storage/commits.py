@@ -29,6 +29,7 @@ from fusionai.storage.lock import JobLock
 from fusionai.wire.messages import CommitRecord
 
 _LAYOUT: Final = 2
+"""Version of the database schema. Older versions only lack tables."""
 _ROOT_HASH: Final = hashlib.sha256(b"fusionai.commits/1").digest()
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS commits (step INTEGER PRIMARY KEY, record BLOB NOT NULL, hash BLOB NOT NULL);

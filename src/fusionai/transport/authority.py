@@ -31,6 +31,7 @@ CLOCK_SKEW_S: Final = 86_400.0
 """Tolerated error of a member's clock: one day."""
 AUTHORITY_LIFETIME_S: Final = 20 * 365 * 86_400.0
 CERTIFICATE_LIFETIME_S: Final = 2 * 365 * 86_400.0
+"""Lifetime of members' and the broker's certificates: two years. Chosen."""
 MAX_POOL_NAME_LENGTH: Final = 64
 
 CertifiedRole = Literal["broker", "member"]

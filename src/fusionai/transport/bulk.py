@@ -47,6 +47,7 @@ NEARBY_S: Final = 0.003
 SURE_S: Final = 1.0
 """Seconds a turn must last before its samples adjust the bandwidth estimate: short bursts say little about it."""
 _WATCH_S: Final = (0.001, 0.02)
+"""Shortest and longest time between samples of the kernel's statistics, in seconds."""
 
 
 class Bulk:

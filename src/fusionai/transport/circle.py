@@ -34,6 +34,7 @@ CARRIED_FILE: Final = "endorsements.json"
 MAX_CARRIED: Final = 16
 """Upper limit on the endorsements that one member carries."""
 MAX_KEPT: Final = 4096
+"""Upper limit on the signers, the endorsements and the revocations in a trust list, each. Chosen."""
 MAX_FILE_BYTES: Final = 8 * 2**20
 
 Statement = Annotated[bytes, Meta(max_length=MAX_ENDORSEMENT_BYTES)]
@@ -98,7 +99,7 @@ def load_circle(path: Path) -> Circle:
     data = read_private(path, limit_bytes=MAX_FILE_BYTES)
     if data is None:
         raise TrustError(
-            f"this machine trusts nobody yet (there is no {path}).",
+            f"this machine has no trust list yet (there is no {path}).",
             hint="Create a trust list with `fusion trust key` and `fusion trust sign`.",
         )
     try:

@@ -24,11 +24,15 @@ from typing import Final
 CLEAN_PATHS: Final = "cubic"
 LOSSY_PATHS: Final = "bbr"
 LOOK_EVERY_S: Final = 0.1
+"""Time between samples of the kernel's statistics, in seconds."""
 QUEUE_OF_ROUND_TRIP: Final = 0.4
+"""Queueing delay as a fraction of the minimum round trip above which a queue counts as standing."""
 LEAST_QUEUE_S: Final = 0.004
 """Queueing delay in seconds below which a queue is treated as noise: it does not hurt other traffic."""
 BACK_OFF: Final = 0.96
+"""Factor on the cap per sample while a queue stands."""
 RISE: Final = 0.02
+"""First rise of the cap per sample without a queue, as a fraction."""
 MOST_RISE: Final = 0.16
 """Largest rise of the cap per sample.
 
@@ -36,10 +40,7 @@ While no queue stands, the rise doubles from sample to sample up to this value, 
 is used again within a few samples; boundary tensors last one or two each.
 """
 OWN_LIMIT: Final = 0.9
-"""Fraction of the cap.
-
-A connection that delivers more than this was limited by the cap, which says nothing of the line.
-"""
+"""Fraction of the cap above which a delivery rate counts as limited by the cap, not by the line."""
 LEAST_OF_BEST: Final = 0.8
 """Lowest cap as a fraction of the best delivery rate: a standing queue may be caused by others, and bulk yields to
 them, but does not give up the line.
@@ -48,7 +49,8 @@ LOSSY: Final = 1.6
 LOSS_MEMORY: Final = 0.92
 """Decay of the loss score per sample.
 
-A path counts as lossy after two samples with a loss within a third of a second, or three within a second.
+A path counts as lossy once its score reaches `LOSSY`: after two samples with a loss at most 0.6 s apart, or three that
+are each 1 s apart.
 """
 MOST_SINGLE: Final = 5
 """Retransmissions per sample up to which they count as random loss.
@@ -56,6 +58,7 @@ MOST_SINGLE: Final = 5
 More in one sample indicate an overflowing queue.
 """
 OF_LINE: Final = 0.97
+"""Pace as a fraction of the measured uplink bandwidth, so that no queue builds."""
 LONG_QUEUE_LOOKS: Final = 30
 """Samples with a standing queue after which another line counts as the bottleneck, because the own
 pace makes no queue.

@@ -20,6 +20,7 @@ from fusionai.wire.messages import Introduced, Meet, Message, Observe, Observed
 M = TypeVar("M", bound=Message)
 
 IDLE_S: Final = 30.0
+"""Seconds without a question after which the connection to the broker is closed."""
 _ANSWER_S: Final = 5.0
 
 

@@ -24,7 +24,9 @@ from fusionai.wire.frame import describe
 from fusionai.wire.messages import MAX_BACK_BYTES, Message, Ping, Pong, Probe, TensorHeader
 
 FIRST_PROBE_BYTES: Final = 256 * 2**10
+"""Size of the first probe in bytes."""
 ENOUGH_ROUND_TRIPS: Final = 4
+"""Round trips that a probe must last to measure the bandwidth."""
 SLOW: Final = 4
 """The first probe suffices if it takes this many times longer than a probe must take."""
 

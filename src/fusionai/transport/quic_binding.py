@@ -53,7 +53,9 @@ def _mend(library: Any) -> None:
     original = builder.write
     wanted = _written(library, original)
     if wanted != b"".join(_SAMPLES) or _written(library, _write_at_once) != wanted:
-        raise TransportError(f"iroh {VERSION} is installed, but is not the library this version knows.", hint=_INSTALL)
+        raise TransportError(
+            f"iroh {VERSION} is installed, but its Python binding is not the one expected.", hint=_INSTALL
+        )
     builder.write = _write_at_once
 
 

@@ -36,10 +36,12 @@ from fusionai.wire.messages import Message, Way
 
 _LOG: Final = logging.getLogger(__name__)
 BEAT_S: Final = 0.5
+"""Time between datagrams that show that this side is alive, in seconds."""
 SLICE_BYTES: Final = 256 * 2**10
 READ_BYTES: Final = 256 * 2**10
 MAX_CERTIFICATE_BYTES: Final = 8192
 GOODBYE_TIMEOUT_S: Final = 5.0
+"""Seconds that closing waits until the other side has acknowledged everything."""
 _LENGTH: Final = struct.Struct("<I")
 
 

@@ -22,6 +22,7 @@ from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, silent_s
 from fusionai.transport.rate_limit import RateLimit
 
 BUFFER_BYTES: Final = 128 * 2**10
+"""Buffer of one direction in bytes; smaller if the rate limit is low."""
 BULK_BYTES: Final = 2**20
 """Sent in one direction after which a connection counts as bulk: one with small messages alone does not get there."""
 LAST_WORDS_S: Final = 10.0

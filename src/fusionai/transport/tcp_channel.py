@@ -32,11 +32,14 @@ from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
 
 SMALL_BODY_BYTES: Final = 64 * 2**10
+"""Largest body in bytes of a frame that is sent in one write, without a turn on the uplink."""
 SLICE_BYTES: Final = 256 * 2**10
 SMALL_READ_BYTES: Final = 16 * 2**10
 """Reads of at most this size are treated as small frames by the download limit."""
 HIGH_WATER_BYTES: Final = 512 * 2**10
+"""Unsent bytes in the connection's write buffer above which senders wait."""
 LARGE_ALLOCATION_BYTES: Final = 2**20
+"""Size in bytes from which receive buffers are allocated by numpy, which does not clear them."""
 STALLED_S: Final = 2.0
 """Time in seconds without progress after which closing gives up sending the rest."""
 GOODBYE_TIMEOUT_S: Final = 5.0

@@ -19,9 +19,11 @@ from collections import deque
 from typing import Final
 
 RISE: Final = 0.003
+"""Rise of the estimate per sample at full pace without a queue, as a fraction."""
 FAST_RISE: Final = 0.03
+"""The same after `CALM_LOOKS` such samples."""
 FALL: Final = 0.006
-"""Fractional change of the bandwidth estimate per sample."""
+"""Fall of the estimate per sample while a queue stands, as a fraction."""
 CALM_LOOKS: Final = 20
 """Samples at full pace without a queue after which the estimate rises faster: the line is faster than measured."""
 LEAST: Final = 0.85

@@ -33,6 +33,7 @@ from fusionai.wire.messages import Observe, Observed
 _LOG: Final = logging.getLogger(__name__)
 _OBSERVE_S: Final = 3.0
 KNOCK_S: Final = 5.0
+"""Time limit for sending to a peer that is dialling this machine, in seconds."""
 
 
 class UdpDoor:

@@ -28,6 +28,7 @@ from fusionai.wire.messages import MAX_LINKS, LinkView, Way
 
 _BEST_FIRST: Final[tuple[Way, ...]] = ("lan", "direct", "quic", "relay")
 RELAY_REMEMBERED_S: Final = 120.0
+"""Seconds for which a relay that worked last is tried first."""
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 

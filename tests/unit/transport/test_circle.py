@@ -101,7 +101,7 @@ def test_a_broken_file_says_nothing_for_anybody(tmp_path: Path, content: bytes):
 def test_what_the_file_says_counts_at_once(tmp_path: Path):
     path = tmp_path / "trust.json"
     circle = CircleFile(path, lambda: NOW_S)
-    with pytest.raises(TrustError, match="trusts nobody yet"):
+    with pytest.raises(TrustError, match="has no trust list yet"):
         circle.check(PEER, (endorsement(),))
     keep_circle(path, Circle(signers=(SIGNER,)))
     assert circle.check(PEER, (endorsement(),)).peer == PEER
@@ -111,7 +111,7 @@ def test_what_the_file_says_counts_at_once(tmp_path: Path):
     keep_circle(path, Circle(signers=(SIGNER,)))
     assert circle.check(PEER, (endorsement(),)).peer == PEER
     path.unlink()
-    with pytest.raises(TrustError, match="trusts nobody yet"):
+    with pytest.raises(TrustError, match="has no trust list yet"):
         circle.check(PEER, (endorsement(),))
     path.mkdir()
     with pytest.raises(FusionError):
