@@ -1,9 +1,9 @@
 """CPU share of a session of processes relative to others. The operating system may ignore it.
 
-Linux groups processes by session (`setsid`) and shares the processors between groups ("autogroup", sched(7)). A user
-may lower and raise the weight of an own group, which `nice` does not allow. On other systems, and inside containers and
-services that have a group of their own, nothing changes. `client.local_pool` uses this for processes it starts beside
-working ones.
+Linux groups processes by session (`setsid`) and shares the processors between groups ("autogroup", sched(7)). Users may
+lower and later raise the weight of their own groups, which `nice` does not allow. On other systems, and inside
+containers and services that have a group of their own, nothing changes. `client.local_pool` uses this for processes it
+starts beside working ones.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _parse(certificate: bytes) -> x509.Certificate:
     try:
         return x509.load_der_x509_certificate(certificate)
     except (ValueError, x509.InvalidVersion) as error:
-        raise TrustError("expected a certificate as DER, got bytes that are not.") from error
+        raise TrustError("expected a certificate as DER, got bytes that can't be parsed.") from error
 
 
 def _key_of(certificate: x509.Certificate) -> bytes:

@@ -79,7 +79,7 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise TrustError("its key is revoked in this machine's trust file.")
         keys = self.keys
         if not keys:
-            raise TrustError("this machine trusts no signing key.", hint="`fusion trust key` creates its own.")
+            raise TrustError("this machine trusts no signing key.", hint="Run `fusion trust key` to create its own.")
         kept = [data for data in self.endorsements if read_endorsement(data).peer == peer]
         reasons: list[str] = []
         for data in (*kept, *carried[:MAX_CARRIED]):
@@ -88,7 +88,7 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             except TrustError as error:
                 reasons.append(error.message)
         why = reasons[0] if reasons else "no key that this machine trusts has endorsed it."
-        raise TrustError(why, hint=f"`fusion trust sign {peer}` on a machine whose signing key is trusted.")
+        raise TrustError(why, hint=f"Run `fusion trust sign {peer}` on a machine whose signing key is trusted.")
 
 
 def load_circle(path: Path) -> Circle:
@@ -169,7 +169,7 @@ def carried_endorsements(home: Path) -> tuple[bytes, ...]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StorageError(
             f"expected this machine's endorsements in {path}, got something else: {error}.",
-            hint="Delete the file and carry them anew (`fusion trust carry`).",
+            hint="Delete the file and add them again with `fusion trust carry`.",
         ) from error
 
 
@@ -179,7 +179,7 @@ def carry(home: Path, data: bytes, peer: PeerId) -> None:
     if statement.peer != peer:
         raise TrustError(
             f"this endorsement is for {short(PeerId(statement.peer))}, this machine lends as {short(peer)}.",
-            hint=f"Have {peer} signed instead.",
+            hint=f"Ask for an endorsement of {peer} instead.",
         )
     known = [one for one in carried_endorsements(home) if one != data]
     kept = _Carried("fusionai.endorsements/1", (data, *known)[:MAX_CARRIED])

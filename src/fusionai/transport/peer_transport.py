@@ -240,7 +240,7 @@ class PeerTransport:
             try:
                 channel = await first_to_answer(attempts, timeout_s=_LOOK_TIMEOUT_S)
             except FusionError as error:
-                _LOG.debug("no better way to %s yet: %s", short(peer), error)
+                _LOG.debug("no better route to %s yet: %s", short(peer), error)
                 continue
             _LOG.info("peer %s can be reached without the relay now (%s)", short(peer), channel.way)
             await channel.close()

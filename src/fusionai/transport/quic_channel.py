@@ -206,7 +206,7 @@ class QuicChannel(FramedChannel):
                 # This side was suspended, so data that arrived meanwhile is still unread.
                 self._heard_s = loop.time()
             elif self._readable.is_set() and loop.time() - self._heard_s > DEAD_AFTER_S:
-                self._fail(ChannelClosed(f"the other side has said nothing for {DEAD_AFTER_S:g} s."))
+                self._fail(ChannelClosed(f"the other side has sent nothing for {DEAD_AFTER_S:g} s."))
                 return
 
     async def _hear(self) -> None:
@@ -234,7 +234,7 @@ class QuicChannel(FramedChannel):
                     # Waits until the other side has acknowledged everything.
                     await self._send.stopped()
         except (TimeoutError, self._errors) as error:
-            _LOG.debug("nobody took the rest: %r", error)
+            _LOG.debug("the other side did not acknowledge everything before the end: %r", error)
         finally:
             self._connection.close(0, b"")
             self._end_tasks()

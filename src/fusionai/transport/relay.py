@@ -228,5 +228,5 @@ async def _exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def _refuse(sock: socket.socket, code: int, why: str) -> None:
-    _LOG.debug("the relay refused a caller: %s", why)
+    _LOG.debug("the relay refused a connection: %s", why)
     await asyncio.get_running_loop().sock_sendall(sock, bytes([code]))

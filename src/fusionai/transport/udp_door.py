@@ -37,7 +37,7 @@ KNOCK_S: Final = 5.0
 
 
 class UdpDoor:
-    """Owns the UDP endpoint. If `accept` is None, this side only dials and accepts no connections."""
+    """Owns the UDP endpoint. If it is opened without `accept`, this side only dials."""
 
     def __init__(self, credentials: MemberCredentials, introductions: Introductions, rates: Limits) -> None:
         self._credentials = credentials
@@ -116,7 +116,7 @@ class UdpDoor:
         except TimeoutError:
             raise TransportError("the broker did not say how it sees this machine's UDP port.") from None
         if not isinstance(answer, Observed):
-            raise WireError(f"expected what the broker observed, got {answer.__struct_config__.tag}.")
+            raise WireError(f"expected the broker's observation, got {answer.__struct_config__.tag}.")
         return format_quic(self._credentials.identity.peer, answer.host, answer.port)
 
 
