@@ -40,7 +40,7 @@ _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 _MOST: Final = 2 / 3
 """Share of the nodes with arithmetic above which a block is split, if a split is found."""
 _SMALL: Final = 8
-"""Nodes with arithmetic up to which a block is never split."""
+"""Number of nodes with arithmetic up to which a block is never split."""
 _BETTER: Final = 3 / 4
 """Largest share of the nodes that the largest block may keep for a split to be accepted."""
 

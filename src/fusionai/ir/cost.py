@@ -26,7 +26,7 @@ from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
 FLOPS_PER_ELEMENT: Final = 5
-"""For softmax, normalisation and losses: subtract, square or exponential, sum, divide, scale."""
+"""Operations per element of softmax, normalisation and losses: subtract, square or exponential, sum, divide, scale."""
 ATTENTION_BACKWARD: Final = 2.5
 """Operations of attention's backward pass relative to its forward pass."""
 

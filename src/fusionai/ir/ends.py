@@ -1,6 +1,4 @@
-"""The embedding and head of a model that a job may keep with its owner: how many blocks they are, and whether that
-hides
-the data.
+"""Finds which blocks stay with the job owner (embedding and head), and checks that peers get no job data.
 
 Decides the counts from the graph alone. At the front: everything before the first layer, which reads the job's inputs
 (or the first layer, if nothing comes before it). At the back: the loss and everything from the computation of the

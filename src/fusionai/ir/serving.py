@@ -1,5 +1,4 @@
-"""The graph for serving: logits and the hidden states before the head, without loss. Decides which graphs can be
-served.
+"""The graph for serving: logits and hidden states before the head, no loss. Decides which graphs can be served.
 
 Serving packs tokens of many sessions along the sequence and caches keys and values of earlier tokens. So only attention
 may mix positions, and attention must be causal. Graphs that violate this are refused with the reason. `capture` makes

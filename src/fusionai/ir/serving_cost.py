@@ -28,9 +28,9 @@ CacheFormat = Literal["fp32", "bf16", "fp16"]
 
 FLOAT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
 INT8_SCALE_BYTES: Final = 4
-"""Scale of each row."""
+"""Bytes of the scale of each row."""
 INT4_SCALE_BYTES: Final = 4
-"""Scale and middle, per group."""
+"""Bytes of the scale and middle of each group."""
 INT4_GROUP: Final = 32
 """Weights per group of the 4-bit format."""
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
@@ -144,7 +144,7 @@ def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:
 
 
 def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tuple[int, int]:
-    """Return (bytes kept, of which are only looked up by rows).
+    """Return (bytes kept, bytes of these that are only looked up by rows).
 
     Matrices that only products read are packed, all others are kept as they are.
     """

@@ -25,7 +25,7 @@ def set_aside_what_stays() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    gc.collect()  # the collector counts live objects anew: nearly none
+    gc.collect()  # resets the collector's count of live objects to nearly none
 
 
 @contextmanager

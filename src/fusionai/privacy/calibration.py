@@ -1,5 +1,4 @@
-"""What a peer learns from text it knows (a chat template, a document): how its own boundaries differ from the seen
-ones.
+"""What a peer learns from text it knows (template, document): how its own boundaries differ from the seen ones.
 
 The result is a linear correction of its own boundaries towards the seen ones, by ridge regression, and the covariance
 of the residual, for a Mahalanobis distance. The prior is "no difference": with little known text, little is corrected.

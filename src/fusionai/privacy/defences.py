@@ -25,7 +25,7 @@ NOISES: Final = (0.3, 1.0, 3.0)
 
 @dataclass(frozen=True, slots=True)
 class Defence:
-    """A named defence. If `change` is random, it draws anew at each call."""
+    """A named defence. If `change` is random, it draws new numbers at each call."""
 
     name: str
     change: Change

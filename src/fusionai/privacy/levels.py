@@ -41,7 +41,5 @@ STANDS: Final[dict[PrivacyLevel, dict[Adversary, Stand]]] = {
     "split-k": _stands("holds", "reconstructs", "holds", "reconstructs"),
     "trusted": _stands("holds", "only those trusted", "holds", "holds"),
 }
-"""A malicious broker can add a peer of its own, unless peers must be endorsed; then it is no worse than a curious
-broker.
-"""
+"""A malicious broker can add a peer of its own, and then has what that peer has, unless peers must be endorsed."""
 assert set(get_args(Adversary)) == set(ADVERSARIES)

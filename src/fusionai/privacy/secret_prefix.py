@@ -1,5 +1,4 @@
-"""A secret client-side prefix: the first blocks are retrained by the job owner, so that public weights do not match
-them.
+"""A secret client-side prefix: the job owner retrains the first blocks, so that public weights do not match them.
 
 `distance` sets how far the copy is from the public model: 0 is an ordinary fine-tune, 1 starts the blocks from new
 random weights of the same spread. The other blocks keep the public weights, because peers run them. The attacks measure

@@ -1,5 +1,4 @@
-"""A causal language model from the attacker's view: computes boundaries of texts, of candidate tokens and of
-embeddings.
+"""A causal language model as the attacker sees it: boundaries of texts, of candidate tokens and of embeddings.
 
 A boundary at `depth` is the tensor after that many blocks: 0 is the input of the first block, the last is the output of
 the last block, before the final norm. Works for any decoder of `transformers` whose blocks are one list. Weights are

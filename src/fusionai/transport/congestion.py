@@ -60,8 +60,8 @@ More in one sample indicate an overflowing queue.
 OF_LINE: Final = 0.97
 """Pace as a fraction of the measured uplink bandwidth, so that no queue builds."""
 LONG_QUEUE_LOOKS: Final = 30
-"""Samples with a standing queue after which another line counts as the bottleneck, because the own
-pace makes no queue.
+"""Samples with a standing queue after which another line counts as the bottleneck, because the
+pace of this machine makes no queue.
 """
 UNCAPPED_LOOKS: Final = 10
 """Samples without a cap while the bandwidth is unknown: one second of plain TCP, so that a probe can find the

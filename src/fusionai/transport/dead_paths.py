@@ -1,5 +1,4 @@
-"""Detects connections whose other side has silently gone. Decides what counts as gone; the channel drops the
-connection.
+"""Detects connections whose other side has silently gone. The channel then drops the connection.
 
 TCP_USER_TIMEOUT is unsuitable: Linux also applies it to a live receiver that has merely stopped reading (a closed
 window), so a stage that computes for longer than the timeout would lose its connections. Instead the kernel's

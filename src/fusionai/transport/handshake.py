@@ -1,5 +1,4 @@
-"""The version handshake: `Hello` from the dialling side, `Welcome` or `Refused` in return. Pure; used by all
-transports.
+"""The version handshake: `Hello` from the dialling side, `Welcome` or `Refused` in return. Pure.
 
 Decides which protocol versions are compatible, which streams a stranger may open, and which frame limits hold
 afterwards.

@@ -1,5 +1,4 @@
-"""Pairing tokens: short-lived statements "these two peers may meet at the relay, and this one dials", signed by the
-pool.
+"""Pairing tokens: short-lived statements of the pool, "these two peers may meet at the relay, and this one dials".
 
 The broker gives each side its own token. A relay verifies a token offline. The peer that shows it also proves that it
 holds the named key, and each token is good for one connection. Decides the fields and the checks; time is an argument.

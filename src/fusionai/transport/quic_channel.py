@@ -81,7 +81,7 @@ class QuicChannel(FramedChannel):
         """Set when all tasks of this channel have ended or been cancelled."""
 
     def start(self, stream: Any) -> None:
-        """The stream is open: send the own certificate and start reading until the end."""
+        """The stream is open: send this side's certificate and start reading until the end."""
         self._send = stream.send()
         self._heard_s = asyncio.get_running_loop().time()
         own = self._credentials.certificate if isinstance(self._credentials, MemberCredentials) else b""

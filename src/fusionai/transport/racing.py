@@ -1,5 +1,4 @@
-"""Races several connection attempts to one machine, started a moment apart. Decides which wins and which error is
-raised.
+"""Races connection attempts to one machine, started a moment apart. Decides which wins and which error is raised.
 
 If an attempt fails, the next starts at once. The first attempt whose other side proves to be the expected machine
 wins, and the others are dropped. `tcp` races addresses, `peer_transport` races routes.

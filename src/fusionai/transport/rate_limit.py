@@ -1,5 +1,4 @@
-"""A provider's limit on what its machine sends or receives: a debt that is paid off with time. Pure: `now_s` is passed
-in.
+"""A provider's limit on what its machine sends or receives, as a debt that is paid off with time. Pure.
 
 Decides how long the next bytes wait. Small frames go at once while the debt is small, so that heartbeats and decoded
 tokens do not wait behind a tensor. They are counted like all other bytes, over all connections. `tcp_channel` asks

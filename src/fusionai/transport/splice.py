@@ -24,7 +24,7 @@ from fusionai.transport.rate_limit import RateLimit
 BUFFER_BYTES: Final = 128 * 2**10
 """Buffer of one direction in bytes; smaller if the rate limit is low."""
 BULK_BYTES: Final = 2**20
-"""Sent in one direction after which a connection counts as bulk: one with small messages alone does not get there."""
+"""Bytes sent in one direction after which the connection counts as bulk; small messages alone do not add up to it."""
 LAST_WORDS_S: Final = 10.0
 """Time that one side has to end after the other has ended, in seconds."""
 _HANG_UP: Final = struct.pack("ii", 1, 0)

@@ -1,5 +1,4 @@
-"""One connection of mutual TLS 1.3 over TCP, as a channel. Decides how bytes move: buffers, high-water marks,
-deadlines.
+"""One connection of mutual TLS 1.3 over TCP, as a channel. Decides buffers, high-water marks and deadlines.
 
 Reading: TLS writes directly into the frame reader's buffers, so a tensor is copied once, by decryption. Writing: a
 small frame goes in one write. A large body goes in slices; each waits for its turn on the machine's uplink and until

@@ -1,12 +1,11 @@
-"""This machine's reachability by UDP through NATs: how the broker sees its port, and which peers may connect. Uses
-QUIC.
+"""This machine's UDP port for QUIC through NATs: how the broker sees it, and which peers may connect.
 
 A NAT lets in UDP packets that answer outgoing ones. So both sides send to each other at the same time, each to the
 address from which the broker receives the other's packets. The connection to the broker that observed the address
 stays open, which keeps the NAT's entry alive.
 
 The port is opened when it is first needed. Without the library, or without a broker that observes UDP ports, this
-route does not exist: that is logged once and other routes are used. `quic` moves the bytes, `introductions` informs
+route does not exist: that is logged and other routes are used. `quic` moves the bytes, `introductions` informs
 the other side, `peer_transport` decides when to try.
 """
 

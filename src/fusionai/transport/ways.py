@@ -1,5 +1,4 @@
-"""Records the route of each link of this machine and which one worked last. Decides in which order candidates are
-tried.
+"""Records each link's route and which one worked last. Decides in which order candidates are tried.
 
 The order is: addresses in this machine's own networks, other TCP addresses, QUIC, the relay. The address that worked
 last time goes first; a relay only for `RELAY_REMEMBERED_S`, and only while no new address is known. The order is a
