@@ -1,8 +1,9 @@
-"""Bytes of parameters that a graph declares instead of bringing them. Decides nothing: `ir.init` has every bit of them.
+"""Tensors of parameters that a graph declares by an initialisation program instead of bringing their values.
 
     weights = manifest(keys, declared(captured.graph, captured.state, seed), store, ...)
 
-Neighbours: `weight_manifest` asks for what is in no file; a new model is served with what `fusion train` starts from.
+`ir.init` computes all values. `weight_manifest` asks for keys that are in no file, so that a new model is served with
+the values from which `fusion train` starts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fusionai.storage.weight_manifest import State
 
 
 def declared(graph: Graph, state: State, seed: int) -> State:
-    """A `State` that makes parameters with an initialisation program by it, and asks `state` for all other keys."""
+    """Return a `State` that computes parameters with an initialisation program, and asks `state` for all other keys."""
     programs = {spec.key: spec for spec in graph.params.values() if spec.init is not None}
 
     def tensors(keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:

@@ -1,6 +1,6 @@
-"""The weights of a model directory in Hugging Face layout, whoever wrote it. Decides which files hold them.
+"""Reads the weights of a model directory in Hugging Face layout. Decides which files hold them.
 
-Neighbours: the job owner imports a pretrained model through this; `checkpoint` writes the same layout.
+The job owner imports pretrained models through this; `checkpoint` writes the same layout.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 class WeightIndex(msgspec.Struct, frozen=True):
-    """`model.safetensors.index.json`: tensor name -> file."""
+    """Content of `model.safetensors.index.json`: tensor name -> file."""
 
     weight_map: dict[str, str]
     metadata: dict[str, object] = {}
 
 
 class ModelDirectory:
-    """Tensors of a model by their names in the files, mapped, not read."""
+    """Tensors of a model by their names in the files, mapped and not read."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `StorageError` where there are no safetensors weights or a shard is missing or damaged."""
+        """Raises `StorageError` if there are no safetensors weights or a shard is missing or damaged."""
         self._directory = directory
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of = self._located()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Sorted."""
+        """All names, sorted."""
         return tuple(sorted(self._file_of))
 
     def read(self, name: str) -> HostTensor:
-        """Raises `StorageError` for a name that is not there."""
+        """Return a tensor. Raises `StorageError` for an unknown name."""
         if name not in self._file_of:
             raise StorageError(f"{self._directory}: the model's files have no tensor {name!r}.")
         return self._file_of[name].read(name)
 
     def entries(self, names: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
-        """Those of `names`, in their order."""
+        """Yield the tensors of `names` in that order."""
         return ((name, self.read(name)) for name in names)
 
     def _located(self) -> dict[str, SafetensorsFile]:
@@ -57,7 +57,7 @@ class ModelDirectory:
             single = self._directory / SINGLE_FILE
             if not single.is_file():
                 raise StorageError(
-                    f"{self._directory}: neither {SINGLE_FILE} nor {INDEX_FILE}.",
+                    f"{self._directory}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither.",
                     hint="Save the model with transformers: model.save_pretrained(DIRECTORY).",
                 )
             file = SafetensorsFile(single)

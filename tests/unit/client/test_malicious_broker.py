@@ -110,7 +110,10 @@ def _flipped(data: bytes) -> bytes:
 
 SLIPPED_IN: dict[str, tuple[Callable[[MaliciousPool, str], tuple[bytes, ...]], str]] = {
     "unsigned": (lambda _pool, _name: (), "no key that this machine trusts"),
-    "with another's endorsement": (lambda pool, _name: (pool.endorsement("ada"),), "endorsement of another key"),
+    "with another's endorsement": (
+        lambda pool, _name: (pool.endorsement("ada"),),
+        "endorsement it shows is for another key",
+    ),
     "signed by the broker": (lambda pool, name: (pool.endorsement(name, key=BROKERS_KEY),), "not a key trusted here"),
     "signed by the pool's authority": (
         lambda pool, name: (pool.endorsement(name, key=pool.authority.key),),

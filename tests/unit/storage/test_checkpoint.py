@@ -168,7 +168,7 @@ def test_what_is_missing_or_wrong_is_named_and_leaves_nothing(tmp_path: Path) ->
     with CheckpointWriter(tmp_path, 3, HEADER, files=FILES) as writer:
         for name, value in entries.items():
             writer.add(name, value)
-        with pytest.raises(StorageError, match=r"step 3: 2 entries did not come, such as model/absent, optimizer/x"):
+        with pytest.raises(StorageError, match=r"step 3: 2 entries are missing, such as model/absent, optimizer/x"):
             writer.finish(expected=[*entries, "model/absent", "optimizer/x/step"])
         with pytest.raises(StorageError, match="expected an entry model/"):
             writer.add("gradients/w", tensor(1))
@@ -370,17 +370,17 @@ def hostile() -> Iterator[tuple[bytes, str]]:
     yield b"", "does not fit"
     yield b"\xff" * 8, "does not fit"
     yield (10**15).to_bytes(8, "little") + b"{}", "does not fit"
-    yield file([]), "not understood"
-    yield one(shape=[2**62, 2**62]), "does not lie where"
-    yield one(shape=[-2]), "not understood"
-    yield one(shape=[1] * 17), "not understood"
+    yield file([]), "can't be decoded"
+    yield one(shape=[2**62, 2**62]), "offsets that do not match"
+    yield one(shape=[-2]), "can't be decoded"
+    yield one(shape=[1] * 17), "can't be decoded"
     yield one(dtype="F4"), "unsupported type"
-    yield one(data_offsets=[0, 16], shape=[4]), "take 16 bytes, it has 8"
-    yield one(data_offsets=[8, 0]), "does not lie where"
-    yield one(more=1), "not understood"
-    yield file({}), "take 0 bytes, it has 8"
+    yield one(data_offsets=[0, 16], shape=[4]), "take 16 bytes, but 8 bytes follow"
+    yield one(data_offsets=[8, 0]), "offsets that do not match"
+    yield one(more=1), "can't be decoded"
+    yield file({}), "take 0 bytes, but 8 bytes follow"
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    yield file({"a": entry, "b": entry}), "does not lie where"
+    yield file({"a": entry, "b": entry}), "offsets that do not match"
 
 
 @pytest.mark.parametrize(("content", "message"), list(hostile()))
@@ -392,7 +392,7 @@ def test_hostile_weights_are_refused_before_anything_is_allocated(tmp_path: Path
 
 
 def test_model_directories_of_others(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(StorageError, match=r"expected model\.safetensors or"):
         ModelDirectory(tmp_path)
     write_safetensors(tmp_path / "a.safetensors", {"w": tensor(3)})
     index = tmp_path / "model.safetensors.index.json"

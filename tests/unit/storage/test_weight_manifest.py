@@ -230,7 +230,7 @@ def test_a_memory_that_can_not_be_kept_is_only_a_warning(tmp_path: Path, caplog:
     model, store = Model(tmp_path / "model"), WeightStore(tmp_path / "weights")
     (tmp_path / "file").write_text("")
     assert model.describe(["norm"], store, tmp_path / "file" / "known.json").specs
-    assert "are not remembered" in caplog.text
+    assert "can't be cached" in caplog.text
 
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def test_pieces_that_do_not_make_the_tensor(tmp_path: Path) -> None:
     lying = WeightSpec(key="big", dtype=BIG.dtype, shape=BIG.shape, digest=other.digest, pieces=BIG.pieces)
     store = WeightStore(tmp_path)
     store.put(lying, 0, data_of(BIG))
-    with pytest.raises(StorageError, match=r"big: all its pieces are as announced and together they are not"):
+    with pytest.raises(StorageError, match=r"big: all pieces match their hashes, but the whole tensor does not"):
         store.finish(lying)
     assert names(store) == []
     store.add(other, data_of(other))

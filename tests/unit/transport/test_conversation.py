@@ -92,7 +92,7 @@ def test_notices_come_between_and_a_failing_callback_ends_nothing(caplog: pytest
         assert got == [LeaveNotice(drain=True), StopNotice(job="x-1")]
 
     converse(serve, talk, on_notice)
-    assert "taking a notice failed" in caplog.text
+    assert "the handler of a notice failed" in caplog.text
 
 
 def test_a_cancelled_question_keeps_its_place():
