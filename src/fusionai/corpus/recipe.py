@@ -351,7 +351,7 @@ class _Checker:
         if train.offload_weights == "always" and train.recompute == "never":
             raise self.fail(
                 "train",
-                "offload_weights = 'always' asks for activations made again, and recompute = 'never'.",
+                "offload_weights = 'always' needs recomputed activations, but recompute = 'never'.",
                 hint="Set recompute to 'auto' or 'always': kept activations would keep the weights in memory.",
             )
         if train.schedule == "constant" and train.minimum_ratio:
@@ -419,7 +419,7 @@ class _Checker:
             if tables.evaluation is not None:
                 raise self.fail(
                     "evaluation",
-                    "there is no data for it.",
+                    "there is no data for evaluation.",
                     hint="Set evaluation_fraction in [data] above 0, or remove [evaluation].",
                 )
             return None
@@ -559,14 +559,16 @@ def _next_multiple(number: int, of: int) -> int:
 
 def _replica_words(replicas: Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
-    number = "as many replicas as pay" if replicas.count == "auto" else f"{replicas.count} replicas"
-    beside = f", {replicas.overlap} steps beside" if replicas.overlap else ""
-    early = f", every {replicas.every // TIMES} in {replicas.early_steps} of the first" if replicas.early_steps else ""
+    number = "as many replicas as pay off" if replicas.count == "auto" else f"{replicas.count} replicas"
+    beside = f", overlapped with {replicas.overlap} steps" if replicas.overlap else ""
+    early = (
+        f", every {replicas.every // TIMES} during {replicas.early_steps} early steps" if replicas.early_steps else ""
+    )
     return f"{number} that exchange every {replicas.every} steps{early}{packed}{beside}"
 
 
 def _summed_words(count: int | Literal["auto"]) -> str:
-    number = "as many replicas as pay" if count == "auto" else f"{count} replicas"
+    number = "as many replicas as pay off" if count == "auto" else f"{count} replicas"
     return f"{number}, gradients summed at every step"
 
 

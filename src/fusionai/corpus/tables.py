@@ -119,7 +119,7 @@ class Job(_Table, frozen=True, kw_only=True):
 
 
 class ModelTable(_Table, frozen=True, kw_only=True):
-    """Exactly one of `config`, `path`, `hub`, `factory`."""
+    """Exactly one of `config`, `path`, `hub`, `factory` must be set."""
 
     task: Task = "causal_lm"
     config: dict[str, Any] | Filled | None = None
@@ -129,7 +129,7 @@ class ModelTable(_Table, frozen=True, kw_only=True):
 
 
 class TokenizerTable(_Table, frozen=True, kw_only=True):
-    """Exactly one of `train`, `path`, `hub`."""
+    """Exactly one of `train`, `path`, `hub` must be set."""
 
     train: Annotated[int, Meta(ge=258, le=2**24)] | None = None
     path: Filled | None = None
@@ -137,7 +137,7 @@ class TokenizerTable(_Table, frozen=True, kw_only=True):
 
 
 class DataTable(_Table, frozen=True, kw_only=True):
-    """Exactly one of `files`, `dataset`."""
+    """Exactly one of `files`, `dataset` must be set."""
 
     files: Annotated[list[Filled], Meta(min_length=1)] | None = None
     dataset: Filled | None = None

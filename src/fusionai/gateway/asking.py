@@ -24,6 +24,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 _ROUTE_HEADER: Final = "x-fusion-route"
 _LARGE_CHARACTERS: Final = 4096
+"""Texts from this length on are processed in a thread (chosen)."""
 _SHOWN: Final = 8
 _SEEDS: Final = 2**63
 

@@ -22,6 +22,7 @@ from fusionai.serving.text import Tokenizer
 
 _ASCII: Final = bytes(range(0x20, 0x7F))
 _KEPT: Final = 64
+"""Number of compiled constraints kept (chosen)."""
 WHITESPACE: Final = r"[\x20\n]{0,16}"
 """Whitespace between the parts of JSON: a model may indent, but can't emit blanks endlessly."""
 

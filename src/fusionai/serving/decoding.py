@@ -17,6 +17,7 @@ from fusionai.serving.text import Tokenizer
 
 _HALF: Final = "\ufffd"
 _CONTEXT_TOKENS: Final = 16
+"""Number of the prompt's last tokens with which the answer's first token is decoded (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -402,7 +402,7 @@ class ServingEngine:
         places, owner = self._machine.roles.places, self._job.owner
         peers = [owner, *(places.get(hop.stage, owner) for hop in result.hops)]
         moves = [one != before for before, one in itertools.pairwise(peers)]
-        moves[-1:] = [moves[-1] + (peers[-1] != owner)] if moves else []  # the way back: the last hop's
+        moves[-1:] = [moves[-1] + (peers[-1] != owner)] if moves else []  # the last hop includes the way back
         share_s = way_s / sum(moves) if any(moves) else 0.0
         return tuple(
             HopTiming(hop.stage, self._faults.name(peer), hop.queued_s, hop.compute_s, share_s * count)

@@ -19,6 +19,7 @@ _SHORTEST, _LONGEST = 2, 4
 _MEMORY: Final = 0.98
 """Weight of the former observations when one is added: about the last fifty count."""
 _PRIOR_TRIALS: Final = 2.0
+"""Weight of the expected rate before observations, in guesses (chosen)."""
 _MARGIN: Final = 1.03
 """Least predicted gain for which guesses are sent; smaller ones are noise."""
 

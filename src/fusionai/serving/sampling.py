@@ -19,6 +19,7 @@ from fusionai.serving.interface import Sampling
 
 _WORD: Final = 2**64
 _BLOCK: Final = 1024
+"""Entries in a block of the two-level running sum."""
 
 
 def choose(

@@ -21,7 +21,9 @@ from fusionai.primitives.errors import ModelError
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE: Final = "▁"
 _SLICE_CHARACTERS: Final = 32_768
+"""Length of the slices in which a long text's tokens are counted (chosen)."""
 _FAR: Final = 2
+"""Factor over the limit of tokens at which a text is certainly too long (chosen)."""
 
 
 class Tokenizer:
