@@ -237,7 +237,13 @@ def test_conversations_until_evaluations_bring_nothing(pool: LivePool, tmp_path:
     names = {path.name for path in kept.iterdir() if path.is_dir()}
     assert names == {f"step-{best:08d}", f"step-{figures['steps']:08d}"}
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    for words in ("2 of 120 rows are bad", "line 71: not valid JSON", "the best so far", "done early", "best: step"):
+    for words in (
+        "2 of 120 rows are invalid",
+        "line 71: not valid JSON",
+        "the best so far",
+        "done early",
+        "best: step",
+    ):
         assert words in done.out, words
     assert "ended early" in report
     listed = (tmp_path / "run" / "tokens" / "bad_rows.jsonl").read_text()

@@ -1,7 +1,8 @@
-"""What training is fed: microbatches as host tensors, pure in (seed, step, microbatch). Decides rows and labels.
+"""Training input: microbatches as host tensors, as a pure function of (seed, step, microbatch). Decides rows and
+labels.
 
-Random access, so a replay after a fault gets the same bytes without reading what came before. Neighbours: `order` says
-which samples, `tokens` holds them, `tensors` is the same for arrays; the job owner's feed asks.
+Random access, so that a replay after a fault gets the same bytes without reading earlier data. Neighbours: `order`
+selects samples, `tokens` stores them, `tensors` does the same for arrays; the job owner's feed asks.
 """
 
 from __future__ import annotations
@@ -28,51 +29,53 @@ from fusionai.storage.directory_lock import directory_lock
 
 
 class Source(Protocol):
-    """Data of a job. Every call gives the same bytes for the same arguments, in any order, in any process."""
+    """Data of a job. Calls with the same arguments return the same bytes, in any order and in any process."""
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
+        """SHA-256 of the data, hex. A different one on resume means that the data has changed."""
         ...
 
     @property
     def samples(self) -> int:
-        """Rows or records of the training part."""
+        """Number of rows or records in the training part."""
         ...
 
     @property
     def evaluation_batches(self) -> int:
-        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
+        """Number of microbatches that `evaluation` can return: as many as the recipe asks for, or all there are; 0
+        without an evaluation part."""
         ...
 
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
-        """Model input -> tensor, first dimension the rows of the microbatch."""
+        """Model input -> tensor, whose first dimension is the microbatch's rows."""
         ...
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
-        """As `microbatch`, from the evaluation part, the same at each evaluation."""
+        """Like `microbatch`, from the evaluation part; the same at each evaluation."""
         ...
 
     def cursor(self, step: int) -> int:
-        """Samples taken by all steps before `step`: where in the endless sequence of samples it starts."""
+        """Number of samples in all steps before `step`, that is, the position of its first sample in the endless
+        sequence."""
         ...
 
     def data_epoch(self, step: int) -> int:
-        """The pass over the training part `step` starts in."""
+        """The pass over the training part in which `step` starts."""
         ...
 
     def describe(self) -> str:
-        """One line for logs: sizes, never text of the data."""
+        """One line for logs: sizes, no text of the data."""
         ...
 
 
 def open_source(
     recipe: Recipe, directory: Path, progress: Progress | None = None
 ) -> TokenSource | TensorSource | ChatSource:
-    """Open the data of a recipe; what is derived from it is cached in `directory`, by one process at a time: whoever
-    comes meanwhile waits and finds it made.
+    """Open the data of a recipe. Derived files are cached in `directory`, by one process at a time; another process
+    waits and then uses them.
 
-    Raises `DataError` for data that can't be read or is too small, `StorageError` for the cache.
+    Raises `DataError` if the data can't be read or is too small, `StorageError` for the cache.
     """
     match recipe.data:
         case TextData():
@@ -90,8 +93,8 @@ def open_source(
 class TokenSource:
     """Rows of `sequence_length` tokens. Inputs `input_ids`, `position_ids`, `labels`, all int64 [rows, length].
 
-    Causal: `labels[i] = input_ids[i + 1]`, the last -100. Masked: see `masking`. Tokens after the last whole row are
-    left out.
+    Causal: `labels[i] = input_ids[i + 1]`, the last one -100. Masked: see `masking`. Tokens after the last complete row
+    are left out.
     """
 
     def __init__(self, recipe: Recipe, data: TextData, tokens: TokenFile) -> None:
@@ -135,7 +138,7 @@ class TokenSource:
         return self._evaluation_batches
 
     def dealt(self, deal: Deal) -> TokenSource:
-        """The same data as one of several replicas sees it: its steps are those that `deal` gives it."""
+        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
         share = copy.copy(self)
         share._deal = deal
         return share
@@ -188,8 +191,8 @@ def shifted(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def plain_batch(batch: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """A causal microbatch as transformers wants it: `labels` are the input ids, the model shifts them itself (and
-    ignores the end of each row, as `shifted` does), so the loss is the same."""
+    """A causal microbatch as transformers expects it: `labels` are the input ids, which the model shifts itself,
+    ignoring the end of each row as `shifted` does, so that the loss is the same."""
     return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 

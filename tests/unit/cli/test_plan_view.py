@@ -131,7 +131,7 @@ def test_the_drawn_picture_stands_alone():
     found, between = planned(1e9)
     svg = plan_picture(found, between, NAMES)
     ElementTree.fromstring(svg)
-    for text in ("desktop", "laptop", "blocks", "Standing by: attic", "Slowest: compute of stage", "tokens/s"):
+    for text in ("desktop", "laptop", "blocks", "Spares: attic", "Slowest: compute of stage", "tokens/s"):
         assert text in svg
     assert "http" not in svg.replace("http://www.w3.org", "")
     assert all(f"#0{digit}0{digit}0{digit}" not in svg for digit in "123456789"), "every stand-in colour is replaced"

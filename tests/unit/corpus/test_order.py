@@ -73,7 +73,7 @@ def test_random_access_microbatches_join_to_the_step() -> None:
 def test_evaluation_samples_are_disjoint_and_end() -> None:
     taken = [sample for index in range(5) for sample in evaluation_samples(23, 4, 1, index)]
     assert len(set(taken)) == 20
-    with pytest.raises(IndexError, match="5 microbatches, asked for 5"):
+    with pytest.raises(IndexError, match="5 microbatches, got number 5"):
         evaluation_samples(23, 4, 1, 5)
 
 

@@ -198,10 +198,10 @@ def test_a_damaged_cache_is_named_and_an_interrupted_one_made_anew(
 
 def test_too_little_data_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"the training part has \d tokens, that is 0 rows of 16; at least 1"):
+    with pytest.raises(DataError, match=r"the training part has \d tokens, enough for 0 rows of 16; at least 1"):
         text_source(tmp_path)
     write_corpus(tmp_path, 3)
-    with pytest.raises(DataError, match="the evaluation part has 0 tokens, that is 0 rows of 16; at least 2"):
+    with pytest.raises(DataError, match="the evaluation part has 0 tokens, enough for 0 rows of 16; at least 2"):
         text_source(tmp_path, evaluation_fraction=0.001)
 
 
@@ -268,7 +268,7 @@ def test_tokenizers_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match=r"org/empty: has no tokenizer\.json on the hub"):
         load_tokenizer(HubTokenizer(hub="org/empty"))
     answer["org/away"] = LocalEntryNotFoundError("offline")
-    with pytest.raises(DataError, match=r"org/away: it is not in the local cache and the hub can't be"):
+    with pytest.raises(DataError, match=r"org/away: not in the local cache, and the hub can't be"):
         load_tokenizer(HubTokenizer(hub="org/away"))
     answer["org/bad"] = ValueError("401 Client Error\nmore")
     with pytest.raises(DataError, match=r"tokenizer of org/bad: can't be downloaded: 401 Client Error$"):
@@ -377,7 +377,7 @@ def test_broken_columns_are_named(tmp_path: Path, lines: list[str], message: str
 
 def test_too_few_evaluation_records(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n' * 9)
-    with pytest.raises(DataError, match="the evaluation part has 1 records, a microbatch takes 2"):
+    with pytest.raises(DataError, match="the evaluation part has 1 records, fewer than a microbatch of 2"):
         open_source(tensor_recipe(tmp_path, "a.jsonl", {"x": "x"}, evaluation_fraction=0.11), tmp_path)
 
 
