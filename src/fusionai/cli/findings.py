@@ -1,4 +1,4 @@
-"""Examines this machine for `fusion doctor`, area by area, and rates each finding good, a note, or bad. Changes nothing.
+"""Examines this machine for `fusion doctor`, area by area, and rates each finding as good, a note or bad.
 
 Every framework is examined in a separate process (`backends.survey`), so that a broken driver gives a finding and not
 a crash. The only address contacted is that of the pool's broker, if the machine has joined a pool. `cli.doctor` prints
@@ -314,7 +314,7 @@ def _of_network(addresses: tuple[str, ...]) -> Iterator[Finding]:
         yield Finding(
             area="network",
             state="good",
-            what=f"addresses: {', '.join(addresses)}; {public[0]} is reachable from anywhere unless a firewall blocks it",
+            what=f"addresses: {', '.join(addresses)}; {public[0]} is reachable from everywhere if no firewall forbids",
         )
     elif addresses:
         yield Finding(
