@@ -44,7 +44,7 @@ def test_what_is_killed_is_recovered_and_nothing_is_lost(tmp_path: Path):
         assert words in done.out, done.out
     # Whether the snapshot of step 1 was whole when its stage died is the machine's pace.
     assert re.search(r" takes over from its snapshot of step (1;|0, 1 step again;)", done.out), done.out
-    assert "the broker is started again" in done.out
+    assert "the broker is restarted" in done.out
     assert "was killed" not in done.err
     report = Path(seen["report"]).read_text(encoding="utf-8")
     assert "bit for bit, through 2 faults" in report

@@ -51,7 +51,11 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 
 
 @click.command()
-@click.option("--level", type=click.Choice(LEVELS), help="Attack what peers see at this level.  [default: every level]")
+@click.option(
+    "--level",
+    type=click.Choice(LEVELS),
+    help="Attack what peers see at this level.  [default: all levels]",
+)
 @click.option(
     "--model",
     type=click.Path(path_type=Path, file_okay=False),

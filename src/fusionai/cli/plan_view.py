@@ -51,7 +51,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
         console.line(sentence)
     certificate = found.certificate
     if certificate.exact:
-        console.line(f"Proven optimal ({certificate.method}).")
+        console.line(f"Proven best ({certificate.method}).")
     else:
         console.line(
             f"No plan can be more than {certificate.optimality_gap:.1%} faster ({certificate.method}; bound "

@@ -175,7 +175,7 @@ def _resolved(
 ) -> tuple[PrivacyLevel, Literal["owner", "pool"]]:
     """Return the privacy level and the place of embedding and head, with their defaults.
 
-    Raises `UsageError` if they are to be in the pool at a level that keeps them with the owner."""
+    Raises `UsageError` if `ends` places them in the pool at a level that keeps them with the owner."""
     level = privacy or ("encrypted" if ends == "pool" else "split")
     if ends == "pool" and keeps_ends(level):
         raise UsageError(

@@ -111,7 +111,7 @@ def show_course(course: Course, shown: Simulated) -> None:
         console.line(
             f"Interruptions lasted {format_seconds(median(stopped))} (median), {format_seconds(_part(stopped, 0.95))} "
             f"(p95), {format_seconds(max(stopped))} at most; "
-            f"{format_seconds(course.redone_s)} of work was redone, {format_seconds(course.waiting_s)} passed without a "
+            f"{format_seconds(course.redone_s)} of work was redone, {format_seconds(course.waiting_s)} passed with no "
             "machine to take over."
         )
         _show_incidents(course)

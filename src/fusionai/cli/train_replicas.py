@@ -156,7 +156,7 @@ class _Watch:
             case RoundDone(number=number, jobs=jobs, late=late, nbytes=nbytes):
                 number_of_all = len(self._firsts) if self.replicas.count == "auto" else self.replicas.count
                 missing = "" if len(jobs) == number_of_all else f" of {number_of_all}"
-                behind = f", with late updates of {', '.join(late)}" if late else ""
+                behind = f", with {', '.join(late)} catching up on a missed round" if late else ""
                 self._view.exchanged(
                     f"round {number}: {len(jobs)}{missing} replicas synchronised{behind} ({format_bytes(nbytes)})"
                 )

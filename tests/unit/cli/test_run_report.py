@@ -99,11 +99,11 @@ def test_a_line_for_each_thing_that_happened(told: Told) -> None:
         "step 2: laptop was killed (stage 1)",
         "step 2: laptop was killed (stage 1); attic takes over from its snapshot of step 1; 1.4 s later step 2 is "
         "committed",
-        "laptop is started again and joins the pool",
+        "laptop is restarted and rejoins the pool",
         "step 3: SIGKILL for the broker",
         "step 3: the broker can't be reached (refused); the job goes on without it",
         "the broker is back after 1 s",
-        "the broker is started again; all its members are registered",
+        "the broker is restarted; all its members are registered again",
     ]
 
 
