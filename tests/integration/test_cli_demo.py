@@ -43,7 +43,7 @@ def test_what_is_killed_is_recovered_and_nothing_is_lost(tmp_path: Path):
     for words in ("step 2: SIGKILL for", "was killed (stage 1); "):
         assert words in done.out, done.out
     # Whether the snapshot of step 1 was whole when its stage died is the machine's pace.
-    assert re.search(r" takes over from its snapshot of step (1;|0, 1 step again;)", done.out), done.out
+    assert re.search(r" takes over from its snapshot of step (1;|0, with 1 step recomputed;)", done.out), done.out
     assert "the broker is restarted" in done.out
     assert "was killed" not in done.err
     report = Path(seen["report"]).read_text(encoding="utf-8")

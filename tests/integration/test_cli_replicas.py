@@ -102,7 +102,7 @@ def test_two_replicas_agree(undisturbed: dict[str, Any]) -> None:
 def test_done_is_done(pool: LivePool, undisturbed: dict[str, Any]) -> None:
     recipe = Path(undisturbed["directory"]).parent / "r.toml"
     again = trained(pool, recipe)
-    assert f"all {STEPS} steps are done already" in again["said"]
+    assert f"all {STEPS} steps are already done" in again["said"]
     assert again["checkpoint"] == undisturbed["checkpoint"]
     assert again["losses"] == undisturbed["losses"]
 
@@ -178,7 +178,7 @@ def test_a_replica_joins_is_lost_and_returns_and_the_other_never_waits(
         running.wait_for("replica 1 waits for machines: the pool has machines for 1 of 2 replicas")
         running.wait_for(": 1 of 2 replicas synchronised")
         pool.start("two", pool.invite())
-        running.wait_for("replica 1 begins at step")
+        running.wait_for("replica 1 starts at step")
         assert running.wait_until(lambda: rounds(2, "2 replicas")), running.text
         alone = sum("1 of 2 replicas synchronised" in line for line in running.lines)
         pool.kill("two")

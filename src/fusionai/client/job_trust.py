@@ -90,7 +90,7 @@ class JobTrust:
             return None
         others = parts(plan) - {self.me}
         trusted = sum(self.reason_against(peer) is None for peer in others)
-        kept_out = f"; {len(self.barred)} others of the pool excluded" if self.barred else ""
+        kept_out = f"; {len(self.barred)} in the pool excluded" if self.barred else ""
         return f"trusted peers: {trusted} of {len(others)}{kept_out}"
 
 
