@@ -65,7 +65,8 @@ def test_a_spare_takes_over_and_who_was_lost_comes_back(pool: LivePool, losses: 
     told = job.wait_for("takes over")
     assert re.search(
         rf"^step \d+: {lost} is lost \(stage 1\): .*; \w+ takes over from "
-        r"(its snapshot of step \d+|the initial weights)(, with \d+ steps? recomputed)?; recovered after [\d.]+ m?s \(step \d+ committed\)$",
+        r"(its snapshot of step \d+|the initial weights)(, with \d+ steps? recomputed)?; "
+        r"recovered after [\d.]+ m?s \(step \d+ committed\)$",
         told,
     ), told
     pool.start(lost).wait_for("In pool")

@@ -216,8 +216,8 @@ def test_a_model_cut_anew_is_told_with_its_machines(story: FaultStory) -> None:
     (said,) = story.see(progress.Recovered(11, 31.0), 36.0)
     assert said == (
         "step 12: laptop is lost (stage 1): connection closed; the model is cut anew over tower and heron with all "
-        "stages from the checkpoint of step 8, with 3 steps recomputed (other numerics: tolerant, not bit-exact, losses "
-        "within 1e-05); recovered after 31 s (step 12 committed)"
+        "stages from the checkpoint of step 8, with 3 steps recomputed (other numerics: tolerant, not bit-exact, "
+        "losses within 1e-05); recovered after 31 s (step 12 committed)"
     )
     (episode,) = story.episodes
     assert (episode.recut, episode.exact, episode.tolerance) == ((TOWER, HERON), False, 1e-5)

@@ -40,7 +40,7 @@ def test_a_killed_peer_and_a_killed_broker_are_who_they_were(tmp_path: Path) -> 
         async with LocalPool(tmp_path, [LocalPeer("laptop")]) as pool:
             (peer,) = pool.names
             invitation, pids = pool.invitation, {name: pool.pid(name) for name in ("laptop", BROKER)}
-            with pytest.raises(FusionError, match="still runs"):
+            with pytest.raises(FusionError, match="still running"):
                 await pool.start_again("laptop")
             with pytest.raises(FusionError, match="expected a process of broker, laptop, got 'desktop'"):
                 await pool.kill("desktop")
