@@ -60,7 +60,7 @@ _FLEET: Final = re.compile(r"^\s*(?P<count>\d{1,9})\s*x\s+(?P<device>\S.*?)\s*$"
 def analyze(
     fleet: str, against: tuple[str, ...], catalogue_file: Path | None, out: Path, json_file: Path | None
 ) -> None:
-    """Compare a fleet on home links with machines in one box: by default 50 RTX 3080 with 4 H100.
+    """Compare many machines on home links with a few machines in one box: by default 50 RTX 3080 with 4 H100.
 
     Covers training and serving of BERT-Large, a GPT-3 type of 24 layers, Llama-3-8B and 70B at 10 Mbit/s to 10 Gbit/s,
     in closed form: where the fleet is as fast, what each optimisation changes, and every assumption. All figures are

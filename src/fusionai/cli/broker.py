@@ -70,7 +70,8 @@ from fusionai.transport.endorsements import parse_key
     "--trust-file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Admit only machines that this trust file (`trust.json` of a home) endorses and does not revoke.",
+    help="Admit only machines endorsed by a signing key of this trust file (`trust.json` of a home) and not revoked "
+    "in it.",
 )
 @lifeline_option
 @home_option

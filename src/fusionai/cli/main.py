@@ -72,15 +72,11 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "check": LazyCommand(
         "fusionai.cli.check:check", "Check whether a model is supported: operators, blocks, parameters."
     ),
-    "plan": LazyCommand(
-        "fusionai.cli.plan:plan", "Show how a model would be split over a pool, and how fast it would run."
-    ),
+    "plan": LazyCommand("fusionai.cli.plan:plan", "Plan a model over a pool: stages, memory, predicted speed."),
     "analyze": LazyCommand(
-        "fusionai.cli.analyze:analyze", "Compare many small machines on home links with a few large ones in one box."
+        "fusionai.cli.analyze:analyze", "Compare many small machines on home links with a few large ones."
     ),
-    "privacy": LazyCommand(
-        "fusionai.cli.privacy:privacy", "Show the privacy levels and what peers could reconstruct, as measured."
-    ),
+    "privacy": LazyCommand("fusionai.cli.privacy:privacy", "Show the privacy levels and what peers could reconstruct."),
     "audit": LazyCommand("fusionai.cli.audit:audit", "Attack your own job: what could peers reconstruct of its text?"),
     "simulate": LazyCommand(
         "fusionai.cli.simulate:simulate", "Simulate hours of a job on a pool whose machines come and go."

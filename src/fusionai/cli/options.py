@@ -88,7 +88,8 @@ def privacy_option(function: _Function) -> _Function:
     return click.option(
         "--privacy",
         type=click.Choice(LEVELS),
-        help="Set what stays on the job owner's machine (`fusion privacy` explains the levels). Overrides a recipe.",
+        help="Set what stays on the job owner's machine; `fusion privacy` explains the levels.  [default: the recipe's "
+        "level, or split]",
     )(function)
 
 

@@ -65,8 +65,10 @@ FASTER: Final = 1.01
 @click.option(
     "--task", type=click.Choice(["train", "serve"]), default="train", show_default=True, help="Plan for this task."
 )
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per step.")
-@click.option("--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Microbatches per step.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per training step.")
+@click.option(
+    "--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Microbatches per training step."
+)
 @click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
 @click.option(
     "--compression",
