@@ -98,7 +98,7 @@ def job_trust(home: Path, membership: Membership, level: PrivacyLevel, *, confid
     """Return the trust of a job. Raises `UsageError` for a confidential job at another level than `trusted`."""
     if confidential and level != "trusted":
         raise UsageError(
-            f"a confidential job needs privacy level 'trusted', but this one has level {level!r}: peers could "
+            f"a confidential job runs on trusted peers alone, but this one has privacy level {level!r}: peers could "
             "reconstruct its text.",
             hint="Use level trusted (`--privacy trusted`), or leave confidential out.",
         )

@@ -208,7 +208,7 @@ class PoolWatch:
             return None  # it stays; the next check may find a successor
         names = ", ".join(one.profile.name or short(PeerId(one.view.peer)) for one in leaving)
         works = any(stage.peer in gone for stage in plan.stages)
-        return found, f"{names} leaves and hands over its work" if works else f"{names} leaves"
+        return found, f"{names} leaves and hands its work over" if works else f"{names} leaves"
 
     async def _widened(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         """If the model was cut anew over fewer machines, return a plan that includes machines that have joined

@@ -97,8 +97,8 @@ def test_a_line_for_each_thing_that_happened(told: Told) -> None:
     assert told.lines == [
         "step 2: SIGKILL for laptop (stage 1)",
         "step 2: laptop was killed (stage 1)",
-        "step 2: laptop was killed (stage 1); attic takes over from its snapshot of step 1; 1.4 s later step 2 is "
-        "committed",
+        "step 2: laptop was killed (stage 1); attic takes over from its snapshot of step 1; recovered after 1.4 s "
+        "(step 2 committed)",
         "laptop is restarted and rejoins the pool",
         "step 3: SIGKILL for the broker",
         "step 3: the broker can't be reached (refused); the job continues without it",
