@@ -73,7 +73,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int):
         (("--peers", "0"), "--peers is 0"),
         (("--spares", "-1"), "--spares is -1"),
         (("--steps", "0"), "--steps is 0"),
-        (("--directory", "/dev/null/x"), "can't be made"),
+        (("--directory", "/dev/null/x"), "can't be created"),
         (("--kill", "7"), "expected STEP:STAGE, such as 7:2 or 7:broker, got '7'"),
         (("--kill", "51:0"), "--kill 51:0: steps are numbered from 1 to 50"),
         (("--kill", "0:0"), "--kill 0:0: steps are numbered from 1 to 50"),
