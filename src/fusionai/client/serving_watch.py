@@ -1,7 +1,7 @@
-"""Looks out for the pool while a model is served: machines that leave, machines that could guard, tickets that expire.
+"""Checks the pool while a model is served: for machines that leave, machines that could be standbys, expiring tickets.
 
-As `client.pool_watch`, but a machine that leaves is told to the engine: it moves sessions to the stage's guard first
-and asks for a plan without the machine itself. Neighbours: `client.serve` runs it, `serving.engine` obeys.
+Works like `client.pool_watch`, except that the engine is notified of a leaving machine: it first moves sessions to the
+stage's warm standby and then requests a plan without the machine. `client.serve` runs this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusionai.serving.engine import ServingEngine
 
 
 class ServingWatch(PoolWatch):
-    """`run` until cancelled."""
+    """Checks the pool for a serving job. `run` lasts until cancelled."""
 
     def __init__(self, replanner: PoolReplanner, engine: ServingEngine, owner: PeerId, clock: Clock) -> None:
         super().__init__(replanner, engine, owner, clock)

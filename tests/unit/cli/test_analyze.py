@@ -154,8 +154,8 @@ kind = "measured"
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--fleet", "fifty 3080"], "expected a number up to 10000 and a GPU such as '50 x RTX 3080'"),
-        (["--fleet", "0 x RTX 3080"], "expected a number"),
+        (["--fleet", "fifty 3080"], "expected a count of up to 10000 and a GPU, such as '50 x RTX 3080'"),
+        (["--fleet", "0 x RTX 3080"], "expected a count"),
         (["--against", "4 x H1000"], "The nearest: H100"),
         (["--catalogue", "none.toml"], "no catalogue file at none.toml"),
     ],

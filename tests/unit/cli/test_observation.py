@@ -149,7 +149,7 @@ def said(addresses: dict[str, tuple[str, ...]], *profiles: PeerProfile, cores: i
 def test_processes_of_this_machine_share_its_cores() -> None:
     owner = peer("o", roles=("owner",))
     assert said({"a": HERE, "b": HERE}, peer("a"), peer("b"), owner) == (
-        "ada, bob, job owner share the 2 cores of this machine; the plan predicts as if each had its own."
+        "ada, bob, job owner share the 2 cores of this machine; the plan's predictions assume that each has its own."
     )
     assert said({"a": HERE}, peer("a"), owner) == ""
     assert said({"a": HERE}, peer("a", threads=2), owner) != ""

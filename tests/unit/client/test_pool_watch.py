@@ -120,7 +120,7 @@ def test_a_machine_that_joins_guards_what_nobody_guards(bench: Make):
     ((found, reason),) = one.driver.offers
     assert places(found.plan) == places(one.driver.plan)
     assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
-    assert reason == "stages 0, 1 can be guarded now"
+    assert reason == "a warm standby for stages 0, 1 is available"
 
 
 def test_a_guard_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Make):
@@ -132,7 +132,7 @@ def test_a_guard_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Mak
     one.look()
     ((found, reason),) = one.driver.offers
     assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "c", 1: "c"}
-    assert reason == "stage 1 can be guarded now"
+    assert reason == "a warm standby for stage 1 is available"
 
 
 def test_a_lost_guard_is_made_up_for_by_another_at_the_next_look(bench: Make):
@@ -144,7 +144,7 @@ def test_a_lost_guard_is_made_up_for_by_another_at_the_next_look(bench: Make):
     one.look()
     ((found, reason),) = one.driver.offers
     assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
-    assert reason == "stages 0, 1 can be guarded now"
+    assert reason == "a warm standby for stages 0, 1 is available"
 
 
 @pytest.mark.parametrize("state", ["idle", "active"])
@@ -457,5 +457,5 @@ def test_machines_that_come_again_are_taken_in_where_the_model_was_cut_anew_with
     one.look()
     ((found, reason),) = one.driver.offers
     assert len(set(places(found.plan).values()) - {"owner"}) == 2
-    assert reason.startswith("there are machines again: cutting the model anew over 2 machines (")
+    assert reason.startswith("machines have joined: cutting the model anew over 2 machines (")
     assert found.plan.tolerant_takeovers == ()
