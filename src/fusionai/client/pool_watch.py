@@ -134,7 +134,10 @@ class PoolWatch:
         if pending and self._clock.now_s() - offered_s < PATIENCE_S:
             return
         self._fallen.clear()
-        self._replanner.keep_in_mind(stage.peer for stage in self._driver.plan.stages)
+        plan, sheltered = self._driver.plan, self._driver.sheltered
+        self._replanner.keep_in_mind(stage.peer for stage in plan.stages)
+        self._replanner.note_sound(stage.peer for stage in plan.stages)
+        self._replanner.note_sound(guard.peer for guard in plan.guards if guard.stage in sheltered)
         members = await self._replanner.pool.pool()
         found = self._handed_over(members) or await self._widened(members)
         found = found or self._guarded(members) or await self._faster(members)

@@ -264,6 +264,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             excluded=lambda _members: frozenset(),
             barred=lambda: trust.barred,
             clock=clock,
+            say=lambda text: on_event(Noted(text)),
         )
         on_event(Noted("planning"))
         stack.push_async_callback(_ended, pool, job, ServedNote(home, job))
