@@ -93,10 +93,10 @@ class Client:
 
 
 @contextmanager
-def serving(pool: LivePool, model: Path, port: int, ready: Path) -> Iterator[Process]:
+def serving(pool: LivePool, model: Path, port: int, ready: Path, stages: int = STAGES) -> Iterator[Process]:
     """Until the block ends at the latest."""
     server = Process(
-        *("serve", model, "--stages", STAGES, "--context", 256, "--sessions", STREAMS, "--port", port),
+        *("serve", model, "--stages", stages, "--context", 256, "--sessions", STREAMS, "--port", port),
         *("--threads", 1, "--home", pool.owner, "--json", ready),
     )
     try:
@@ -200,3 +200,43 @@ def test_a_machine_that_leaves_hands_its_sessions_over_first(
     assert not any(held.state == "waiting" for answer in siege.answers for _, held in answer.held)
     assert all(answer.end is not None and answer.end.reason == "length" for answer in siege.answers)
     tell(str(reference.compare([(answer.ask, answer.tokens) for answer in siege.answers])))
+
+
+@pytest.mark.timeout(1200)
+def test_a_fast_machine_that_comes_back_gets_its_stage_again_when_no_session_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]
+):
+    """A slow one holds it meanwhile, and streams go on."""
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+    port, share = free_port(), ("--share", "25%")
+    url = f"http://127.0.0.1:{port}"
+    calm, through, after = (Client(url, asked(1, 0).prompt, 180) for _ in range(3))
+    with LivePool(tmp_path / "pool", ("quick",)) as pool:
+        pool.start("slow", pool.invite(), *share).wait_for("In pool")
+        with serving(pool, model, port, tmp_path / "out.json", stages=1) as server, ThreadPoolExecutor(1) as listening:
+            server.wait_for("is on slow as a spare")
+            calm.listen()
+            under_way = listening.submit(through.listen)
+            assert through.begun.wait(START_S)
+            pool.kill("quick")
+            server.wait_for("slow takes over stage 1")
+            pool.start("quick").wait_for("In pool")
+            server.wait_for("is on quick as a spare")
+            back_s = server.came_at_s[-1]
+            under_way.result(START_S)
+            over_s = time.time()
+            moved = server.wait_until(
+                lambda: next((line for line in server.lines if "no session runs" in line), None), START_S
+            )
+            assert moved is not None, server.text
+            assert "stage 1 on quick" in moved
+            moved_s = server.came_at_s[server.lines.index(moved)]
+            assert moved_s > over_s
+            after.listen()
+            server.interrupt()
+            assert server.ended() == 0, server.text
+    assert [one.end for one in (calm, through, after)] == ["done"] * 3
+    assert calm.pieces
+    assert {"".join(one.pieces) for one in (through, after)} == {"".join(calm.pieces)}
+    assert server.text.count("no session runs") == 1
+    tell(f"back {moved_s - back_s:.1f} s after it stood by, {moved_s - over_s:.1f} s after the last stream")

@@ -214,11 +214,11 @@ class PoolWatch:
         """A job whose model was cut anew for want of machines takes those in again that have come since."""
         plan, step = self._plan(), self._step
         there = tuple(one for one in self._replanner.usable(members) if self._replanner.is_back(one))
-        seen = (plan.stages, there)
+        problem = msgspec.structs.replace(self._replanner.problem, links=near_links(there))
+        seen = (plan.stages, tuple(one.profile for one in there), problem.links)
         if not self._replanner.is_shrunk or not self._slow.rested(step) or self._widest == seen:
             return None
         self._widest = seen
-        problem = msgspec.structs.replace(self._replanner.problem, links=near_links(there))
         search = partial(widened, plan, problem, [one.profile for one in there])
         left, tolerant = self._replanner.steps - step, self._replanner.is_tolerant
         found = await in_background(partial(search, steps_left=left, tolerant=tolerant))
