@@ -209,8 +209,8 @@ class PoolReplanner:
             )
         return (
             f'{waiting.sentence}; takeover = "exact" demands the same bits. What would help: a machine with the '
-            f'processor, device and settings of the one that is lost, or takeover = "any" in [faults], with which the '
-            f"job would go on: {unlike.words(told)}"
+            f'processor, device and settings of the one that is lost, or takeover = "any" in [faults], which would '
+            f"mean {unlike.words(told)}"
         )
 
     def note_lost(self, peer: str) -> None:
