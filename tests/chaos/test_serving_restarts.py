@@ -217,7 +217,7 @@ def test_a_fast_machine_that_comes_back_gets_a_stage_again_when_no_session_runs(
     url = f"http://127.0.0.1:{port}"
     calm, through, after = (Client(url, asked(1, 0).prompt, 180) for _ in range(3))
     with LivePool(tmp_path / "pool", ("quick",)) as pool:
-        pool.start("slow", pool.invite(), "--share", "25%").wait_for("In pool")
+        pool.start("slow", pool.invite(), "--share", "10%").wait_for("In pool")
         with (
             serving(pool, model, port, tmp_path / "out.json", stages=stages) as server,
             ThreadPoolExecutor(1) as listening,

@@ -73,8 +73,23 @@ class Regrowth:
 
 def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | None:
     """The plan (version 0) over all `candidates` if it is faster than `plan` by `GAIN`. With as many stages as the
-    problem says, where they can be had."""
+    problem asks for, if such a plan is; where `plan` has another number of stages itself, with any number."""
     known = told(problem, candidates)
+    least = GAIN * _speed(plan, known)
+    found = _as_asked(plan, known, candidates)
+    if found is None or _speed(found, known) < least:
+        asked = known.stages in (None, sum("stage" in stage.roles for stage in plan.stages))
+        cut = None if asked else recut(plan, problem, candidates)
+        found = None if cut is None else cut.plan
+    if found is None or _speed(found, known) < least:
+        return None
+    kept = {(stage.blocks, stage.peer) for stage in plan.stages}
+    takers = frozenset(stage.peer for stage in found.stages if (stage.blocks, stage.peer) not in kept) - {found.feed}
+    same = [stage.blocks for stage in plan.stages] == [stage.blocks for stage in found.stages]
+    return Otherwise(found, exact=keeps_bits(plan, found, problem), recut=not same, takers=takers)
+
+
+def _as_asked(plan: Plan, known: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
     there = {peer.peer for peer in candidates}
     posed = msgspec.structs.replace(
         known,
@@ -83,16 +98,9 @@ def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> 
         incumbent=None,
     )
     try:
-        found = served_with(plan, posed)
+        return served_with(plan, posed)
     except PlanError:
-        cut = recut(plan, problem, candidates)
-        found = None if cut is None else cut.plan
-    if found is None or _speed(found, known) < GAIN * _speed(plan, known):
         return None
-    kept = {(stage.blocks, stage.peer) for stage in plan.stages}
-    takers = frozenset(stage.peer for stage in found.stages if (stage.blocks, stage.peer) not in kept) - {found.feed}
-    same = [stage.blocks for stage in plan.stages] == [stage.blocks for stage in found.stages]
-    return Otherwise(found, exact=keeps_bits(plan, found, problem), recut=not same, takers=takers)
 
 
 def _speed(plan: Plan, known: Problem) -> float:

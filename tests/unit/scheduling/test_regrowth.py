@@ -112,6 +112,20 @@ def test_a_much_faster_machine_gets_the_stage() -> None:
     assert found.takers == {"ada"}
 
 
+def test_where_the_stages_that_were_asked_for_do_not_pay_the_fast_machine_has_all_of_them() -> None:
+    ada, bob = peer("ada"), peer("bob", 0.3)
+    posed = problem(ada, bob, sessions=1, stages=2)
+    far = Link(bandwidth_bytes_per_s=1e8, latency_s=0.2)
+    far_apart = msgspec.structs.replace(posed, links={"ada>bob": far, "bob>ada": far})
+    present = shrunk(posed, bob)
+    found = regrown(present, far_apart, [ada, bob])
+    assert found is not None
+    assert workers(found.plan) == ["ada"]
+    two = msgspec.structs.replace(planned(posed), version=1)
+    assert len(workers(two)) == 2
+    assert regrown(two, far_apart, [ada, bob]) is None, "one machine would be faster, and two were asked for"
+
+
 def test_a_machine_that_is_a_little_faster_moves_nothing() -> None:
     ada, bob = peer("ada", 1 / (GAIN - 0.05)), peer("bob", 1.0)
     assert regrown(shrunk(problem(ada, bob), ada), problem(ada, bob), [ada, bob]) is None
