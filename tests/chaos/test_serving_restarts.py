@@ -209,13 +209,15 @@ def test_a_machine_that_leaves_hands_its_sessions_over_first(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_fast_machine_that_comes_back_gets_a_stage_again_when_no_session_runs(
-    stages: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]
+    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]
 ):
-    """A slow one has all of the model meanwhile: as the other's guard, or because it is cut anew over what is left."""
+    """A slow one has all of the model meanwhile: as the other's guard, or because it is cut anew over what is left. The
+    model is large enough for plans to count its layers more than the way between processes of a busy machine."""
+    model = write_model(tmp_path / "tiny", hidden_size=256, intermediate_size=1024)
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    calm, through, after = (Client(url, asked(1, 0).prompt, 180) for _ in range(3))
+    calm, through, after = (Client(url, asked(1, 0).prompt, 120) for _ in range(3))
     with LivePool(tmp_path / "pool", ("quick",)) as pool:
         pool.start("slow", pool.invite(), "--share", "10%").wait_for("In pool")
         with (
