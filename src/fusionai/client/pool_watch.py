@@ -135,7 +135,10 @@ class PoolWatch:
         if pending and self._clock.now_s() - offered_s < PATIENCE_S:
             return
         self._fallen.clear()
-        self._replanner.keep_in_mind(stage.peer for stage in self._driver.plan.stages)
+        plan, sheltered = self._driver.plan, self._driver.sheltered
+        self._replanner.keep_in_mind(stage.peer for stage in plan.stages)
+        self._replanner.note_sound(stage.peer for stage in plan.stages)
+        self._replanner.note_sound(guard.peer for guard in plan.guards if guard.stage in sheltered)
         members = await self._replanner.pool.pool()
         found = self._handed_over(members) or await self._widened(members)
         found = found or self._guarded(members) or await self._faster(members)
@@ -215,11 +218,11 @@ class PoolWatch:
         since."""
         plan, step = self._plan(), self._step
         there = tuple(one for one in self._replanner.usable(members) if self._replanner.is_back(one))
-        seen = (plan.stages, there)
+        problem = msgspec.structs.replace(self._replanner.problem, links=near_links(there))
+        seen = (plan.stages, tuple(one.profile for one in there), problem.links)
         if not self._replanner.is_shrunk or not self._slow.rested(step) or self._widest == seen:
             return None
         self._widest = seen
-        problem = msgspec.structs.replace(self._replanner.problem, links=near_links(there))
         search = partial(widened, plan, problem, [one.profile for one in there])
         left, tolerant = self._replanner.steps - step, self._replanner.is_tolerant
         found = await in_background(partial(search, steps_left=left, tolerant=tolerant))

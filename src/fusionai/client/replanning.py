@@ -29,7 +29,7 @@ from fusionai.client.pool_session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError, TrustError
-from fusionai.primitives.ids import JobId
+from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling import settling
 from fusionai.scheduling.ends import check_ends
 from fusionai.scheduling.going_on import GRACE_S, Nothing, Otherwise, Takeover, otherwise, recorded, stand_in
@@ -97,6 +97,8 @@ class PoolReplanner:
     """Peers whose results were wrong."""
     grace_s: float = GRACE_S
     """Time to wait for a machine with the same numerics before the job uses an alternative, in seconds."""
+    say: Callable[[str], None] = lambda _: None
+    """Shows a sentence to the user."""
     _newest_version: int = 0
     _short_since_s: float | None = None
     """Time since which no machine can take over with the same bits and the same cut."""
@@ -106,6 +108,10 @@ class PoolReplanner:
     is_shrunk: bool = False
     """Whether the model was cut anew because machines were missing."""
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
+    _seen: dict[str, Member] = field(default_factory=dict[str, Member])
+    """Each member as the last look at the pool showed it."""
+    _lost_boots: dict[str, int] = field(default_factory=dict[str, int])
+    """Boot number of the process that was lost last, by peer."""
     _missing: set[str] = field(default_factory=set[str])
     """Lost peers that are in no plan adopted since. If one of them is named as lost again, it is not a new loss."""
     _paces: dict[str, _Pace] = field(default_factory=dict[str, _Pace])
@@ -207,19 +213,39 @@ class PoolReplanner:
             )
         return (
             f'{waiting.sentence}; takeover = "exact" demands the same bits. What would help: a machine with the '
-            f'processor, device and settings of the lost one, or takeover = "any" in [faults], with which the '
-            f"job would continue: {unlike.words(told)}"
+            f'processor, device and settings of the lost one, or takeover = "any" in [faults], which would '
+            f"mean {unlike.words(told)}"
         )
 
     def note_lost(self, peer: str) -> None:
         """Record that the job has just lost a peer. It counts as available when the broker has heard from it since."""
         self._missing.add(peer)
-        self._losses[peer] = settling.lost(self._losses.get(peer), self.clock.now_s())
+        loss = self._losses[peer] = settling.lost(self._losses.get(peer), self.clock.now_s())
+        member = self._seen.get(peer)
+        self._lost_boots.pop(peer, None)
+        if member is None:
+            return
+        self._lost_boots[peer] = member.view.boot
+        if loss.is_given_up:
+            name = member.profile.name or short(PeerId(peer))
+            self.say(
+                f"{name} was lost or failed {loss.times} times in a row: it is asked again after pauses that double "
+                f"up to {settling.LONGEST_RETRY_S / 60:.0f} minutes, or when it has joined anew"
+            )
+
+    def note_sound(self, peers: Iterable[str]) -> None:
+        """These run a stage, or could take one over now."""
+        now_s = self.clock.now_s()
+        for peer in peers:
+            if (loss := self._losses.get(peer)) is not None and peer not in self._missing:
+                self._losses[peer] = settling.sound(loss, now_s)
 
     def is_back(self, member: Member) -> bool:
         """Return whether a member was never lost, or has been heard for long enough since."""
-        loss = self._losses.get(member.view.peer)
-        return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s)
+        peer = member.view.peer
+        loss = self._losses.get(peer)
+        rejoined = self._lost_boots.get(peer) != member.view.boot
+        return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s, rejoined=rejoined)
 
     def is_there(self, member: Member) -> bool:
         """Return whether a lost member may be used if there is no other."""
@@ -229,6 +255,7 @@ class PoolReplanner:
     def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """Return the members that are free for this job or already have a part in it, with the speeds that this job has
         found."""
+        self._seen.update((member.view.peer, member) for member in members)
         kept_out = self.excluded(members) | self.liars
         return tuple(
             dataclasses.replace(member, profile=slowed(member.profile, self._slowness(member.view.peer)))

@@ -267,6 +267,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             excluded=lambda _members: frozenset(),
             barred=lambda: trust.barred,
             clock=clock,
+            say=lambda text: on_event(Noted(text)),
         )
         on_event(Noted("planning"))
         stack.push_async_callback(_ended, pool, job, ServedNote(home, job))
@@ -317,7 +318,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             peers = everyone if request.local is None else _equal(everyone)
             return msgspec.structs.replace(replanner.problem, peers=peers)
 
-        watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock).run())
+        priced = _measured if request.local is None else _equal
+        watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock, priced=priced).run())
         telling = asyncio.create_task(_tell(engine, pool, job))
         stack.callback(watch.cancel)
         guarding = asyncio.create_task(watch_circle(trust, engine))
@@ -382,6 +384,11 @@ async def _begin(
         return await in_background(lambda: planned(problem))
 
     return await first_deployment(replanner, plan_with, pool_name=pool_name, note=lambda text: on_event(Noted(text)))
+
+
+def _measured(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
+    """As they are."""
+    return profiles
 
 
 def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:

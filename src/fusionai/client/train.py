@@ -245,6 +245,7 @@ async def _run(
             journal=journal,
             directory=directory,
             clock=clock,
+            say=note,
             liars={one.peer for one in known_liars},
         )
         deployment = await begin(

@@ -191,7 +191,7 @@ def _recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> O
         incumbent=None,
     )
     try:
-        found = _served(plan, posed) if plan.task == "serve" else _trained(posed)
+        found = served_with(plan, posed) if plan.task == "serve" else _trained(posed)
     except PlanError as error:
         return Nothing(f"those that remain can't hold the model: {error.message.rstrip('.')}")
     if found is None:
@@ -212,8 +212,8 @@ def _trained(posed: Problem) -> Plan:
     return planned_replicas(with_replicas(posed, 1))
 
 
-def _served(plan: Plan, posed: Problem) -> Plan | None:
-    """With the sizes that the running job has: sessions count on its pages. None: there is no room for them."""
+def served_with(plan: Plan, posed: Problem) -> Plan | None:
+    """Another plan with the sizes of the running job: sessions count on its pages. None: there is no room for them."""
     sizes, needs = plan.serving, posed.serving
     assert sizes is not None, "a serving plan has its sizes"
     assert needs is not None, "a serving problem has its needs"

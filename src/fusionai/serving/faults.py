@@ -65,7 +65,13 @@ class FaultLog:
 
     def rebuilding(self, told: TellRebuilding) -> None:
         stages = ", ".join(str(stage) for stage in told.stages)
-        text = f"stage {stages} recomputes its cache: {told.positions} positions of {told.sessions} generations"
+        whose = (
+            f"stage {stages} recomputes its cache"
+            if len(told.stages) == 1
+            else f"stages {stages} recompute their caches"
+        )
+        generations = "1 generation" if told.sessions == 1 else f"{told.sessions} generations"
+        text = f"{whose}: {told.positions} positions of {generations}"
         self._add(FaultNote(self._clock.wall_s(), text), holds=False)
 
     def _add(self, note: FaultNote, *, holds: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,6 +168,53 @@ def test_a_lost_guard_that_is_heard_again_guards_again(bench: Make, state: str):
     one.clock.seconds += 2.0
     one.look()
     assert len(one.driver.offers) == 1, "the second time it must have been there for longer"
+
+
+def test_a_guard_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins_anew(bench: Make):
+    """Its process never ends: nothing of it has changed."""
+    one = bench((*ALL, member("c")), guarded=True)
+    one.driver.deployment = Deployment(
+        plan=msgspec.structs.replace(one.driver.plan, guards=()), tickets=one.driver.deployment.tickets
+    )
+    said: list[str] = []
+    one.watch._replanner.say = said.append
+    asked_s: list[float] = []
+    while one.clock.seconds < 100.0 + 6 * 3600:
+        one.clock.seconds += pool_watch.LOOK_S
+        before = len(one.driver.offers)
+        one.look()
+        if len(one.driver.offers) > before:
+            asked_s.append(one.clock.seconds)
+            one.driver.adopt()
+            one.lose_guard("c")
+    waits_s = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+    assert waits_s == sorted(waits_s)
+    assert waits_s[-1] == 3600
+    assert len(asked_s) < 20
+    assert said == [
+        "c was lost or failed 6 times in a row: it is asked again after pauses that double up to 60 minutes, or when "
+        "it has joined anew"
+    ]
+    one.clock.seconds += 31.0
+    one.pool.looks = [(*ALL, member("c", boot=2))]
+    before = len(one.driver.offers)
+    one.look()
+    assert len(one.driver.offers) == before + 1
+
+
+def test_a_guard_that_stood_by_for_long_is_asked_soon_after_its_loss(bench: Make):
+    one = bench((*ALL, working("c")), guarded=True)
+    for _ in range(8):
+        one.watch._replanner.note_lost("c")
+    one.watch._replanner._missing.clear()
+    one.driver.sheltered = frozenset({0, 1})
+    one.look()
+    one.clock.seconds += 121.0
+    one.look()
+    one.lose_guard("c")
+    one.clock.seconds += 1.0
+    one.look()
+    assert len(one.driver.offers) == 1
 
 
 def test_a_plan_whose_guard_falls_while_it_is_made_is_not_offered(bench: Make):
