@@ -10,7 +10,6 @@ and times of change, so that a second start reads nothing; what is remembered wr
     captured = capture(...)
     weights = manifest(keys, captured.state, store, located=captured.source.checkpoint.entries,
                        memory=home / "weights.json")
-    # Without files (`checkpoint` is None): `weight_declared.declared(graph, captured.state, seed)`, nothing located.
     weights.specs                                         # into each stage's `Load`, by key
     weights.read(spec), weights.pieces(digest, 0, 4)      # for the owner's own stages; for `execution.weight_desk`
 
@@ -19,7 +18,6 @@ Neighbours: `capture` knows which name in which file a key has (ties, old spelli
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +35,6 @@ from fusionai.storage.weight_memory import FileStamp, PartsStamp, WeightMemory
 from fusionai.storage.weight_pieces import make_spec, pieces_of
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.serving import PIECE_BYTES, WeightSpec
-
-log = logging.getLogger(__name__)
 
 State = Callable[[Iterable[str]], Iterator[tuple[str, HostTensor]]]
 """As `Captured.state`."""
