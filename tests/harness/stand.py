@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.interface import Backend
-from fusionai.backends.null.backend import NullBackend
 from fusionai.execution.boundary import boundaries
 from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
@@ -26,6 +25,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
+from harness.null_backend import NullBackend
 from harness.patience import CEILING_S
 from harness.pool import JOB, OWNER, SEAL, MemoryPool, peer_id, tensor
 

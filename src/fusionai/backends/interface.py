@@ -1,7 +1,8 @@
 """The backend interface: what a framework must do to run stages (the paper's execution plane).
 
-Decides nothing about jobs, networks or time. Implementations: `backends.torch`, `backends.null`. One conformance suite
-runs on each. All calls are blocking and made from one thread at a time. Tensors come and go as `HostTensor`.
+Decides nothing about jobs, networks or time. Implementations: `backends.torch`, `backends.jax` and, forward only,
+`backends.onnxruntime`. One conformance suite runs on each. All calls are blocking and made from one thread at a time.
+Tensors come and go as `HostTensor`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The transport interface: framed messages with tensors between identified machines. Decides nothing about jobs.
 
-Implementations: `transport.memory` (tests, simulator) and `transport.tcp` (mutual TLS 1.3). One conformance suite runs
-on both. Neighbours: `wire` gives frames and messages; `execution`, `broker`, `client`, `peer` use channels.
+Implementations: `transport.tcp` (mutual TLS 1.3) and `transport.quic`. One conformance suite runs on all. Neighbours:
+`wire` gives frames and messages; `execution`, `broker`, `client`, `peer` use channels.
 """
 
 from __future__ import annotations

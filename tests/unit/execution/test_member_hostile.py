@@ -583,7 +583,7 @@ def test_a_driver_that_never_reads_is_shown_out(monkeypatch: pytest.MonkeyPatch)
                 await stalled.wait()
 
         stand.pool.network.delay = delay
-        monkeypatch.setattr("fusionai.transport.memory.HIGH_WATER_BYTES", 100)
+        monkeypatch.setattr("harness.memory_transport.HIGH_WATER_BYTES", 100)
         monkeypatch.setattr("fusionai.execution.outbox.FLUSH_TIMEOUT_S", 0.05)
 
         async def flood() -> None:
@@ -716,7 +716,7 @@ def test_a_backend_that_can_not_load_reaches_the_driver_as_a_report(monkeypatch:
     def broken(*args: object, **kwargs: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("fusionai.backends.null.backend.NullStageProgram", broken)
+    monkeypatch.setattr("harness.null_backend.NullStageProgram", broken)
 
     async def body(stand: Stand) -> None:
         _, answer = await stand.attached()

@@ -15,8 +15,8 @@ from fusionai.primitives.errors import FusionError, RefusedError, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import PeerProfile
 from fusionai.transport.interface import Channel
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 PEER, BROKER = PeerId("a" * 52), PeerId("y" * 52)
