@@ -2,7 +2,7 @@
 
 A row is one conversation, or with packing several, each whole, and padding to its end. A causal model never looks at
 what follows, so padding changes nothing; what stands before it in its row it does see, another conversation too.
-Random access like `source`, whose `Source` this is. Neighbours: `chat_file` has the tokens, `row_packing` says what
+Random access like `source.TokenSource`. Neighbours: `chat_file` has the tokens, `row_packing` says what
 shares a row.
 """
 
@@ -105,9 +105,6 @@ class ChatSource:
 
     def cursor(self, step: int) -> int:
         return self._order.cursor(self._deal.step(step))
-
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
 
     def describe(self) -> str:
         train, evaluation = self._file.manifest.written.train, self._file.manifest.written.evaluation

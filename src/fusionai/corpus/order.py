@@ -52,10 +52,6 @@ class SampleOrder:
         """Samples taken by all steps before `step`."""
         return step * self._batch_size
 
-    def data_epoch(self, step: int) -> int:
-        """The pass over the training part that the first sample of `step` belongs to."""
-        return self.cursor(step) // self._samples
-
     def microbatch(self, step: int, microbatch: int) -> list[int]:
         """Sample numbers. Raises `IndexError` for a microbatch the step does not have."""
         if step < 0 or not 0 <= microbatch < self._microbatches:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,45 +24,6 @@ from fusionai.corpus.tokenizer import Tokenizer
 from fusionai.corpus.tokens import Progress, TokenFile, open_tokens, require_rows
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.directory_lock import directory_lock
-
-
-class Source(Protocol):
-    """Data of a job. Every call gives the same bytes for the same arguments, in any order, in any process."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
-        ...
-
-    @property
-    def samples(self) -> int:
-        """Rows or records of the training part."""
-        ...
-
-    @property
-    def evaluation_batches(self) -> int:
-        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
-        ...
-
-    def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
-        """Model input -> tensor, first dimension the rows of the microbatch."""
-        ...
-
-    def evaluation(self, index: int) -> dict[str, HostTensor]:
-        """As `microbatch`, from the evaluation part, the same at each evaluation."""
-        ...
-
-    def cursor(self, step: int) -> int:
-        """Samples taken by all steps before `step`: where in the endless sequence of samples it starts."""
-        ...
-
-    def data_epoch(self, step: int) -> int:
-        """The pass over the training part `step` starts in."""
-        ...
-
-    def describe(self) -> str:
-        """One line for logs: sizes, never text of the data."""
-        ...
 
 
 def open_source(
@@ -124,14 +84,17 @@ class TokenSource:
 
     @property
     def fingerprint(self) -> str:
+        """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
         return self._tokens.manifest.fingerprint
 
     @property
     def samples(self) -> int:
+        """Rows of the training part."""
         return self._rows
 
     @property
     def evaluation_batches(self) -> int:
+        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
         return self._evaluation_batches
 
     def dealt(self, deal: Deal) -> TokenSource:
@@ -141,23 +104,25 @@ class TokenSource:
         return share
 
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        """Model input -> tensor, first dimension the rows of the microbatch. The same bytes for the same arguments, in
+        any order, in any process."""
         step = self._deal.step(step)
         rows = _rows(self._tokens.train, self._order.microbatch(step, microbatch), self._length)
         return self._batch(rows, derived_key(self._seed, "mask", step, microbatch))
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
+        """As `microbatch`, from the evaluation part, the same at each evaluation."""
         size = self._order.microbatch_size
         samples = evaluation_samples(self._evaluation_rows, size, self._seed, index)
         rows = _rows(self._tokens.evaluation, samples, self._length)
         return self._batch(rows, derived_key(self._seed, "mask evaluation", index))
 
     def cursor(self, step: int) -> int:
+        """Samples taken by all steps before `step`: where in the endless sequence of samples it starts."""
         return self._order.cursor(self._deal.step(step))
 
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
-
     def describe(self) -> str:
+        """One line for logs: sizes, never text of the data."""
         manifest = self._tokens.manifest
         return (
             f"{manifest.documents} documents, {manifest.train_tokens} training tokens in {self._rows} rows of "
@@ -185,12 +150,6 @@ def shifted(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     labels = np.full_like(rows, IGNORED)
     labels[:, :-1] = rows[:, 1:]
     return labels
-
-
-def plain_batch(batch: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """A causal microbatch as transformers wants it: `labels` are the input ids, the model shifts them itself (and
-    ignores the end of each row, as `shifted` does), so the loss is the same."""
-    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
 def _rows(tokens: npt.NDArray[np.uint32], samples: list[int], length: int) -> npt.NDArray[np.int64]:

@@ -9,7 +9,8 @@ here levels are even, and a group has its own middle.
 A row is everything along the last dimension. Bytes: 8 bits: the codes, row by row, then a bfloat16 scale per row; 4
 bits: two codes a byte, the first in the low half, then scale and middle, bfloat16, per group. bfloat16: the numbers'
 upper halves. Neighbours: `schema.ParamSpec.stored` names the form, backends make float32 of it in their own way,
-`pack_stored` is what they are held to.
+tests hold
+them to `pack_stored`.
 """
 
 from __future__ import annotations
@@ -93,27 +94,6 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
             return _pack_groups(rows, group)
         case _:
             raise GraphError(f"a weight of shape {list(weight.shape)} can't be packed as {form or 'it is'!r}.")
-
-
-def unpack_stored(data: Bytes, shape: tuple[int, ...], form: Stored) -> Floats:
-    """What backends compute with, in their own way to the bit but for fused multiply-add."""
-    if data.size != (expected := stored_bytes(shape, form)):
-        raise GraphError(f"expected {expected} bytes of a weight of shape {list(shape)} as {form}, got {data.size}.")
-    count, rows = prod(shape), prod(shape[:-1])
-    match form:
-        case "int8":
-            scales = _floats(data[count:].view(np.uint16))
-            found = data[:count].view(np.int8).reshape(rows, -1).astype(np.float32) * scales[:, None]
-        case "int4":
-            group = group_of(shape)
-            assert group is not None, "or it had no size"
-            codes = data[: count // 2]
-            levels = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, group).astype(np.float32)
-            pairs = _floats(data[count // 2 :].view(np.uint16)).reshape(-1, 2)
-            found = (levels - np.float32(8)) * pairs[:, :1] + pairs[:, 1:]
-        case _:
-            found = _floats(data.view(np.uint16))
-    return found.reshape(shape)
 
 
 def _pack_groups(rows: Floats, group: int) -> Bytes:

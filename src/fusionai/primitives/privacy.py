@@ -33,11 +33,6 @@ STAYS: Final[dict[PrivacyLevel, str]] = {
 """Level -> a sentence about what stays."""
 
 
-def at_least(level: PrivacyLevel, least: PrivacyLevel) -> bool:
-    """Whether `level` is `least` or one after it."""
-    return LEVELS.index(level) >= LEVELS.index(least)
-
-
 def keeps_ends(level: PrivacyLevel) -> bool:
     """Whether embedding and head stay with the job owner."""
     return level in ("split", "split-k")

@@ -163,12 +163,6 @@ def recorded(before: Plan, after: Plan, problem: Problem, step: int, tolerance: 
     return msgspec.structs.replace(after, tolerant_takeovers=listed)
 
 
-def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | None:
-    """The best plan over `candidates`, however many stages it has; None where they can't hold the model."""
-    found = _recut(plan, problem, candidates)
-    return found if isinstance(found, Otherwise) else None
-
-
 def _recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | Nothing:
     """What the recipe said of stages, spares and single machines was said of a pool that is no more."""
     if not candidates:

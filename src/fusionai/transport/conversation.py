@@ -57,11 +57,6 @@ class Conversation:
             raise refusal(received)
         return received
 
-    async def wait_closed(self) -> FusionError:
-        """Returns, with the reason, when the channel has ended."""
-        await asyncio.wait([self._reader])
-        return self._end or ChannelClosed("this side closed the channel.")
-
     async def close(self) -> None:
         """Idempotent. Open questions fail with `ChannelClosed`."""
         self._reader.cancel()
