@@ -36,8 +36,14 @@ CREATE TABLE IF NOT EXISTS driver (
     plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
 );
 """
-_RECORD: Final = msgspec.msgpack.Decoder(CommitRecord)
 _EVALUATION: Final = msgspec.msgpack.Decoder(Evaluation)
+
+
+class _Written(CommitRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
+    """A record as an earlier version may have written it, with fields that are no more."""
+
+
+_RECORD: Final = msgspec.msgpack.Decoder(_Written)
 
 
 class AdoptedPlan(msgspec.Struct, frozen=True):
@@ -138,7 +144,7 @@ class CommitJournal:
             rows = self._database.execute(
                 "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
             ).fetchall()
-        return (_RECORD.decode(content) for (content,) in rows)
+        return (_record(content) for (content,) in rows)
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
@@ -199,7 +205,7 @@ class CommitJournal:
             if step != expected or stored != digest:
                 raise self._damaged(f"commit of step {expected} is not what was written")
             try:
-                last = _RECORD.decode(content)
+                last = _record(content)
             except msgspec.DecodeError as problem:
                 raise self._damaged(f"commit of step {expected} is not understood ({problem})") from None
             if last.step != step:
@@ -276,6 +282,11 @@ class CommitJournal:
         )
 
 
+def _record(content: bytes) -> CommitRecord:
+    """Raises `msgspec.DecodeError`."""
+    return CommitRecord(**msgspec.structs.asdict(_RECORD.decode(content)))
+
+
 def read_commits(path: Path) -> tuple[CommitRecord, ...]:
     """The commits on the disk at this moment, of a journal that somebody else may hold and append to; nothing is
     written. Raises `StorageError` when it can't be read."""
@@ -284,7 +295,7 @@ def read_commits(path: Path) -> tuple[CommitRecord, ...]:
             rows = database.execute("SELECT record FROM commits ORDER BY step").fetchall()
     except sqlite3.Error as problem:
         raise StorageError(f"{path} can't be read: {problem}.") from problem
-    return tuple(_RECORD.decode(content) for (content,) in rows)
+    return tuple(_record(content) for (content,) in rows)
 
 
 def _chained(previous: bytes, content: bytes) -> bytes:

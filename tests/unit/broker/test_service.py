@@ -276,8 +276,8 @@ def test_a_member_registers_beats_and_is_seen(play):
     async def scene(bench: Bench) -> None:
         a = await bench.member(2)
         registered = await a.ask(registration(A))
-        assert registered == Registered(lease_s=12.0, heartbeat_s=3.0, pool="home", wall_s=bench.clock.wall_s())
-        assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(lease_s=12.0, wall_s=bench.clock.wall_s())
+        assert registered == Registered(heartbeat_s=3.0, pool="home", wall_s=bench.clock.wall_s())
+        assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(wall_s=bench.clock.wall_s())
         view = await a.ask(PoolQuery())
         assert isinstance(view, PoolView)
         assert [(m.peer, m.state, m.addresses) for m in view.members] == [(A, "idle", ("tcp://10.0.0.2:1",))]

@@ -20,8 +20,8 @@ from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 PEER, BROKER = PeerId("a" * 52), PeerId("y" * 52)
-REGISTERED = wire.Registered(lease_s=12.0, heartbeat_s=0.0, pool="home")
-ACK = wire.HeartbeatAck(lease_s=12.0)
+REGISTERED = wire.Registered(heartbeat_s=0.0, pool="home")
+ACK = wire.HeartbeatAck()
 STALE = wire.Refused(code="stale_fence", reason="clear your stages and register again.")
 
 
