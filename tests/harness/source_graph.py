@@ -31,6 +31,7 @@ class Module:
     name: str
     path: Path
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
     bindings: dict[str, tuple[str, str]]
     """What an imported name stands for: the module and the name in it, "" for the module itself."""
 
@@ -65,13 +66,14 @@ def modules() -> dict[str, Module]:
     found: dict[str, Module] = {}
     for name, path in paths.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found[name] = Module(name, path, tree, _bindings(tree, set(paths)))
+        nodes = tuple(ast.walk(tree))
+        found[name] = Module(name, path, tree, nodes, _bindings(nodes, set(paths)))
     return found
 
 
-def _bindings(tree: ast.Module, known: set[str]) -> dict[str, tuple[str, str]]:
+def _bindings(nodes: Iterable[ast.AST], known: set[str]) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ImportFrom(module=str(source)):
                 for alias in node.names:
@@ -89,7 +91,7 @@ def _bindings(tree: ast.Module, known: set[str]) -> dict[str, tuple[str, str]]:
 def imported(module: Module) -> Iterator[str]:
     """The modules of the source that `module` imports or names, packages above them included."""
     known = modules()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Import():
                 targets = [alias.name for alias in node.names]
@@ -220,12 +222,13 @@ def loaded_by_name() -> frozenset[str]:
     return frozenset(
         node.value
         for module in modules().values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in modules()
     )
 
 
-def unreached() -> list[Unit]:
+@cache
+def unreached() -> tuple[Unit, ...]:
     """Definitions and methods of reached modules that no reached code uses."""
     reached = reached_modules()
     by_place = {(unit.module, unit.name): unit for unit in units() if unit.module in reached}
@@ -254,7 +257,7 @@ def unreached() -> list[Unit]:
                 owner = one.name.rpartition(".")[0]
                 if not owner or (one.module, owner) in live:
                     waiting.append(one)
-    return [unit for place, unit in by_place.items() if place not in live]
+    return tuple(unit for place, unit in by_place.items() if place not in live)
 
 
 def _targets(unit: Unit) -> Iterator[tuple[str, str]]:

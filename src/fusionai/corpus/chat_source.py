@@ -103,9 +103,6 @@ class ChatSource:
         mean = self._evaluation_labels / self._evaluation_batches
         return self._batch(self._evaluation, self._evaluation_rows(index), mean)
 
-    def cursor(self, step: int) -> int:
-        return self._order.cursor(self._deal.step(step))
-
     def describe(self) -> str:
         train, evaluation = self._file.manifest.written.train, self._file.manifest.written.evaluation
         return (

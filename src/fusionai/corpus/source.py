@@ -117,10 +117,6 @@ class TokenSource:
         rows = _rows(self._tokens.evaluation, samples, self._length)
         return self._batch(rows, derived_key(self._seed, "mask evaluation", index))
 
-    def cursor(self, step: int) -> int:
-        """Samples taken by all steps before `step`: where in the endless sequence of samples it starts."""
-        return self._order.cursor(self._deal.step(step))
-
     def describe(self) -> str:
         """One line for logs: sizes, never text of the data."""
         manifest = self._tokens.manifest

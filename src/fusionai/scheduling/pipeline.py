@@ -228,11 +228,6 @@ class Pipeline:
     def pins(self) -> Pins:
         return self._pins
 
-    @property
-    def pinned(self) -> bool:
-        """Whether any block must lie with a certain peer."""
-        return bool(self._pins.peers)
-
     def allowed(self, peer: int, start: int, end: int) -> bool:
         """Whether no pin is in the way."""
         return self._pins.allow(peer, start, end)

@@ -55,9 +55,6 @@ class ModelWeights:
         self._held = ExitStack()
         self._held.enter_context(store.holding([spec.digest for spec in specs if spec.digest not in stretches]))
 
-    def has(self, spec: WeightSpec) -> bool:
-        return spec.digest in self._stretches or self._store.has(spec)
-
     def read(self, spec: WeightSpec) -> HostTensor:
         """Mapped, not copied. Raises `StorageError`."""
         stretch = self._stretches.get(spec.digest)

@@ -70,9 +70,6 @@ def test_what_goes_in_comes_out(tmp_path: Path, shard_bytes: int) -> None:
     assert reader.names == tuple(sorted(entries))
     assert reader.step == 12
     assert all(same(reader.read(name), value) for name, value in entries.items())
-    asked = ["model/norm.weight", "optimizer/layers.0.w/step"]
-    assert [name for name, _ in reader.entries(asked)] == asked
-    assert dict(reader.entries()).keys() == entries.keys()
     assert (reader.manifest.graph_hash, reader.manifest.recipe, reader.manifest.aliases) == (
         HEADER.graph_hash,
         HEADER.recipe,
