@@ -23,7 +23,7 @@ import click
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lifeline import lifeline_option
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, own_part_options
 from fusionai.cli.privacy_view import privacy_figures, privacy_lines
 from fusionai.cli.running import run_until_stopped
 from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
@@ -97,15 +97,7 @@ class Door:
     help="API keys, one per line, `name = key` or `key`. Without it only this machine may ask.",
 )
 @click.option("--name", help="What clients call the model.  [default: its directory or hub id]")
-@click.option("--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once).")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
-    default="auto",
-    show_default=True,
-    help="Where this machine computes its own part (embedding and head).",
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Threads for that part.  [default: all cores]")
+@own_part_options("embedding and head")
 @lifeline_option
 @home_option
 @json_option
