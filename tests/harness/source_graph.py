@@ -21,8 +21,6 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 ENTRY = "fusionai.cli.main"
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
 
 @dataclass(frozen=True, slots=True)
 class Module:
@@ -43,7 +41,6 @@ class Unit:
     module: str
     name: str
     """"" for a module's top level, `Class.method` for a method."""
-    line: int
     names: set[str] = field(default_factory=set[str])
     """Names used, of this module or builtins."""
     attributes: set[str] = field(default_factory=set[str])
@@ -51,7 +48,7 @@ class Unit:
     dotted: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     """Attributes of a name: (name, attribute)."""
     always: bool = False
-    """For a method: whether something other than the source calls it."""
+    """Whether something other than the source calls it: a library's override, a registered function."""
 
 
 def name_of(path: Path) -> str:
@@ -152,19 +149,19 @@ def units() -> tuple[Unit, ...]:
     """All of the source in pieces."""
     found: list[Unit] = []
     for module in modules().values():
-        top = Unit(module.name, "", 1)
+        top = Unit(module.name, "")
         for node in module.tree.body:
             match node:
                 case ast.ClassDef():
                     found.extend(_of_class(module, node))
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    unit = _fill(Unit(module.name, node.name, node.lineno), [node])
+                    unit = _fill(Unit(module.name, node.name), [node])
                     unit.always = any(_registers(decorator) for decorator in node.decorator_list)
                     found.append(unit)
                 case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
                     value = [node.annotation] if isinstance(node, ast.AnnAssign) else []
                     value += [node.value] if node.value is not None else []
-                    found.append(_fill(Unit(module.name, name, node.lineno), value))
+                    found.append(_fill(Unit(module.name, name), value))
                 case ast.Import() | ast.ImportFrom():
                     pass
                 case _:
@@ -176,10 +173,10 @@ def units() -> tuple[Unit, ...]:
 def _of_class(module: Module, node: ast.ClassDef) -> Iterator[Unit]:
     methods = [child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
     rest = [child for child in node.body if child not in methods]
-    yield _fill(Unit(module.name, node.name, node.lineno), [*node.bases, *node.keywords, *node.decorator_list, *rest])
+    yield _fill(Unit(module.name, node.name), [*node.bases, *node.keywords, *node.decorator_list, *rest])
     foreign = any(_is_foreign(module, base) for base in node.bases)
     for method in methods:
-        unit = _fill(Unit(module.name, f"{node.name}.{method.name}", method.lineno), [method])
+        unit = _fill(Unit(module.name, f"{node.name}.{method.name}"), [method])
         unit.always = foreign or (method.name.startswith("__") and method.name.endswith("__"))
         yield unit
 

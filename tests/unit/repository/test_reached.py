@@ -48,6 +48,11 @@ def test_every_module_serves_a_command():
     assert not idle, f"no command reaches {idle}: delete them, or say in UNREACHED_MODULES why they stay"
 
 
+def test_processes_and_modules_loaded_by_name_are_followed():
+    by_name = {"fusionai.__main__", "fusionai.backends.survey", "fusionai.backends.torch.reference"}
+    assert by_name | {"fusionai.backends.torch.row_kernels", "fusionai.cli.demo"} <= reached_modules()
+
+
 def test_every_definition_serves_a_command():
     idle = sorted(f"{unit.module}.{unit.name}" for unit in unreached())
     new = [name for name in idle if name not in UNREACHED]
