@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
         from fusionai.backends.jax.backend import JaxBackend
 
         return JaxBackend("cpu")
-    from fusionai.backends.null.backend import NullBackend
+    from harness.null_backend import NullBackend
 
     return NullBackend()
 

@@ -32,7 +32,6 @@ from fusionai.primitives.garbage import loading
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
-EXIT_WRONG_USE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 

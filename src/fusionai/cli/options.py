@@ -49,6 +49,30 @@ class HowMany(click.ParamType[Any]):
         return number
 
 
+def own_part_options(what: str) -> Callable[[_Function], _Function]:
+    """Give a job's command the parameters `invitation`, `device` and `threads`. `what` this machine computes itself."""
+
+    def options(function: _Function) -> _Function:
+        given = (
+            click.option(
+                "--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once)."
+            ),
+            click.option(
+                "--device",
+                type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+                default="auto",
+                show_default=True,
+                help=f"Where this machine computes the job owner's part ({what}).",
+            ),
+            click.option("--threads", type=click.IntRange(min=1), help="Threads for that part.  [default: all cores]"),
+        )
+        for option in reversed(given):
+            function = option(function)
+        return function
+
+    return options
+
+
 def lora_option(function: _Function) -> _Function:
     """Give a command the parameter `lora: int | None`."""
     return click.option(

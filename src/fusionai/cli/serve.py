@@ -22,7 +22,7 @@ import click
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lifeline import lifeline_option
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, own_part_options
 from fusionai.cli.privacy_view import privacy_figures, privacy_lines
 from fusionai.cli.running import run_until_stopped
 from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
@@ -111,16 +111,8 @@ class Door:
     help="Accept the API keys of this file, one per line, as `name = key` or `key`. Without it, only this machine may "
     "send requests.",
 )
-@click.option("--name", help="Name of the model for clients.  [default: its directory or hub id]")
-@click.option("--invite", "invitation", metavar="INVITE", help="Join the pool with this invitation; needed only once.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
-    default="auto",
-    show_default=True,
-    help="Device for this machine's own part (embedding and head).",
-)
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads for that part.  [default: all cores]")
+@click.option("--name", help="What clients call the model.  [default: its directory or hub id]")
+@own_part_options("embedding and head")
 @lifeline_option
 @home_option
 @json_option

@@ -11,24 +11,14 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option, privacy_option
+from fusionai.cli.options import home_option, own_part_options, privacy_option
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.privacy import PrivacyLevel
 
 
 @click.command()
 @click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
-@click.option("--invite", "invitation", metavar="INVITE", help="Join the pool with this invitation; needed only once.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
-    default="auto",
-    show_default=True,
-    help="Device for the job owner's part (the loss).",
-)
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads for the job owner's part.  [default: all cores]"
-)
+@own_part_options("the loss")
 @privacy_option
 @home_option
 @json_option

@@ -2,7 +2,7 @@
 
 A row has one conversation or, with packing, several whole ones, then padding. A causal model never attends to later
 positions, so padding changes nothing; but a packed conversation does attend to those before it in its row. Access is
-random, as in `source`, whose `Source` this implements. Neighbours: `chat_file` has the tokens, `row_packing` decides
+random, like `source.TokenSource`. Neighbours: `chat_file` has the tokens, `row_packing` decides
 which conversations share a row.
 """
 
@@ -102,12 +102,6 @@ class ChatSource:
     def evaluation(self, index: int) -> dict[str, HostTensor]:
         mean = self._evaluation_labels / self._evaluation_batches
         return self._batch(self._evaluation, self._evaluation_rows(index), mean)
-
-    def cursor(self, step: int) -> int:
-        return self._order.cursor(self._deal.step(step))
-
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
 
     def describe(self) -> str:
         train, evaluation = self._file.manifest.written.train, self._file.manifest.written.evaluation

@@ -54,10 +54,6 @@ class SampleOrder:
         """Number of samples in all steps before `step`."""
         return step * self._batch_size
 
-    def data_epoch(self, step: int) -> int:
-        """The pass over the training part to which the first sample of `step` belongs."""
-        return self.cursor(step) // self._samples
-
     def microbatch(self, step: int, microbatch: int) -> list[int]:
         """Sample numbers of a microbatch. Raises `IndexError` if the step does not have it."""
         if step < 0 or not 0 <= microbatch < self._microbatches:

@@ -16,7 +16,7 @@ import msgspec
 
 from fusionai.corpus.early_rounds import TIMES, usual_early_steps
 from fusionai.corpus.outer_step import outer_step
-from fusionai.corpus.strict import convert, nearest, show
+from fusionai.corpus.strict import convert, show
 from fusionai.corpus.tables import (
     EVERY,
     Adapter,
@@ -543,14 +543,6 @@ class _Checker:
         if both:
             raise self.fail("placement", f"peer {both[0]!r} is both required and excluded.")
         return placement
-
-
-def known_input(name: str, inputs: tuple[str, ...], recipe: Recipe) -> None:
-    """Raise `RecipeError` unless the captured model has an input of this name (a key of `[data] columns`)."""
-    if name not in inputs:
-        raise RecipeError(
-            f"{Path(recipe.path).name}: [data] columns: the model has no input {name!r}; {nearest(name, inputs)}"
-        )
 
 
 def _next_multiple(number: int, of: int) -> int:

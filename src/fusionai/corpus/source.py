@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,47 +25,6 @@ from fusionai.corpus.tokenizer import Tokenizer
 from fusionai.corpus.tokens import Progress, TokenFile, open_tokens, require_rows
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.directory_lock import directory_lock
-
-
-class Source(Protocol):
-    """Data of a job. Calls with the same arguments return the same bytes, in any order and in any process."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the data, hex. A different one on resume means that the data has changed."""
-        ...
-
-    @property
-    def samples(self) -> int:
-        """Number of rows or records in the training part."""
-        ...
-
-    @property
-    def evaluation_batches(self) -> int:
-        """Number of microbatches that `evaluation` can return: as many as the recipe asks for, or all there are; 0
-        without an evaluation part."""
-        ...
-
-    def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
-        """Model input -> tensor, whose first dimension is the microbatch's rows."""
-        ...
-
-    def evaluation(self, index: int) -> dict[str, HostTensor]:
-        """Like `microbatch`, from the evaluation part; the same at each evaluation."""
-        ...
-
-    def cursor(self, step: int) -> int:
-        """Number of samples in all steps before `step`, that is, the position of its first sample in the endless
-        sequence."""
-        ...
-
-    def data_epoch(self, step: int) -> int:
-        """The pass over the training part in which `step` starts."""
-        ...
-
-    def describe(self) -> str:
-        """One line for logs: sizes, no text of the data."""
-        ...
 
 
 def open_source(
@@ -127,14 +85,17 @@ class TokenSource:
 
     @property
     def fingerprint(self) -> str:
+        """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
         return self._tokens.manifest.fingerprint
 
     @property
     def samples(self) -> int:
+        """Rows of the training part."""
         return self._rows
 
     @property
     def evaluation_batches(self) -> int:
+        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
         return self._evaluation_batches
 
     def dealt(self, deal: Deal) -> TokenSource:
@@ -144,23 +105,21 @@ class TokenSource:
         return share
 
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        """Model input -> tensor, first dimension the rows of the microbatch. The same bytes for the same arguments, in
+        any order, in any process."""
         step = self._deal.step(step)
         rows = _rows(self._tokens.train, self._order.microbatch(step, microbatch), self._length)
         return self._batch(rows, derived_key(self._seed, "mask", step, microbatch))
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
+        """As `microbatch`, from the evaluation part, the same at each evaluation."""
         size = self._order.microbatch_size
         samples = evaluation_samples(self._evaluation_rows, size, self._seed, index)
         rows = _rows(self._tokens.evaluation, samples, self._length)
         return self._batch(rows, derived_key(self._seed, "mask evaluation", index))
 
-    def cursor(self, step: int) -> int:
-        return self._order.cursor(self._deal.step(step))
-
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
-
     def describe(self) -> str:
+        """One line for logs: sizes, never text of the data."""
         manifest = self._tokens.manifest
         return (
             f"{manifest.documents} documents, {manifest.train_tokens} training tokens in {self._rows} rows of "
@@ -188,12 +147,6 @@ def shifted(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     labels = np.full_like(rows, IGNORED)
     labels[:, :-1] = rows[:, 1:]
     return labels
-
-
-def plain_batch(batch: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """A causal microbatch as transformers expects it: `labels` are the input ids, which the model shifts itself,
-    ignoring the end of each row as `shifted` does, so that the loss is the same."""
-    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
 def _rows(tokens: npt.NDArray[np.uint32], samples: list[int], length: int) -> npt.NDArray[np.int64]:

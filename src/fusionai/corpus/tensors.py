@@ -87,12 +87,6 @@ class TensorSource:
         size = self._order.microbatch_size
         return _take(self._evaluation, evaluation_samples(self._evaluation_samples, size, self._seed, index))
 
-    def cursor(self, step: int) -> int:
-        return self._order.cursor(self._deal.step(step))
-
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
-
     def describe(self) -> str:
         inputs = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self._train.items())
         return f"{self._samples} training records, {self._evaluation_samples} evaluation records of {inputs}"

@@ -69,11 +69,6 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guards(scope, receive, send)
 
-    @property
-    def open_streams(self) -> int:
-        """Number of answers that are being streamed."""
-        return len(self._desk.streams)
-
     def end_streams(self) -> None:
         """Send the error "The gateway stops." on every stream and close it."""
         self._desk.streams.end(ApiError(503, "The gateway stops.", code="shutting_down"))

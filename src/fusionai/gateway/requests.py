@@ -51,7 +51,6 @@ ADVICE: Final = {
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Count = Annotated[int, Meta(ge=1, le=2**31)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Word = Annotated[str, Meta(max_length=1024)]
 

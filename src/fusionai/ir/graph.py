@@ -64,22 +64,6 @@ def restrict(
     )
 
 
-def with_symbols(graph: Graph, largest: Mapping[str, int]) -> Graph:
-    """Return the same graph with lower largest sizes, e.g. those of a job's microbatch.
-
-    Raises `GraphError` for an unknown symbol or a size outside the present range.
-    """
-    symbols = dict(graph.symbols)
-    for name, size in largest.items():
-        if name not in symbols:
-            raise GraphError(f"graph {graph.name!r} has no symbol {name!r}; it has {', '.join(symbols) or 'none'}.")
-        smallest, limit = symbols[name]
-        if not smallest <= size <= limit:
-            raise GraphError(f"symbol {name!r} takes sizes from {smallest} to {limit}, got {size}.")
-        symbols[name] = (smallest, size)
-    return msgspec.structs.replace(graph, symbols=symbols)
-
-
 def reads(node: Node) -> Iterator[str]:
     """Names of the values that a node reads, in argument order, with repetitions."""
     for arg in node.args:
@@ -109,23 +93,6 @@ def consumers(graph: Graph) -> dict[str, tuple[Node, ...]]:
         for value in dict.fromkeys(reads(node)):
             found.setdefault(value, []).append(node)
     return {value: tuple(nodes) for value, nodes in found.items()}
-
-
-def last_uses(graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Node id -> inputs and node results that an executor can drop after this node.
-
-    Those are values with no later reader that no output or state write needs. Parameters are never dropped.
-    """
-    kept = set(graph.outputs.values()) | set(graph.state_writes) | set(graph.params)
-    last: dict[str, int] = {}
-    for node in graph.nodes:
-        for value in (*node.outputs, *reads(node)):
-            last[value] = node.id
-    dead: dict[int, list[str]] = {}
-    for value, node_id in last.items():
-        if value not in kept:
-            dead.setdefault(node_id, []).append(value)
-    return {node_id: tuple(values) for node_id, values in dead.items()}
 
 
 def needed_nodes(graph: Graph, values: Iterable[str]) -> tuple[Node, ...]:

@@ -75,11 +75,6 @@ class Operator:
     view: bool = False
     differentiable: bool = True
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether a result can take more memory than the largest operand."""
-        return self.growth != "operand"
-
 
 _FLOPS: Final[Mapping[Category, FlopRule]] = {
     "size": "none",

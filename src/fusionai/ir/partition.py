@@ -138,15 +138,6 @@ def is_passed_on(graph: Graph, key: str) -> bool:
     return prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] <= PASSED_ON_BYTES
 
 
-def holders(partition: Partition) -> dict[str, tuple[int, ...]]:
-    """Return state key -> the stages that hold it, home first, including buffers and frozen parameters."""
-    found: dict[str, list[int]] = {}
-    for stage in partition.stages:
-        for spec in stage.graph.params.values():
-            found.setdefault(spec.key, []).append(stage.stage)
-    return {key: tuple(stages) for key, stages in found.items()}
-
-
 def _stage_of_node(graph: Graph, assignment: Sequence[frozenset[int]]) -> dict[int, int]:
     stage_of: dict[int, int] = {}
     for stage, ids in enumerate(assignment):

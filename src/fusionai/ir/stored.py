@@ -8,8 +8,8 @@ and every group has its own middle.
 
 A row is everything along the last dimension. Layout in 8 bits: the codes, row by row, then a bfloat16 scale per row. In
 4 bits: two codes per byte, the first in the low half, then scale and middle in bfloat16 per group. In bfloat16: the
-upper halves of the numbers. `schema.ParamSpec.stored` names the format; `pack_stored` and `unpack_stored` are the
-reference for the backends' own implementations.
+upper halves of the numbers. `schema.ParamSpec.stored` names the format; `pack_stored` is the reference;
+backends unpack to float32 in their own way.
 """
 
 from __future__ import annotations
@@ -96,27 +96,6 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
             return _pack_groups(rows, group)
         case _:
             raise GraphError(f"a weight of shape {list(weight.shape)} can't be packed as {form or 'it is'!r}.")
-
-
-def unpack_stored(data: Bytes, shape: tuple[int, ...], form: Stored) -> Floats:
-    """Unpack to float32. Backends compute the same bits in their own way, except for fused multiply-add."""
-    if data.size != (expected := stored_bytes(shape, form)):
-        raise GraphError(f"expected {expected} bytes of a weight of shape {list(shape)} as {form}, got {data.size}.")
-    count, rows = prod(shape), prod(shape[:-1])
-    match form:
-        case "int8":
-            scales = _floats(data[count:].view(np.uint16))
-            found = data[:count].view(np.int8).reshape(rows, -1).astype(np.float32) * scales[:, None]
-        case "int4":
-            group = group_of(shape)
-            assert group is not None, "or it had no size"
-            codes = data[: count // 2]
-            levels = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, group).astype(np.float32)
-            pairs = _floats(data[count // 2 :].view(np.uint16)).reshape(-1, 2)
-            found = (levels - np.float32(8)) * pairs[:, :1] + pairs[:, 1:]
-        case _:
-            found = _floats(data.view(np.uint16))
-    return found.reshape(shape)
 
 
 def _pack_groups(rows: Floats, group: int) -> Bytes:

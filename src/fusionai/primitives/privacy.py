@@ -31,11 +31,6 @@ STAYS: Final[dict[PrivacyLevel, str]] = {
 """Level -> a sentence about what stays with the job owner."""
 
 
-def at_least(level: PrivacyLevel, least: PrivacyLevel) -> bool:
-    """Return whether `level` is `least` or a level after it."""
-    return LEVELS.index(level) >= LEVELS.index(least)
-
-
 def keeps_ends(level: PrivacyLevel) -> bool:
     """Return whether embedding and head stay with the job owner."""
     return level in ("split", "split-k")

@@ -94,11 +94,11 @@ def otherwise(
 ) -> Otherwise | Nothing:
     """What there is where `stand_in` waits. `candidates`: all that may be used, those that run stages among them."""
     there = [peer for peer in candidates if peer.peer not in lost]
-    alike = _recut(plan, problem, _alike(plan, there))
+    alike = recut(plan, problem, _alike(plan, there))
     if takeover in ("exact", "refuse"):
         bits = isinstance(alike, Nothing) or alike.exact
         return alike if bits else Nothing("another cut over those that remain gives other bits")
-    cut = _faster(alike, _recut(plan, problem, there)) if len(_alike(plan, there)) < len(there) else alike
+    cut = _faster(alike, recut(plan, problem, there)) if len(_alike(plan, there)) < len(there) else alike
     kept = replaced(plan, msgspec.structs.replace(problem, takeover="tolerant"), lost, candidates)
     if isinstance(kept, Waiting):
         return cut
@@ -163,13 +163,7 @@ def recorded(before: Plan, after: Plan, problem: Problem, step: int, tolerance: 
     return msgspec.structs.replace(after, tolerant_takeovers=listed)
 
 
-def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | None:
-    """The best plan over `candidates`, however many stages it has; None where they can't hold the model."""
-    found = _recut(plan, problem, candidates)
-    return found if isinstance(found, Otherwise) else None
-
-
-def _recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | Nothing:
+def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | Nothing:
     """What the recipe said of stages, spares and single machines was said of a pool that is no more."""
     if not candidates:
         return Nothing("none of those that remain computes the same bits")

@@ -5,8 +5,6 @@ Neighbours: the engine calls it with the logits that `sampling` chose from, befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,12 +24,6 @@ def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLog
     level = best + float(np.log(weights.sum()))
     ids = _best(logits, min(top, len(logits)))
     return TokenLogprob(token, float(logits[token]) - level, tuple((n, float(logits[n]) - level) for n in ids))
-
-
-def prompt_logprobs(logits: NDArray[np.float32], prompt: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Log-probability of each token of `prompt` but the first, which has nothing before it. `logits`: [positions,
-    vocabulary], row i from the model after token i."""
-    return tuple(token_logprob(logits[row], token, top) for row, token in enumerate(prompt[1:]))
 
 
 def _best(logits: NDArray[np.float32], count: int) -> list[int]:

@@ -7,7 +7,6 @@ options, `history` the counts for penalties, `logprobs` the probabilities; `prop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -46,34 +45,10 @@ def choose(
     return place if ids is None else int(ids[place])
 
 
-def choose_rows(
-    logits: NDArray[np.float32],
-    samplings: Sequence[Sampling],
-    histories: Sequence[History],
-    positions: Sequence[int],
-    masks: Sequence[memoryview | None] | None = None,
-) -> list[int]:
-    """Like `choose` for each row of `logits` [rows, vocabulary]; returns the same tokens as calls one by one."""
-    masks = masks or [None] * len(samplings)
-    best = logits.argmax(axis=1)
-    tokens: list[int] = []
-    for row, (sampling, history, position, mask) in enumerate(zip(samplings, histories, positions, masks, strict=True)):
-        if mask is None and _is_plain_greedy(sampling):
-            _check(logits[row], int(best[row]))
-            tokens.append(int(best[row]))
-        else:
-            tokens.append(choose(logits[row], sampling, history, position, mask))
-    return tokens
-
-
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends only on (seed, position): 53 bits of Philox4x64-10 (Salmon et al. 2011)."""
     key = np.array([seed % _WORD, position % _WORD], dtype=np.uint64)
     return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
-
-
-def _is_plain_greedy(sampling: Sampling) -> bool:
-    return sampling.temperature == 0 and not sampling.logit_bias and not _penalises(sampling)
 
 
 def _penalises(sampling: Sampling) -> bool:

@@ -283,6 +283,3 @@ class CheckpointWriter:
             shutil.rmtree(damaged)
         else:
             shutil.rmtree(self._partial)
-
-
-__all__ = ["DEFAULT_SHARD_BYTES", "CheckpointHeader", "CheckpointReader", "CheckpointWriter"]

@@ -39,8 +39,14 @@ CREATE TABLE IF NOT EXISTS driver (
     plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
 );
 """
-_RECORD: Final = msgspec.msgpack.Decoder(CommitRecord)
 _EVALUATION: Final = msgspec.msgpack.Decoder(Evaluation)
+
+
+class _Written(CommitRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
+    """A record as an earlier version may have written it, with fields that are no more."""
+
+
+_RECORD: Final = msgspec.msgpack.Decoder(_Written)
 
 
 class AdoptedPlan(msgspec.Struct, frozen=True):
@@ -149,7 +155,7 @@ class CommitJournal:
             rows = self._database.execute(
                 "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
             ).fetchall()
-        return (_RECORD.decode(content) for (content,) in rows)
+        return (_record(content) for (content,) in rows)
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
@@ -213,7 +219,7 @@ class CommitJournal:
             if step != expected or stored != digest:
                 raise self._damaged(f"commit of step {expected} does not match its hash")
             try:
-                last = _RECORD.decode(content)
+                last = _record(content)
             except msgspec.DecodeError as problem:
                 raise self._damaged(f"commit of step {expected} can't be decoded ({problem})") from None
             if last.step != step:
@@ -290,6 +296,11 @@ class CommitJournal:
         )
 
 
+def _record(content: bytes) -> CommitRecord:
+    """Raises `msgspec.DecodeError`."""
+    return CommitRecord(**msgspec.structs.asdict(_RECORD.decode(content)))
+
+
 def read_commits(path: Path) -> tuple[CommitRecord, ...]:
     """Read the commits on the disk without writing, even while another process holds the journal and appends to it.
 
@@ -300,7 +311,7 @@ def read_commits(path: Path) -> tuple[CommitRecord, ...]:
             rows = database.execute("SELECT record FROM commits ORDER BY step").fetchall()
     except sqlite3.Error as problem:
         raise StorageError(f"{path} can't be read: {problem}.") from problem
-    return tuple(_RECORD.decode(content) for (content,) in rows)
+    return tuple(_record(content) for (content,) in rows)
 
 
 def _chained(previous: bytes, content: bytes) -> bytes:

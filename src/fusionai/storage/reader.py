@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -80,10 +79,6 @@ class CheckpointReader:
             return assembled(entry, made_of, self._tensor)
         name = entry.partition("/")[2]
         return self._file(file).read(PREFIX + name if file == WEIGHTS_FILE else name)
-
-    def entries(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, HostTensor]]:
-        """Yield the entries of `names` in that order, or all entries sorted by name."""
-        return ((name, self.read(name)) for name in (self.names if names is None else names))
 
     def _tensor(self, name: str) -> HostTensor:
         file = self._manifest.tensors.get(name)

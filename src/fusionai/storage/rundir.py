@@ -69,10 +69,6 @@ class RunDirectory:
         return self._root / "tensorboard"
 
     @property
-    def report(self) -> Path:
-        return self._root / "report.html"
-
-    @property
     def recipe(self) -> Path:
         return self._root / "recipe.json"
 

@@ -12,7 +12,6 @@ peer that fetches the tensor refuses it.
     captured = capture(...)
     weights = manifest(keys, captured.state, store, located=captured.source.checkpoint.entries,
                        memory=home / "weights.json")
-    # Without files (`checkpoint` is None): `weight_declared.declared(graph, captured.state, seed)`, nothing located.
     weights.specs                                         # into each stage's `Load`, by key
     weights.read(spec), weights.pieces(digest, 0, 4)      # for the owner's own stages; for `execution.weight_desk`
 
@@ -21,7 +20,6 @@ peer that fetches the tensor refuses it.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +37,6 @@ from fusionai.storage.weight_memory import FileStamp, PartsStamp, WeightMemory
 from fusionai.storage.weight_pieces import make_spec, pieces_of
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.serving import PIECE_BYTES, WeightSpec
-
-log = logging.getLogger(__name__)
 
 State = Callable[[Iterable[str]], Iterator[tuple[str, HostTensor]]]
 """Yields the tensors of the given keys, like `Captured.state`."""
@@ -60,9 +56,6 @@ class ModelWeights:
         self._store = store
         self._held = ExitStack()
         self._held.enter_context(store.holding([spec.digest for spec in specs if spec.digest not in stretches]))
-
-    def has(self, spec: WeightSpec) -> bool:
-        return spec.digest in self._stretches or self._store.has(spec)
 
     def read(self, spec: WeightSpec) -> HostTensor:
         """Return the tensor, mapped without copying. Raises `StorageError`."""

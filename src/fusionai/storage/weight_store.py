@@ -132,11 +132,6 @@ class WeightStore:
     def _elsewhere(self, digest: bytes) -> Stretch | Stretches | None:
         return None if self._beside is None else self._beside.find(digest)
 
-    @property
-    def used_bytes(self) -> int:
-        """Size of all files. Parts count with their full size."""
-        return sum(stat.st_size for _, stat in self._files())
-
     # ------------------------------------------------------------------------------------------------------ writing
 
     def missing(self, spec: WeightSpec) -> tuple[int, ...]:

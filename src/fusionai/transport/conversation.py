@@ -58,11 +58,6 @@ class Conversation:
             raise refusal(received)
         return received
 
-    async def wait_closed(self) -> FusionError:
-        """Wait until the channel has ended and return the reason."""
-        await asyncio.wait([self._reader])
-        return self._end or ChannelClosed("this side closed the channel.")
-
     async def close(self) -> None:
         """End the conversation. Idempotent. Open questions fail with `ChannelClosed`."""
         self._reader.cancel()

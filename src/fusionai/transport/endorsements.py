@@ -29,8 +29,6 @@ from fusionai.transport.signed import SIGNATURE_BYTES, content_of, signed
 
 SIGNING_KEY_FILE: Final = "trust.pem"
 MAX_ENDORSEMENT_BYTES: Final = 512
-LIFETIME_S: Final = 365 * 86_400
-"""Default lifetime of an endorsement in seconds: one year. Chosen."""
 _DOMAIN: Final = b"fusionai endorsement 1\x00"
 _KEY_PREFIX: Final = "signing-"
 _LINE_PREFIX: Final = "endorsement-1:"

@@ -1,6 +1,6 @@
 """The transport interface: framed messages with tensors between identified machines.
 
-Implementations: `memory` (tests, simulator), `tcp` (mutual TLS 1.3), `quic` (through NATs) and `peer_transport`, which
+Implementations: `tcp` (mutual TLS 1.3), `quic` (through NATs) and `peer_transport`, which
 chooses a route for each peer. `wire` defines frames and messages; `execution`, `broker`, `client` and `peer` use
 channels.
 """

@@ -38,7 +38,6 @@ def step(step_s: float, spans: dict[int, tuple[Span, ...]] | None = None) -> Ste
         learning_rate=1e-3,
         total_norm=1.0,
         norms_hash="h",
-        data_cursor=0,
         fence=Fence(1, 1, 1),
         loss=1.0,
     )

@@ -46,7 +46,6 @@ def done(step: int, *, step_s: float = 1.0, replayed: bool = False) -> progress.
         learning_rate=1e-3,
         total_norm=1.0,
         norms_hash="h",
-        data_cursor=0,
         fence=Fence(1, 1, 1),
         loss=3.0 - step,
     )

@@ -35,7 +35,6 @@ def record() -> CommitRecord:
         learning_rate=1.0,
         total_norm=1.0,
         norms_hash="",
-        data_cursor=1,
         fence=Fence(7, 1, 0),
         loss=1.0,
     )

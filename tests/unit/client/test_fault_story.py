@@ -37,7 +37,6 @@ def committed(step: int, *, replayed: bool = False) -> progress.StepDone:
         learning_rate=1e-3,
         total_norm=1.0,
         norms_hash="h",
-        data_cursor=0,
         fence=Fence(1, 1, 1),
         loss=2.0,
     )

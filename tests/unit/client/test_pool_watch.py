@@ -405,9 +405,7 @@ def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
 
 def step_done(step_s: float) -> progress.StepDone:
     fence = Fence(plan_version=1, incarnation=1, attempt=1)
-    record = CommitRecord(
-        step=1, scale=1.0, learning_rate=0.0, total_norm=1.0, norms_hash="n", data_cursor=1, fence=fence, loss=1.0
-    )
+    record = CommitRecord(step=1, scale=1.0, learning_rate=0.0, total_norm=1.0, norms_hash="n", fence=fence, loss=1.0)
     return progress.StepDone(record, (), step_s, 1.0, False, {})
 
 

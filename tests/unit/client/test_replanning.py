@@ -299,7 +299,6 @@ def commit(one: Bench, steps: int = 3) -> None:
             learning_rate=1.0,
             total_norm=1.0,
             norms_hash="",
-            data_cursor=1,
             fence=Fence(1, 1, 0),
             loss=1.0,
         )

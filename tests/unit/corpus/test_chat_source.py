@@ -183,7 +183,6 @@ def test_pure_and_dealt(tmp_path: Path) -> None:
     assert bytes(again.microbatch(7, 0)["labels"].data) == first
     assert again.fingerprint == source.fingerprint
     assert bytes(source.dealt(Deal(1, 2)).microbatch(3, 0)["labels"].data) == first
-    assert source.cursor(7) == 7
     write(tmp_path, [{"messages": TALKS[number % 2]} for number in range(10)])
     assert chat_source(tmp_path).fingerprint != source.fingerprint
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fusionai.coordination.serving_commands import TellFault, TellRebuilding
-from fusionai.primitives.clock import VirtualClock
 from fusionai.serving.faults import FaultLog
 from fusionai.serving.interface import FaultNote
 from harness.pool import peer_id
+from harness.virtual_clock import VirtualClock
 
 LOST = TellFault(kind="peer", peer=peer_id(1), stages=(0,), heirs={}, reason="it closed the connection")
 

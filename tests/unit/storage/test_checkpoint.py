@@ -19,8 +19,8 @@ from fusionai.storage.checkpoint import CheckpointHeader, CheckpointReader, Chec
 from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import complete_checkpoints, latest, open_latest, prune, sweep
 from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
-from fusionai.storage.weights import ModelDirectory
 from harness.examples import examples
+from harness.model_files import model_tensors
 
 HEADER = CheckpointHeader(
     graph_hash="g" * 64,
@@ -70,9 +70,6 @@ def test_what_goes_in_comes_out(tmp_path: Path, shard_bytes: int) -> None:
     assert reader.names == tuple(sorted(entries))
     assert reader.step == 12
     assert all(same(reader.read(name), value) for name, value in entries.items())
-    asked = ["model/norm.weight", "optimizer/layers.0.w/step"]
-    assert [name for name, _ in reader.entries(asked)] == asked
-    assert dict(reader.entries()).keys() == entries.keys()
     assert (reader.manifest.graph_hash, reader.manifest.recipe, reader.manifest.aliases) == (
         HEADER.graph_hash,
         HEADER.recipe,
@@ -89,9 +86,9 @@ def test_the_root_is_a_hugging_face_directory(tmp_path: Path) -> None:
     assert (single / "config.json").read_bytes() == FILES["config.json"]
     keys = ("embed.weight", "layers.0.w", "layers.1.w", "norm.weight")
     for place in (single, sharded):
-        model = ModelDirectory(place)
-        assert model.names == keys, "neither aliases nor private keys"
-        assert all(same(model.read(key), state()[f"model/{key}"]) for key in keys)
+        model = model_tensors(place)
+        assert tuple(model) == keys, "neither aliases nor private keys"
+        assert all(same(model[key], state()[f"model/{key}"]) for key in keys)
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
     assert index["metadata"]["total_size"] == 4 * 8 * 16 * 4
@@ -139,11 +136,11 @@ def test_a_layout_names_and_cuts_what_the_files_hold(tmp_path: Path, shard_bytes
         with pytest.raises(StorageError, match=r"different values of model/norm\.weight"):
             writer.add("model/norm.weight", tensor(8, 16, seed=77))
         place = writer.finish(expected=entries)
-    model = ModelDirectory(place)
+    model = model_tensors(place)
     experts = ("layers.0.experts.0.w", "layers.0.experts.1.w")
-    assert model.names == ("first.weight", "joined.w", *experts, "one.w")
+    assert tuple(model) == ("first.weight", "joined.w", *experts, "one.w")
     fused = entries["model/layers.0.w"]
-    assert [bytes(model.read(name).data) for name in experts] == [bytes(fused.data[:256]), bytes(fused.data[256:])]
+    assert [bytes(model[name].data) for name in experts] == [bytes(fused.data[:256]), bytes(fused.data[256:])]
     reader = CheckpointReader(place)
     reader.verify()
     assert reader.names == tuple(sorted(entries))
@@ -389,27 +386,6 @@ def test_hostile_weights_are_refused_before_anything_is_allocated(tmp_path: Path
     path.write_bytes(content)
     with pytest.raises(StorageError, match=message):
         SafetensorsFile(path)
-
-
-def test_model_directories_of_others(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"expected model\.safetensors or"):
-        ModelDirectory(tmp_path)
-    write_safetensors(tmp_path / "a.safetensors", {"w": tensor(3)})
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text('{"metadata": {}, "weight_map": {"w": "a.safetensors"}}')
-    model = ModelDirectory(tmp_path)
-    assert [(name, value.shape) for name, value in model.entries(["w"])] == [("w", (3,))]
-    with pytest.raises(StorageError, match="no tensor 'v'"):
-        model.read("v")
-    for weight_map, message in (
-        ('{"w": "../a.safetensors"}', "not the name of a file beside it"),
-        ('{"v": "a.safetensors"}', "lacks the tensor 'v'"),
-        ('{"w": "b.safetensors"}', "can't be read"),
-        ("[]", "is damaged"),
-    ):
-        index.write_text(f'{{"weight_map": {weight_map}}}')
-        with pytest.raises(StorageError, match=message):
-            ModelDirectory(tmp_path)
 
 
 def test_atomic_writing_keeps_the_old_file_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
