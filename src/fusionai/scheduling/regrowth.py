@@ -80,7 +80,7 @@ def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> 
     if found is None or _speed(found, known) < least:
         asked = known.stages in (None, sum("stage" in stage.roles for stage in plan.stages))
         cut = None if asked else recut(plan, problem, candidates)
-        found = None if cut is None else cut.plan
+        found = cut.plan if isinstance(cut, Otherwise) else None
     if found is None or _speed(found, known) < least:
         return None
     kept = {(stage.blocks, stage.peer) for stage in plan.stages}
